@@ -1,0 +1,52 @@
+"""mopd-dataplane: the data plane of multi-teacher on-policy distillation.
+
+The flow, one line a stage:
+
+    rollout   prompts  -> samples    the student writes; every token is logged as it is decoded
+    store     samples  -> datasets   metadata apart from payload, exactly once, pinned snapshots
+    score     samples  -> signals    each sample's teacher judges every token
+    plan      metadata -> plan       global shuffle, packing, balance, teacher order
+    load      plan     -> batches    one shared-memory copy per node
+    train     batches  -> policy     reverse KL and its relatives, from stored signals
+    query     store    -> answers    SQL, one sample token by token, one HTML report
+
+Importing this package loads neither torch nor lance.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.records import Prompt, Sample, Signal, Snapshot
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+__version__ = "0.1.0"
+__all__ = ["MopdError", "Prompt", "Sample", "Signal", "Snapshot", "Store", "__version__", "create_store", "open_store"]
+
+
+def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> Store:
+    """Open an existing store (a folder or an object-store URI) for reading and writing.
+
+    Raises UnknownNameError when there is no store, MismatchError when a newer version wrote it.
+    """
+    from mopd_dataplane.store.dataset import Store
+
+    return Store.open(uri, storage_options=storage_options)
+
+
+def create_store(uri: str, *, storage_options: dict[str, str] | None = None) -> Store:
+    """Open a store, creating it when the place is empty."""
+    from mopd_dataplane.store.dataset import Store
+
+    return Store.create(uri, storage_options=storage_options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Store":
+        from mopd_dataplane.store.dataset import Store
+
+        return Store
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,159 @@
+"""Models and tokenizers on disk: loading, saving, digests, and the forward pass that stops before the LM head."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MismatchError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DIGEST_FILE = "mopd_digest.json"
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_digest(folder: str | Path) -> str:
+    """sha256 over the safetensors files and the config of a model folder, 64 hex digits.
+
+    The result is cached beside the weights, keyed by file sizes and times. Raises UnknownNameError without weights.
+    """
+    root = Path(folder)
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise UnknownNameError(f"no model weights (*.safetensors) in {root}; pickled weights are refused")
+    stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    cache = root / DIGEST_FILE
+    if cache.is_file():
+        known = json.loads(cache.read_text())
+        if known["stamp"] == stamp:
+            return str(known["digest"])
+    whole = hashlib.sha256()
+    for file in [*files, root / "config.json"]:
+        whole.update(f"{file.name}:{file_digest(file)}\n".encode())
+    digest = whole.hexdigest()
+    if os.access(root, os.W_OK):
+        cache.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits over the vocabulary and the special tokens: what must agree between student and teacher."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    text = json.dumps([vocabulary, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of a local model folder; never asks the network."""
+    from transformers import AutoTokenizer
+
+    _require_folder(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return tokenizer
+
+
+def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """Causal LM of a local folder, safetensors only, in evaluation mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _require_folder(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+    )
+    return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def save_policy(model: PreTrainedModel, tokenizer_folder: str | Path, folder: str | Path) -> None:
+    """Write a policy folder (weights, config, tokenizer) durably: a temporary folder, then one rename.
+
+    An existing folder of that name is kept: a policy version is written once.
+    """
+    target = Path(folder)
+    if target.exists():
+        return
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    model.save_pretrained(staging, safe_serialization=True)
+    copy_tokenizer(tokenizer_folder, staging)
+    publish_folder(staging, target)
+
+
+def copy_tokenizer(source: str | Path, target: str | Path) -> None:
+    """Copy the tokenizer files of one model folder into another."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        file = Path(source) / name
+        if file.is_file():
+            shutil.copy2(file, Path(target) / name)
+
+
+def publish_folder(staging: Path, target: Path) -> None:
+    """Sync every file of a folder, rename it into place and sync the directory."""
+    for file in [*staging.rglob("*"), staging]:
+        _fsync(file)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging.rename(target)
+    _fsync(target.parent)
+
+
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, D] weight of the LM head."""
+    weight: torch.Tensor = model.get_output_embeddings().weight
+    return weight
+
+
+def logit_softcap(model: PreTrainedModel) -> float:
+    """Final-logit softcap of the architecture; 0 when it has none."""
+    return float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """Multiplier the architecture applies to its logits; 1 when it has none."""
+    config = model.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scaling = getattr(config, "logits_scaling", None)
+    return scale / float(scaling) if scaling else scale
+
+
+def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """[B, T, D] states after the final norm: what the LM head reads. The head itself is not run.
+
+    Packed rows: give `position_ids` that restart at 0 in every sequence and no attention mask.
+    """
+    output = model.base_model(input_ids=input_ids, use_cache=False, **inputs)
+    states: torch.Tensor = output.last_hidden_state
+    return states
+
+
+def check_same_tokenizer(student: str, teacher: str, *, name: str) -> None:
+    """Raise MismatchError unless both digests agree."""
+    if student != teacher:
+        raise MismatchError(
+            f"teacher {name!r} has tokenizer {teacher}, the student has {student}; "
+            "per-token distillation needs the same vocabulary: use a teacher of the student's family"
+        )
+
+
+def _require_folder(folder: str | Path) -> None:
+    if not (Path(folder) / "config.json").is_file() and not (Path(folder) / "tokenizer.json").is_file():
+        raise UnknownNameError(f"no model folder at {folder} (a local folder with config.json is needed)")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

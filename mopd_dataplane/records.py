@@ -1,0 +1,297 @@
+"""The words of the flow: what one stage hands to the next.
+
+Axes used in shapes, here and in every stage:
+    P  prompt tokens            R  response tokens (everything after the prompt, tool output included)
+    L  = P + R, one sequence    M  loss-masked response tokens, M <= R
+    T  tokens of one pack       S  sequences in one pack
+    K  top-k support            D  hidden size              V  vocabulary
+
+A response token at response position j sits at absolute position P + j and is predicted by the
+hidden state at absolute position P + j - 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FINISH_REASONS = ("stop", "length", "reference", "abandoned")
+RESUME_KINDS = ("none", "exact", "statistical")
+SIGNAL_KINDS = ("logprob", "topk", "hidden")
+
+
+def sample_uid(seed: int, run: str, prompt_id: str, index: int, generation: int) -> str:
+    """128-bit identity of one sample as 32 hex digits: the same work always has the same uid.
+
+    >>> sample_uid(0, "student", "p0", 0, 1) == sample_uid(0, "student", "p0", 0, 1)
+    True
+    """
+    name = f"{seed}\0{run}\0{prompt_id}\0{index}\0{generation}".encode()
+    return hashlib.blake2b(name, digest_size=16, person=b"mopd-uid").hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One question put to the student.
+
+    Example: Prompt(prompt_id="chain_sum-train-7", domain="chain_sum", text="3 + 4 =", answer="7").
+    """
+
+    prompt_id: str
+    """Unique in the store."""
+    domain: str
+    """Routes the sample to its teacher, through the job's routing rule."""
+    text: str
+    """What the student sees, before the tokenizer's template."""
+    answer: str = ""
+    """Reference answer; the response of an off-policy (reference) sample."""
+    split: str = "train"
+    """train or eval; eval prompts are never trained on."""
+    effort: str = ""
+    """Reasoning-effort mode, a second routing key; empty when the job has none."""
+    source: str = ""
+    """Where the prompt came from, for lineage."""
+    teacher_context: str = ""
+    """Privileged text only the teacher sees in front of the prompt (context distillation)."""
+    verifier_data: str = ""
+    """JSON the reward function needs beside the answer (for example a reasoning-gym entry)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Sample:
+    """A finished generation: prompt and response tokens with what the sampler said of them.
+
+    Example: prompt_len=2, tokens=[5, 6, 7, 8, 2] and R=3; logprobs=[-0.1, -0.7, 0.0];
+    loss_mask=[1, 1, 1]; version_starts=[0], versions=[4]: all sampled by policy version 4.
+    """
+
+    uid: str
+    prompt_id: str
+    group_id: str
+    """Samples of one prompt in one generation share it (GRPO group)."""
+    group_index: int
+    generation: int
+    """Iteration of the run that asked for this sample."""
+    domain: str
+    effort: str = ""
+    run: str
+    """Name of the job stage that owns the sample."""
+    writer: str
+    """Engine replica (or importer) that produced it."""
+    writer_seq: int
+    """Admission ordinal inside the writer."""
+    policy: str
+    """Name of the sampling policy; 'reference' for text that was not sampled."""
+    temperature: float
+    top_p: float
+    top_k: int
+    prompt_len: int
+    tokens: NDArray[np.int32]
+    """[L] prompt then response."""
+    logprobs: NDArray[np.float32] | None
+    """[R] log-prob of each response token under the sampling distribution; 0 where loss_mask is 0;
+    None when the text was not sampled."""
+    loss_mask: NDArray[np.uint8]
+    """[R] 1 on tokens the policy wrote, 0 on tool or environment tokens."""
+    version_starts: NDArray[np.int32]
+    """[spans] response position where each policy-version span starts; the first is 0."""
+    versions: NDArray[np.int32]
+    """[spans] policy version of each span."""
+    turns: int = 1
+    finish_reason: str
+    """One of FINISH_REASONS."""
+    interruptions: int = 0
+    """How often the generation was interrupted and continued."""
+    resume: str = "none"
+    """One of RESUME_KINDS."""
+    tokenizer: str
+    """Tokenizer digest."""
+
+    @property
+    def response_len(self) -> int:
+        """R."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def loss_tokens(self) -> int:
+        """M."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(kw_only=True, slots=True)
+class Signal:
+    """What one teacher says of one sample, in one of three fidelities.
+
+    kind logprob: logprob [R] f32, 0 where loss_mask is 0.
+    kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
+    kind hidden:  hidden [M, row_bytes] uint8, the codec's bytes of the state that predicts each
+                  loss-masked token, in order.
+    """
+
+    uid: str
+    sample_row: int
+    """Row of the sample in `samples`."""
+    kind: str
+    codec: str = "fp32"
+    """fp32, bf16, int8, fp8 or mxfp4 (hidden); fp32 otherwise."""
+    logprob: NDArray[np.float32] | None = None
+    topk_ids: NDArray[np.int32] | None = None
+    topk_logprobs: NDArray[np.float32] | None = None
+    hidden: NDArray[np.uint8] | None = None
+    mean_reverse_kl: float | None = None
+    """Mean over loss tokens of sampler log-prob minus teacher log-prob (k1 estimate of reverse KL)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Teacher:
+    """A teacher as the store remembers it; digests are compared before anything is written."""
+
+    name: str
+    source: str
+    """Path or stage name the weights came from."""
+    weights_digest: str
+    tokenizer_digest: str
+    vocab_size: int
+    hidden_size: int
+    dtype: str
+    norm_placement: str = "post"
+    """post: stored hidden states are after the final norm (what the LM head reads)."""
+    logit_softcap: float = 0.0
+    """0 when the architecture has none."""
+    logit_scale: float = 1.0
+    quantisation: str = "none"
+    head_file: str
+    """Path of the LM head relative to the store root."""
+    head_digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """One pinned version per table: what a plan, a reader or a report is about.
+
+    Example: Snapshot(uri="runs/demo", versions={"samples": 12, "tokens": 9}).
+    """
+
+    uri: str
+    versions: dict[str, int]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits over the versions (not over the place where the store lies)."""
+        text = "\n".join(f"{name}={version}" for name, version in sorted(self.versions.items()))
+        return hashlib.blake2b(text.encode(), digest_size=8, person=b"mopd-snap").hexdigest()
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanWindow:
+    """A planned stretch of training: which samples, packed how, in which step.
+
+    Packs are numbered through the window; pack k holds sample_rows[pack_starts[k]:pack_starts[k+1]]
+    and step s holds packs step_starts[s] up to step_starts[s+1].
+    """
+
+    stage: str
+    window: int
+    seed: int
+    settings: dict[str, Any]
+    snapshot: Snapshot
+    sample_rows: NDArray[np.int64]
+    """[samples] rows of `samples`, in pack order."""
+    pack_starts: NDArray[np.int64]
+    """[packs + 1]"""
+    pack_teachers: NDArray[np.int16]
+    """[packs] index into teachers; -1 when the objective needs no teacher."""
+    step_starts: NDArray[np.int64]
+    """[steps + 1]"""
+    teachers: list[str]
+    stats: dict[str, float] = field(default_factory=dict)
+    """density, straggler_ratio, tokens, samples, packs, teacher_switches, dropped_<reason>."""
+    digest: str = ""
+    """Over everything above but stats."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pack:
+    """One packed row of sequences as the trainer sees it: numpy or torch views into shared memory.
+
+    All [T] arrays are indexed by absolute position in the pack; a field at position t speaks of token t
+    (which the hidden state at t - 1 predicts). Valid until the owning Batch is released.
+    """
+
+    index: int
+    """Pack number in the plan window."""
+    teacher: str
+    """Empty when the objective needs none."""
+    tokens: Any
+    """[T] int32"""
+    position_ids: Any
+    """[T] int32, restarting at 0 in every sequence"""
+    cu_seqlens: Any
+    """[S + 1] int32"""
+    loss_mask: Any
+    """[T] uint8, 1 on trained tokens"""
+    sampler_logprobs: Any
+    """[T] f32, 0 where loss_mask is 0"""
+    policy_versions: Any
+    """[T] int32, version that sampled each token; -1 on prompt tokens"""
+    sample_rows: Any
+    """[S] int64"""
+    rewards: Any
+    """[S] f32, NaN where a sample has none"""
+    advantages: Any
+    """[S] f32, group-relative outcome advantage; 0 where there is none"""
+    teacher_logprobs: Any | None = None
+    """[T] f32, 0 where loss_mask is 0"""
+    topk_ids: Any | None = None
+    """[M, K] int32"""
+    topk_logprobs: Any | None = None
+    """[M, K] f32"""
+    hidden: Any | None = None
+    """[M, row_bytes] uint8, codec bytes in the order of loss-masked positions"""
+    hidden_codec: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """One optimizer step of one rank: its packs, and the global sums every rank normalises by."""
+
+    stage: str
+    window: int
+    step: int
+    """Step inside the stage, counted over windows; the resume integer."""
+    packs: list[Pack]
+    loss_tokens: int
+    """Trained tokens in the whole step over all ranks."""
+    sequences: int
+    """Sequences in the whole step over all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """What one optimizer step reports; one row of `steps`."""
+
+    stage: str
+    step: int
+    window: int
+    plan_digest: str
+    policy_version: int
+    """Version the step starts from."""
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    samples: int
+    tokens: int
+    loss_tokens: int
+    reverse_kl: float
+    """Mean over trained tokens; NaN when no teacher signal was used."""
+    staleness_mean: float
+    """Policy versions between sampling and this step, mean over trained tokens."""
+    staleness_max: int
+    step_time_s: float
+    data_wait_s: float
+    extra: dict[str, float] = field(default_factory=dict)
+    """Objective metrics: masked fraction, clip fraction, entropy, teacher/<name>/reverse_kl …"""
