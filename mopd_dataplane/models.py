@@ -69,11 +69,21 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     import torch
     from transformers import AutoModelForCausalLM
 
+    quiet_transformers()
     _require_folder(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
     )
     return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars out of ours, and its hub client off the network."""
+    from transformers.utils import logging
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def save_policy(model: PreTrainedModel, tokenizer_folder: str | Path, folder: str | Path) -> None:
