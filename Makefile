@@ -1,0 +1,43 @@
+# Everything a contributor or a first-time user runs. `make help` lists it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help run run-full seeds smollm2 test test-slow test-browser faults faults-long lint format schemas docs bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,jobs,triton,dev]"
+	@touch $@
+
+run: $(INSTALLED)  ## the quickstart: base, specialists, MOPD; ends with the table and runs/quickstart/report.html
+	$(BIN)/mopd run jobs/quickstart
+
+run-full: $(INSTALLED)  ## the quickstart with exact full-vocabulary reverse KL from stored hidden states
+	$(BIN)/mopd run jobs/quickstart --set 'stages.student.objective="full-vocab"' --store runs/quickstart-full
+
+seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives (about an hour)
+	$(BIN)/python jobs/quickstart/seeds.py
+
+smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation of SmolLM2-135M
+	$(BIN)/mopd run jobs/smollm2
+
+test: $(INSTALLED)  ## the tests (about ten minutes on two cores)
+	$(BIN)/python -m pytest -q
+
+test-slow: $(INSTALLED)  ## tests that take minutes each
+	$(BIN)/python -m pytest -q -m slow
+
+lint: $(INSTALLED)  ## ruff and mypy --strict
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: $(INSTALLED)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
+
+clean:  ## remove the environment and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,101 @@
+"""What a stage works on: its prompts, iteration by iteration, and reference answers as samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mopd_dataplane.errors import PromptError
+from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.records import Prompt, Sample, sample_uid
+from mopd_dataplane.rollout.prompts import load_prompts, render
+from mopd_dataplane.store.dataset import Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def ensure_prompts(job: Job, store: Store) -> None:
+    """Write the prompts of every domain once; a domain already in the store is left as it is.
+
+    Raises PromptError when a source is empty or too small.
+    """
+    for name, domain in job.domains.items():
+        stored = store.table("prompts", columns=["prompt_id"], filter=f"domain = '{name}'").num_rows
+        if stored == 0:
+            store.add_prompts(load_prompts(name, domain))
+        elif stored != domain.train + domain.eval:
+            raise PromptError(
+                f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
+                f"{domain.train} train + {domain.eval} eval; prompts are fixed once a store exists: use another store"
+            )
+
+
+def iteration_prompts(prompts: Sequence[Prompt], *, count: int, generation: int, seed: int, stage: str) -> list[Prompt]:
+    """Prompts of one iteration: consecutive slices of seeded permutations, a new permutation each time round.
+
+    A pure function of its arguments. count 0 takes every prompt, in a new order each iteration.
+    """
+    if not prompts:
+        raise PromptError(f"stage {stage!r}: no training prompts; check its domains")
+    total = len(prompts)
+    count = count or total
+    chosen: list[Prompt] = []
+    position = generation * count
+    while len(chosen) < count:
+        epoch, offset = divmod(position, total)
+        order = _permutation(total, f"{seed}/{stage}/{epoch}")
+        take = min(count - len(chosen), total - offset)
+        chosen.extend(prompts[i] for i in order[offset : offset + take])
+        position += take
+    return chosen
+
+
+def reference_samples(
+    job: Job, stage: Stage, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, digest: str
+) -> Iterator[Sample]:
+    """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs."""
+    if tokenizer.eos_token_id is None:
+        raise PromptError(f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token")
+    per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
+    taken: dict[str, int] = {}
+    for ordinal, prompt in enumerate(prompts):
+        taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
+        if per_domain and taken[prompt.domain] > per_domain:
+            continue
+        prompt_ids = render(prompt.text, tokenizer, template=job.student.prompt_template)
+        answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
+        response = [*answer, tokenizer.eos_token_id]
+        yield Sample(
+            uid=sample_uid(job.seed, stage.name, prompt.prompt_id, 0, 0),
+            prompt_id=prompt.prompt_id,
+            group_id=f"{prompt.prompt_id}#0",
+            group_index=0,
+            generation=0,
+            domain=prompt.domain,
+            effort=prompt.effort,
+            run=stage.name,
+            writer="reference",
+            writer_seq=ordinal,
+            policy="reference",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            prompt_len=len(prompt_ids),
+            tokens=np.array(prompt_ids + response, np.int32),
+            logprobs=None,
+            loss_mask=np.ones(len(response), np.uint8),
+            version_starts=np.zeros(1, np.int32),
+            versions=np.zeros(1, np.int32),
+            finish_reason="reference",
+            tokenizer=digest,
+        )
+
+
+def _permutation(total: int, name: str) -> list[int]:
+    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
+    order: list[int] = np.random.Generator(np.random.Philox(key=key)).permutation(total).tolist()
+    return order
