@@ -459,7 +459,9 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
         if key.partition("/")[0] not in job.domains:
             raise JobFileError(f"{at}: routing names an unknown domain {key!r}: {nearest(key, job.domains)}")
         if teacher not in job.teachers:
-            raise JobFileError(f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}")
+            raise JobFileError(
+                f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
+            )
     for teacher in job.teachers_of(stage):
         source = job.teachers[teacher].source
         if source.startswith("stage:") and source[6:] not in earlier:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError
+from mopd_dataplane.files import publish_folder
 
 if TYPE_CHECKING:
     import torch
@@ -109,15 +110,6 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
             shutil.copy2(file, Path(target) / name)
 
 
-def publish_folder(staging: Path, target: Path) -> None:
-    """Sync every file of a folder, rename it into place and sync the directory."""
-    for file in [*staging.rglob("*"), staging]:
-        _fsync(file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging.rename(target)
-    _fsync(target.parent)
-
-
 def head_weight(model: PreTrainedModel) -> torch.Tensor:
     """[V, D] weight of the LM head."""
     weight: torch.Tensor = model.get_output_embeddings().weight
@@ -159,11 +151,3 @@ def check_same_tokenizer(student: str, teacher: str, *, name: str) -> None:
 def _require_folder(folder: str | Path) -> None:
     if not (Path(folder) / "config.json").is_file() and not (Path(folder) / "tokenizer.json").is_file():
         raise UnknownNameError(f"no model folder at {folder} (a local folder with config.json is needed)")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -44,80 +44,86 @@ class TableSpec:
 PROMPTS = TableSpec(
     "prompts",
     "One row is a prompt.",
-    pa.schema([
-        _field("prompt_id", _STRING, "unique name of the prompt"),
-        _field("domain", _STRING, "routes samples to their teacher"),
-        _field("split", _STRING, "train or eval"),
-        _field("effort", _STRING, "reasoning-effort mode; empty when unused"),
-        _field("source", _STRING, "where the prompt came from"),
-        _field("text", _STRING, "what the student sees, before the tokenizer's template"),
-        _field("answer", _STRING, "reference answer"),
-        _field("teacher_context", _STRING, "privileged text only the teacher sees"),
-        _field("verifier_data", _STRING, "JSON for the reward function"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("prompt_id", _STRING, "unique name of the prompt"),
+            _field("domain", _STRING, "routes samples to their teacher"),
+            _field("split", _STRING, "train or eval"),
+            _field("effort", _STRING, "reasoning-effort mode; empty when unused"),
+            _field("source", _STRING, "where the prompt came from"),
+            _field("text", _STRING, "what the student sees, before the tokenizer's template"),
+            _field("answer", _STRING, "reference answer"),
+            _field("teacher_context", _STRING, "privileged text only the teacher sees"),
+            _field("verifier_data", _STRING, "JSON for the reward function"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("prompt_id",),
 )
 
 SAMPLES = TableSpec(
     "samples",
     "One row is a finished sample: its metadata and its commit record. A sample exists when this row is visible.",
-    pa.schema([
-        _field("uid", _STRING, "128-bit identity, 32 hex digits"),
-        _field("prompt_id", _STRING, "prompt it answers"),
-        _field("group_id", _STRING, "samples of one prompt in one generation share it"),
-        _field("group_index", pa.int16(), "place inside the group"),
-        _field("generation", pa.int32(), "iteration of the run that asked for it"),
-        _field("domain", _STRING, "domain of the prompt"),
-        _field("effort", _STRING, "effort mode of the prompt"),
-        _field("run", _STRING, "job stage that owns the sample"),
-        _field("writer", _STRING, "engine replica or importer"),
-        _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
-        _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
-        _field("policy_version_first", pa.int32(), "version that sampled the first response token"),
-        _field("policy_version_last", pa.int32(), "version that sampled the last response token"),
-        _field("temperature", pa.float32(), "sampling temperature"),
-        _field("top_p", pa.float32(), "nucleus mass; 1 is off"),
-        _field("top_k", pa.int32(), "top-k cut; 0 is off"),
-        _field("prompt_len", pa.int32(), "P", unit="tokens"),
-        _field("response_len", pa.int32(), "R, tool output included", unit="tokens"),
-        _field("total_len", pa.int32(), "L = P + R", unit="tokens"),
-        _field("loss_tokens", pa.int32(), "M, response tokens the policy wrote", unit="tokens"),
-        _field("turns", pa.int16(), "assistant turns"),
-        _field("finish_reason", _STRING, "stop, length, reference or abandoned"),
-        _field("interruptions", pa.int16(), "times the generation was interrupted and continued"),
-        _field("resume", _STRING, "none, exact or statistical"),
-        _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
-        _field("tokenizer", _STRING, "tokenizer digest"),
-        _field("payload_row", pa.int64(), "row of the payload in `tokens`"),
-        _field("payload_crc", pa.uint32(), "crc32c over the payload arrays"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-        _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "128-bit identity, 32 hex digits"),
+            _field("prompt_id", _STRING, "prompt it answers"),
+            _field("group_id", _STRING, "samples of one prompt in one generation share it"),
+            _field("group_index", pa.int16(), "place inside the group"),
+            _field("generation", pa.int32(), "iteration of the run that asked for it"),
+            _field("domain", _STRING, "domain of the prompt"),
+            _field("effort", _STRING, "effort mode of the prompt"),
+            _field("run", _STRING, "job stage that owns the sample"),
+            _field("writer", _STRING, "engine replica or importer"),
+            _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
+            _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
+            _field("policy_version_first", pa.int32(), "version that sampled the first response token"),
+            _field("policy_version_last", pa.int32(), "version that sampled the last response token"),
+            _field("temperature", pa.float32(), "sampling temperature"),
+            _field("top_p", pa.float32(), "nucleus mass; 1 is off"),
+            _field("top_k", pa.int32(), "top-k cut; 0 is off"),
+            _field("prompt_len", pa.int32(), "P", unit="tokens"),
+            _field("response_len", pa.int32(), "R, tool output included", unit="tokens"),
+            _field("total_len", pa.int32(), "L = P + R", unit="tokens"),
+            _field("loss_tokens", pa.int32(), "M, response tokens the policy wrote", unit="tokens"),
+            _field("turns", pa.int16(), "assistant turns"),
+            _field("finish_reason", _STRING, "stop, length, reference or abandoned"),
+            _field("interruptions", pa.int16(), "times the generation was interrupted and continued"),
+            _field("resume", _STRING, "none, exact or statistical"),
+            _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
+            _field("tokenizer", _STRING, "tokenizer digest"),
+            _field("payload_row", pa.int64(), "row of the payload in `tokens`"),
+            _field("payload_crc", pa.uint32(), "crc32c over the payload arrays"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+            _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
+        ]
+    ),
     key=("uid",),
 )
 
 TOKENS = TableSpec(
     "tokens",
     "One row is the per-token payload of a sample.",
-    pa.schema([
-        _field("uid", _STRING, "sample it belongs to"),
-        _field("tokens", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[L] prompt then response"),
-        _field(
-            "logprobs",
-            pa.list_(pa.field("item", pa.float32(), nullable=False)),
-            "[R] sampler log-prob as sampled; 0 where loss_mask is 0; null when not sampled",
-            null=True,
-            unit="nat",
-        ),
-        _field("loss_mask", pa.list_(pa.field("item", pa.uint8(), nullable=False)), "[R] 1 where the policy wrote"),
-        _field(
-            "version_starts",
-            pa.list_(pa.field("item", pa.int32(), nullable=False)),
-            "[spans] response position where each policy version starts",
-        ),
-        _field("versions", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[spans] policy versions"),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample it belongs to"),
+            _field("tokens", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[L] prompt then response"),
+            _field(
+                "logprobs",
+                pa.list_(pa.field("item", pa.float32(), nullable=False)),
+                "[R] sampler log-prob as sampled; 0 where loss_mask is 0; null when not sampled",
+                null=True,
+                unit="nat",
+            ),
+            _field("loss_mask", pa.list_(pa.field("item", pa.uint8(), nullable=False)), "[R] 1 where the policy wrote"),
+            _field(
+                "version_starts",
+                pa.list_(pa.field("item", pa.int32(), nullable=False)),
+                "[spans] response position where each policy version starts",
+            ),
+            _field("versions", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[spans] policy versions"),
+        ]
+    ),
     key=("uid",),
     heavy=True,
 )
@@ -125,37 +131,41 @@ TOKENS = TableSpec(
 TEACHERS = TableSpec(
     "teachers",
     "One row is a teacher.",
-    pa.schema([
-        _field("name", _STRING, "unique name"),
-        _field("source", _STRING, "path or stage the weights came from"),
-        _field("weights_digest", _STRING, "sha256 over the weight files"),
-        _field("tokenizer_digest", _STRING, "must equal the student's"),
-        _field("vocab_size", pa.int32(), "rows of the LM head that are real tokens"),
-        _field("hidden_size", pa.int32(), "D"),
-        _field("dtype", _STRING, "compute dtype of the scoring pass"),
-        _field("norm_placement", _STRING, "post: hidden states are after the final norm"),
-        _field("logit_softcap", pa.float32(), "0 when the architecture has none"),
-        _field("logit_scale", pa.float32(), "multiplier on logits"),
-        _field("quantisation", _STRING, "weight quantisation of the teacher"),
-        _field("head_file", _STRING, "LM head, relative to the store root"),
-        _field("head_digest", _STRING, "sha256 of the head file"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("name", _STRING, "unique name"),
+            _field("source", _STRING, "path or stage the weights came from"),
+            _field("weights_digest", _STRING, "sha256 over the weight files"),
+            _field("tokenizer_digest", _STRING, "must equal the student's"),
+            _field("vocab_size", pa.int32(), "rows of the LM head that are real tokens"),
+            _field("hidden_size", pa.int32(), "D"),
+            _field("dtype", _STRING, "compute dtype of the scoring pass"),
+            _field("norm_placement", _STRING, "post: hidden states are after the final norm"),
+            _field("logit_softcap", pa.float32(), "0 when the architecture has none"),
+            _field("logit_scale", pa.float32(), "multiplier on logits"),
+            _field("quantisation", _STRING, "weight quantisation of the teacher"),
+            _field("head_file", _STRING, "LM head, relative to the store root"),
+            _field("head_digest", _STRING, "sha256 of the head file"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("name",),
 )
 
 SIGNAL_LOGPROB = TableSpec(
     "signals/*/logprob",
     "One row is the teacher's log-prob of each sampled token of a sample.",
-    pa.schema([
-        _field("uid", _STRING, "sample it speaks of"),
-        _field(
-            "logprob",
-            pa.list_(pa.field("item", pa.float32(), nullable=False)),
-            "[R] teacher log-prob; 0 where loss_mask is 0",
-            unit="nat",
-        ),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample it speaks of"),
+            _field(
+                "logprob",
+                pa.list_(pa.field("item", pa.float32(), nullable=False)),
+                "[R] teacher log-prob; 0 where loss_mask is 0",
+                unit="nat",
+            ),
+        ]
+    ),
     key=("uid",),
     heavy=True,
 )
@@ -163,15 +173,20 @@ SIGNAL_LOGPROB = TableSpec(
 SIGNAL_TOPK = TableSpec(
     "signals/*/topk",
     "One row is the teacher's top-k at each loss-masked position of a sample.",
-    pa.schema([
-        _field("uid", _STRING, "sample it speaks of"),
-        _field("k", pa.int16(), "K"),
-        _field("support", _STRING, "teacher or student: whose top-k the ids are"),
-        _field("ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[M * K] token ids"),
-        _field(
-            "logprobs", pa.list_(pa.field("item", pa.float32(), nullable=False)), "[M * K] teacher log-probs", unit="nat"
-        ),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample it speaks of"),
+            _field("k", pa.int16(), "K"),
+            _field("support", _STRING, "teacher or student: whose top-k the ids are"),
+            _field("ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[M * K] token ids"),
+            _field(
+                "logprobs",
+                pa.list_(pa.field("item", pa.float32(), nullable=False)),
+                "[M * K] teacher log-probs",
+                unit="nat",
+            ),
+        ]
+    ),
     key=("uid",),
     heavy=True,
 )
@@ -179,13 +194,15 @@ SIGNAL_TOPK = TableSpec(
 SIGNAL_HIDDEN = TableSpec(
     "signals/*/hidden",
     "One row is the teacher's last hidden states at each loss-masked position of a sample.",
-    pa.schema([
-        _field("uid", _STRING, "sample it speaks of"),
-        _field("codec", _STRING, "fp32, bf16, int8, fp8 or mxfp4"),
-        _field("rows", pa.int32(), "M"),
-        _field("row_bytes", pa.int32(), "bytes of one position under the codec", unit="bytes"),
-        _blob("hidden", "[M, row_bytes] codec bytes, one contiguous run per position"),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample it speaks of"),
+            _field("codec", _STRING, "fp32, bf16, int8, fp8 or mxfp4"),
+            _field("rows", pa.int32(), "M"),
+            _field("row_bytes", pa.int32(), "bytes of one position under the codec", unit="bytes"),
+            _blob("hidden", "[M, row_bytes] codec bytes, one contiguous run per position"),
+        ]
+    ),
     key=("uid",),
     heavy=True,
 )
@@ -193,122 +210,133 @@ SIGNAL_HIDDEN = TableSpec(
 SCORES = TableSpec(
     "scores",
     "One row says: teacher T has signal K for sample U. A signal exists when this row is visible.",
-    pa.schema([
-        _field("uid", _STRING, "sample"),
-        _field("teacher", _STRING, "teacher name"),
-        _field("kind", _STRING, "logprob, topk or hidden"),
-        _field("sample_row", pa.int64(), "row of the sample in `samples`"),
-        _field("payload_row", pa.int64(), "row of the payload in signals/<teacher>/<kind>"),
-        _field("payload_crc", pa.uint32(), "crc32c over the payload"),
-        _field("codec", _STRING, "encoding of the payload"),
-        _field("rows", pa.int32(), "positions covered", unit="tokens"),
-        _field("bytes", pa.int64(), "payload size", unit="bytes"),
-        _field("mean_reverse_kl", pa.float32(), "mean sampler minus teacher log-prob", null=True, unit="nat/token"),
-        _field("coverage", pa.float32(), "share of loss tokens with a signal"),
-        _field("teacher_digest", _STRING, "weights digest of the teacher"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample"),
+            _field("teacher", _STRING, "teacher name"),
+            _field("kind", _STRING, "logprob, topk or hidden"),
+            _field("sample_row", pa.int64(), "row of the sample in `samples`"),
+            _field("payload_row", pa.int64(), "row of the payload in signals/<teacher>/<kind>"),
+            _field("payload_crc", pa.uint32(), "crc32c over the payload"),
+            _field("codec", _STRING, "encoding of the payload"),
+            _field("rows", pa.int32(), "positions covered", unit="tokens"),
+            _field("bytes", pa.int64(), "payload size", unit="bytes"),
+            _field("mean_reverse_kl", pa.float32(), "mean sampler minus teacher log-prob", null=True, unit="nat/token"),
+            _field("coverage", pa.float32(), "share of loss tokens with a signal"),
+            _field("teacher_digest", _STRING, "weights digest of the teacher"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("uid", "teacher", "kind"),
 )
 
 REWARDS = TableSpec(
     "rewards",
     "One row is the outcome reward of a sample.",
-    pa.schema([
-        _field("uid", _STRING, "sample"),
-        _field("sample_row", pa.int64(), "row of the sample in `samples`"),
-        _field("verifier", _STRING, "reward function"),
-        _field("verifier_version", _STRING, "version of the package it comes from"),
-        _field("reward", pa.float32(), "value, by convention in [0, 1]"),
-        _field("detail", _STRING, "what the verifier said", null=True),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample"),
+            _field("sample_row", pa.int64(), "row of the sample in `samples`"),
+            _field("verifier", _STRING, "reward function"),
+            _field("verifier_version", _STRING, "version of the package it comes from"),
+            _field("reward", pa.float32(), "value, by convention in [0, 1]"),
+            _field("detail", _STRING, "what the verifier said", null=True),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("uid", "verifier"),
 )
 
 PLANS = TableSpec(
     "plans",
     "One row is a planned window: a pure function of (snapshot, seed, settings), recorded before it is used.",
-    pa.schema([
-        _field("stage", _STRING, "job stage the plan is for"),
-        _field("window", pa.int32(), "ordinal inside the stage"),
-        _field("digest", _STRING, "over snapshot, seed, settings and layout"),
-        _field("seed", pa.int64(), "shuffle seed"),
-        _field("settings", _STRING, "JSON"),
-        _field("snapshot", _STRING, "JSON: version of every table"),
-        _field("teachers", pa.list_(_STRING), "names that pack_teachers indexes"),
-        _field("sample_rows", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[samples] in pack order"),
-        _field("pack_starts", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[packs + 1]"),
-        _field("pack_teachers", pa.list_(pa.field("item", pa.int16(), nullable=False)), "[packs]"),
-        _field("step_starts", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[steps + 1]"),
-        _field("stats", _STRING, "JSON: density, straggler ratio, counts"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("stage", _STRING, "job stage the plan is for"),
+            _field("window", pa.int32(), "ordinal inside the stage"),
+            _field("digest", _STRING, "over snapshot, seed, settings and layout"),
+            _field("seed", pa.int64(), "shuffle seed"),
+            _field("settings", _STRING, "JSON"),
+            _field("snapshot", _STRING, "JSON: version of every table"),
+            _field("teachers", pa.list_(_STRING), "names that pack_teachers indexes"),
+            _field("sample_rows", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[samples] in pack order"),
+            _field("pack_starts", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[packs + 1]"),
+            _field("pack_teachers", pa.list_(pa.field("item", pa.int16(), nullable=False)), "[packs]"),
+            _field("step_starts", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[steps + 1]"),
+            _field("stats", _STRING, "JSON: density, straggler ratio, counts"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("stage", "window"),
 )
 
 STEPS = TableSpec(
     "steps",
     "One row is an optimizer step.",
-    pa.schema([
-        _field("stage", _STRING, "job stage"),
-        _field("step", pa.int32(), "ordinal inside the stage"),
-        _field("window", pa.int32(), "plan window the batch came from"),
-        _field("plan_digest", _STRING, "plan the batch came from"),
-        _field("policy_version", pa.int32(), "version the step starts from"),
-        _field("loss", pa.float64(), "objective value"),
-        _field("grad_norm", pa.float64(), "before clipping"),
-        _field("learning_rate", pa.float64(), "at this step"),
-        _field("samples", pa.int32(), "sequences in the global batch"),
-        _field("tokens", pa.int64(), "tokens in the global batch", unit="tokens"),
-        _field("loss_tokens", pa.int64(), "trained tokens in the global batch", unit="tokens"),
-        _field("reverse_kl", pa.float64(), "mean over trained tokens", null=True, unit="nat/token"),
-        _field("staleness_mean", pa.float32(), "versions between sampling and training", unit="versions"),
-        _field("staleness_max", pa.int32(), "largest of the batch", unit="versions"),
-        _field("step_time_s", pa.float32(), "wall time of the step", unit="s"),
-        _field("data_wait_s", pa.float32(), "of which waiting for data", unit="s"),
-        _field("extra", _STRING, "JSON: objective metrics"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("stage", _STRING, "job stage"),
+            _field("step", pa.int32(), "ordinal inside the stage"),
+            _field("window", pa.int32(), "plan window the batch came from"),
+            _field("plan_digest", _STRING, "plan the batch came from"),
+            _field("policy_version", pa.int32(), "version the step starts from"),
+            _field("loss", pa.float64(), "objective value"),
+            _field("grad_norm", pa.float64(), "before clipping"),
+            _field("learning_rate", pa.float64(), "at this step"),
+            _field("samples", pa.int32(), "sequences in the global batch"),
+            _field("tokens", pa.int64(), "tokens in the global batch", unit="tokens"),
+            _field("loss_tokens", pa.int64(), "trained tokens in the global batch", unit="tokens"),
+            _field("reverse_kl", pa.float64(), "mean over trained tokens", null=True, unit="nat/token"),
+            _field("staleness_mean", pa.float32(), "versions between sampling and training", unit="versions"),
+            _field("staleness_max", pa.int32(), "largest of the batch", unit="versions"),
+            _field("step_time_s", pa.float32(), "wall time of the step", unit="s"),
+            _field("data_wait_s", pa.float32(), "of which waiting for data", unit="s"),
+            _field("extra", _STRING, "JSON: objective metrics"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("stage", "step"),
 )
 
 EVALS = TableSpec(
     "evals",
     "One row is a held-out prompt answered by a policy. Held-out answers never enter `samples`.",
-    pa.schema([
-        _field("policy", _STRING, "stage whose policy answered"),
-        _field("policy_version", pa.int32(), "its version"),
-        _field("prompt_id", _STRING, "held-out prompt"),
-        _field("domain", _STRING, "domain of the prompt"),
-        _field("reward", pa.float32(), "verifier's value", null=True),
-        _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
-        _field("response", _STRING, "decoded answer"),
-        _field("response_len", pa.int32(), "R", unit="tokens"),
-        _field("finish_reason", _STRING, "stop or length"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("policy", _STRING, "stage whose policy answered"),
+            _field("policy_version", pa.int32(), "its version"),
+            _field("prompt_id", _STRING, "held-out prompt"),
+            _field("domain", _STRING, "domain of the prompt"),
+            _field("reward", pa.float32(), "verifier's value", null=True),
+            _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
+            _field("response", _STRING, "decoded answer"),
+            _field("response_len", pa.int32(), "R", unit="tokens"),
+            _field("finish_reason", _STRING, "stop or length"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("policy", "policy_version", "prompt_id"),
 )
 
 EVENTS = TableSpec(
     "events",
     "One row is a recorded decision or measurement of the run: stage times, dropped samples, abandoned generations.",
-    pa.schema([
-        _field("event_id", _STRING, "unique name, so that a repeated record is one row"),
-        _field("stage", _STRING, "job stage"),
-        _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
-        _field("generation", pa.int32(), "iteration; -1 when it has none"),
-        _field("value", pa.float64(), "number that goes with it", null=True),
-        _field("detail", _STRING, "JSON"),
-        _field("created_at", _TIME, "wall clock, informative only"),
-    ]),
+    pa.schema(
+        [
+            _field("event_id", _STRING, "unique name, so that a repeated record is one row"),
+            _field("stage", _STRING, "job stage"),
+            _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
+            _field("generation", pa.int32(), "iteration; -1 when it has none"),
+            _field("value", pa.float64(), "number that goes with it", null=True),
+            _field("detail", _STRING, "JSON"),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
     key=("event_id",),
 )
 
 TABLES: dict[str, TableSpec] = {
-    spec.name: spec
-    for spec in (PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, EVALS, EVENTS)
+    spec.name: spec for spec in (PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, EVALS, EVENTS)
 }
 """The fixed tables, in the order of the flow."""
 

@@ -103,7 +103,9 @@ def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
     from reasoning_gym.factory import DATASETS
 
     if domain.dataset not in DATASETS:
-        raise PromptError(f"domain {name!r}: no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}")
+        raise PromptError(
+            f"domain {name!r}: no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}"
+        )
     size = _SUPPLY * (domain.train + domain.eval)
     try:
         dataset = reasoning_gym.create_dataset(domain.dataset, seed=domain.seed, size=size, **domain.args)
@@ -122,10 +124,17 @@ def _from_rows(name: str, path: Path, domain: Domain) -> Iterator[_Entry]:
     for number, row in enumerate(rows, start=1):
         text = row.get("text") or row.get("prompt") or row.get("question")
         if not isinstance(text, str) or not text:
-            raise PromptError(f"domain {name!r}: {path}: row {number} has no text in a column `text`, `prompt` or `question`")
+            raise PromptError(
+                f"domain {name!r}: {path}: row {number} has no text in a column `text`, `prompt` or `question`"
+            )
         row.setdefault("question", text)
         verifier_data = json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else ""
-        yield domain.template.format_map(row), str(row.get("answer", "")), verifier_data, str(row.get("teacher_context", ""))
+        yield (
+            domain.template.format_map(row),
+            str(row.get("answer", "")),
+            verifier_data,
+            str(row.get("teacher_context", "")),
+        )
 
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:

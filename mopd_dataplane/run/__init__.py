@@ -1,12 +1,12 @@
 """A job, run: the only place where stages meet.
 
-    pipeline.py   the whole job, stage after stage, continuing where it stopped
-    policies.py   which folder holds which policy version
-    student.py    the student's starting point, made once
-    data.py       prompts of an iteration; reference answers as samples
-    generate.py   rollout: engine + token log -> store
-    judge.py      score and reward: store -> teachers, verifiers -> store
-    schedule.py   plan: metadata -> recorded windows
-    learn.py      train: loader process + trainer process -> new policy version
-    evaluate.py   held-out accuracy and reverse KL
+pipeline.py   the whole job, stage after stage, continuing where it stopped
+policies.py   which folder holds which policy version
+student.py    the student's starting point, made once
+data.py       prompts of an iteration; reference answers as samples
+generate.py   rollout: engine + token log -> store
+judge.py      score and reward: store -> teachers, verifiers -> store
+schedule.py   plan: metadata -> recorded windows
+learn.py      train: loader process + trainer process -> new policy version
+evaluate.py   held-out accuracy and reverse KL
 """

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.files import publish_folder
 from mopd_dataplane.jobfile import Student
-from mopd_dataplane.models import copy_tokenizer, publish_folder, quiet_transformers
+from mopd_dataplane.models import copy_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +52,9 @@ def character_tokenizer() -> PreTrainedTokenizerBase:
     vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN,

@@ -1,0 +1,96 @@
+"""What every step of a job needs: the job, its store, its policies, its tokenizer, and where to report progress."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import InputError, MismatchError
+from mopd_dataplane.files import publish_file
+from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.models import load_tokenizer, tokenizer_digest
+from mopd_dataplane.run.data import ensure_prompts
+from mopd_dataplane.run.policies import Policies
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.store.dataset import Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Run:
+    """One job on one store."""
+
+    job: Job
+    store: Store
+    policies: Policies
+    progress: Progress
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The student's tokenizer; every teacher must share it."""
+        return load_tokenizer(self.policies.initial())
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Digest that samples and teachers carry."""
+        return tokenizer_digest(self.tokenizer)
+
+    @property
+    def root(self) -> Path:
+        """Local folder of the store: policies, checkpoints, token log and heads live beside the tables."""
+        if self.store.root is None:
+            raise InputError(f"store {self.store.uri}: training from an object store needs a local work folder")
+        return self.store.root
+
+    def is_done(self, stage: Stage) -> bool:
+        """Whether a stage has finished, evaluation included."""
+        return self.store.table("events", columns=["event_id"], filter=f"event_id = 'done/{stage.name}'").num_rows > 0
+
+    def mark_done(self, stage: Stage) -> None:
+        """Record that a stage has finished with its newest policy version."""
+        version = self.policies.latest(stage)
+        self.store.add_event(f"done/{stage.name}", stage.name, "stage_done", -1, float(version), {})
+
+
+def open_run(job: Job, progress: Progress) -> Run:
+    """Open the job's store (made when the place is empty), and write its prompts.
+
+    Raises MismatchError when the store was made by a job with another seed, student, domains or finished stages.
+    """
+    store = Store.create(job.store)
+    run = Run(job, store, Policies(job, store.root or Path(job.store)), progress)
+    _check_same_job(run)
+    ensure_prompts(job, store)
+    return run
+
+
+def _check_same_job(run: Run) -> None:
+    """Compare with the job that the store remembers; what has not run yet may change."""
+    file = run.root / "job.json"
+    current = run.job.model_dump(mode="json")
+    if file.is_file():
+        known: dict[str, Any] = json.loads(file.read_text())
+        for key in ("seed", "student", "domains"):
+            _refuse_change(run, key, known[key], current[key])
+        before = {stage["name"]: stage for stage in known["stages"]}
+        for stage in current["stages"]:
+            if stage["name"] in before and run.policies.stage_folder(run.job.stage(stage["name"])).exists():
+                _refuse_change(run, f"stages.{stage['name']}", before[stage["name"]], stage)
+    publish_file(file, json.dumps(current, indent=1).encode())
+
+
+def _refuse_change(run: Run, key: str, before: Any, now: Any) -> None:
+    if before == now:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            _refuse_change(run, f"{key}.{name}", before.get(name), now.get(name))
+    raise MismatchError(
+        f"store {run.store.uri} was made with {key} = {before!r}, the job now says {now!r}; "
+        "go back to that value, or give another store (--store runs/NAME)"
+    )
