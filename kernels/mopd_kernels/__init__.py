@@ -1,0 +1,85 @@
+"""Exact distillation losses from hidden states and LM heads, without [N, V] logits. torch, and triton where there is one.
+
+    divergence         full-vocabulary reverse / forward KL, Jensen-Shannon, skewed KL
+    topk_divergence    the same from a teacher stored as top-k log-probs
+    token_logprob      log-prob and entropy of sampled tokens
+    policy_loss        policy-gradient term over packed tokens: advantages, clip, IcePop / TIS / MIS
+    fused_policy_loss  token_logprob and policy_loss in one pass
+    token_weights      normalisers for packed tokens
+    encode, decode     compact bytes for stored hidden states; row_bytes says how many
+    explain            which path a call takes and why
+    reference          the meaning of every op in a few lines of PyTorch
+
+Names load on first use: ``row_bytes`` and the layouts need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from mopd_kernels.layout import CODECS, row_bytes
+
+if TYPE_CHECKING:
+    from mopd_kernels import reference
+    from mopd_kernels.codecs import LossyCodecWarning, decode, encode
+    from mopd_kernels.dispatch import Plan, explain
+    from mopd_kernels.heads import Head
+    from mopd_kernels.normaliser import token_weights
+    from mopd_kernels.ops.divergence import divergence
+    from mopd_kernels.ops.fused_policy import PolicyResult, fused_policy_loss
+    from mopd_kernels.ops.policy import policy_loss
+    from mopd_kernels.ops.token_logprob import token_logprob
+    from mopd_kernels.ops.topk import topk_divergence
+    from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
+
+_HOMES = {
+    "LossyCodecWarning": "codecs",
+    "decode": "codecs",
+    "encode": "codecs",
+    "Plan": "dispatch",
+    "explain": "dispatch",
+    "divergence": "ops.divergence",
+    "PolicyResult": "ops.fused_policy",
+    "fused_policy_loss": "ops.fused_policy",
+    "Head": "heads",
+    "token_weights": "normaliser",
+    "policy_loss": "ops.policy",
+    "RowState": "rowstate",
+    "RowStats": "rowstate",
+    "finish_row_state": "rowstate",
+    "merge_row_states": "rowstate",
+    "token_logprob": "ops.token_logprob",
+    "topk_divergence": "ops.topk",
+}
+
+__all__ = [
+    "CODECS",
+    "Head",
+    "LossyCodecWarning",
+    "Plan",
+    "PolicyResult",
+    "RowState",
+    "RowStats",
+    "decode",
+    "divergence",
+    "encode",
+    "explain",
+    "finish_row_state",
+    "fused_policy_loss",
+    "merge_row_states",
+    "policy_loss",
+    "reference",
+    "row_bytes",
+    "token_logprob",
+    "token_weights",
+    "topk_divergence",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "reference":
+        return importlib.import_module(f"{__name__}.reference")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

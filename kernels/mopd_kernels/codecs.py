@@ -1,0 +1,81 @@
+"""Compact bytes for stored teacher hidden states; layouts in :mod:`mopd_kernels.layout`.
+
+Measured error of each codec on a real model is in docs/kernels.md. ``int8`` is the recommended compact form.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from mopd_kernels.checks import FLOATS
+from mopd_kernels.dispatch import Backend, choose_backend
+from mopd_kernels.layout import codec_named, row_bytes
+
+__all__ = ["LossyCodecWarning", "decode", "encode", "row_bytes"]
+
+
+class LossyCodecWarning(UserWarning):
+    """A codec whose error changes what the student learns."""
+
+
+def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
+    """Bytes of hidden states: [N, D] float to [N, row_bytes(codec, D)] uint8, one self-contained row each.
+
+    Raises:
+        ValueError: unknown codec, wrong shape or dtype, or a value that is not finite.
+
+    Warns:
+        LossyCodecWarning: for ``mxfp4``, whose reverse-KL gradients are off by tens of percent.
+    """
+    chosen = codec_named(codec)
+    if hidden.dim() != 2 or hidden.dtype not in FLOATS:
+        raise ValueError(f"hidden states must be float [N, D], got {hidden.dtype} of shape {list(hidden.shape)}")
+    if not bool(hidden.isfinite().all()):
+        row = int((~hidden.isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"hidden state row {row} is not finite; a teacher produced it, and storing it would hide that")
+    if codec == "mxfp4":
+        warnings.warn(
+            "mxfp4 hidden states change the reverse-KL gradient by tens of percent; int8 costs twice the bytes and "
+            "a few percent (docs/kernels.md)",
+            LossyCodecWarning,
+            stacklevel=2,
+        )
+    if _backend(hidden, backend) == "triton" and chosen.group:
+        from mopd_kernels.triton_rows.quant import encode_rows
+    else:
+        from mopd_kernels.torch_rows.quant import encode_rows
+    return encode_rows(hidden.detach(), chosen)
+
+
+def decode(
+    encoded: Tensor,
+    codec: str,
+    hidden_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Hidden states from bytes: [N, row_bytes(codec, hidden_size)] uint8 to [N, hidden_size] in ``dtype``.
+
+    Raises:
+        ValueError: unknown codec, or rows of another length than this codec and width have.
+    """
+    chosen = codec_named(codec)
+    expected = row_bytes(codec, hidden_size)
+    if encoded.dtype != torch.uint8 or encoded.dim() != 2 or encoded.shape[1] != expected:
+        raise ValueError(
+            f"{codec} rows of width {hidden_size} are uint8 [N, {expected}], got {encoded.dtype} of shape "
+            f"{list(encoded.shape)}; check codec and hidden_size in the teacher's record"
+        )
+    if _backend(encoded, backend) == "triton" and chosen.group:
+        from mopd_kernels.triton_rows.quant import decode_rows
+    else:
+        from mopd_kernels.torch_rows.quant import decode_rows
+    return decode_rows(encoded, chosen, hidden_size, dtype)
+
+
+def _backend(tensor: Tensor, requested: Backend) -> str:
+    return choose_backend(tensor.device, torch.float32, requested)[0]

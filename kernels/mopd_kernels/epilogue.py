@@ -1,0 +1,50 @@
+"""What happens between ``hidden @ head.T`` and the softmax: bias, logit scale, softcap, temperature.
+
+``x = cap * tanh(scale * (z + bias) / cap) / temperature`` with every part optional, in the order Hugging Face models
+apply them (Cohere and Granite scale, Gemma 2 caps). Row kernels do the same in registers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+LOGIT_FLOOR = -3.0e4
+"""Logits below this count as this: a bias of -inf then means "forbidden" with a finite, very large reverse KL."""
+
+
+class Epilogue(NamedTuple):
+    """Map from raw products ``z`` to logits ``x``."""
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: Tensor | None = None
+    """[V], or None."""
+
+    def sliced(self, start: int, stop: int) -> Epilogue:
+        """The same map for vocabulary columns ``start:stop``."""
+        return self if self.bias is None else self._replace(bias=self.bias[start:stop])
+
+    def gathered(self, ids: Tensor) -> Epilogue:
+        """The same map for the columns ``ids`` (any shape)."""
+        return self if self.bias is None else self._replace(bias=self.bias[ids])
+
+    def apply(self, z: Tensor) -> Tensor:
+        """Logits of raw products ``z`` [..., V]."""
+        x = z if self.bias is None else z + self.bias.to(z.dtype)
+        if self.scale != 1.0:
+            x = x * self.scale
+        if self.softcap is not None:
+            x = (x / self.softcap).tanh() * self.softcap
+        if self.temperature != 1.0:
+            x = x / self.temperature
+        return x.clamp(min=LOGIT_FLOOR)
+
+    def chain(self, x: Tensor) -> Tensor | float:
+        """dx/dz at logits ``x`` [..., V]."""
+        linear = self.scale / self.temperature
+        if self.softcap is None:
+            return linear
+        return linear * (1.0 - (x * (self.temperature / self.softcap)).square())

@@ -1,0 +1,1 @@
+"""The public ops, one a file, and the pieces only they use."""

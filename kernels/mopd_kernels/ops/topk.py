@@ -1,0 +1,203 @@
+"""Divergence from a teacher stored as its top-k log-probabilities.
+
+Axes: N rows, k stored tokens, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mopd_kernels.checks import (
+    check_hidden,
+    check_reduction,
+    check_rows,
+    check_token_ids,
+    check_weights,
+    common_vocabulary,
+)
+from mopd_kernels.dispatch import Backend, make_plan
+from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.forms import Form, divergence_form
+from mopd_kernels.heads import Head, compute_dtype, operand_dtype
+from mopd_kernels.ops.divergence import Kind, Reduction
+from mopd_kernels.ops.token_logprob import sampled_columns
+from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
+from mopd_kernels.rowloss import PassResult, row_loss
+from mopd_kernels.sweep import Gradients, Needs, Rows, cut, length, sweep
+from mopd_kernels.teachers import row_segments
+
+ABSENT = -1
+"""Token id of an unused slot, for rows that store fewer than k tokens."""
+GATHER_BYTES = 64 << 20
+"""Head rows gathered at a time in the renormalised mode."""
+
+
+def topk_divergence(
+    student_hidden: Tensor,
+    student_head: Tensor,
+    topk_ids: Tensor,
+    topk_logprobs: Tensor,
+    *,
+    mode: TopkMode = "tail",
+    kind: Kind = "reverse",
+    beta: float = 0.5,
+    alpha: float = 0.1,
+    weights: Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: Reduction = "none",
+    vocab_size: int | None = None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    logit_rows: int | None = None,
+    grad_rows: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Divergence of every row from the teacher's stored tokens, or the weighted sum.
+
+    Args:
+        student_hidden: [N, D]; student_head: [V', D], trained when it requires grad.
+        topk_ids: [N, k] int, distinct within a row; -1 marks an unused slot.
+        topk_logprobs: [N, k] teacher log-probs of these tokens, normalised over the teacher's full vocabulary at the
+            same ``temperature`` (the stored values cannot be re-tempered; ``temperature`` divides the student's logits).
+        mode: ``tail`` adds one bucket with both models' remaining mass. It never exceeds the full divergence, and k = V
+            is the full divergence. ``renormalised`` compares both on the k tokens alone and needs k head rows a row, no
+            [N, V] product. ``corrected`` sums ``q log(q/p) - q + p`` over the k tokens. ``truncated_biased`` is the
+            bare cut sum: it can be negative and its gradient does not vanish at equality.
+        kind: any divergence for ``tail`` and ``renormalised``; reverse or forward for the others.
+        weights, temperature, reduction, vocab_size, bias, softcap, logit_scale, logit_rows, grad_rows, backend: as in
+            :func:`divergence`.
+
+    Returns:
+        [N] or a scalar, float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError: shapes, dtypes, ids or settings that do not fit together.
+    """
+    if mode not in TOPK_MODES:
+        raise ValueError(f"unknown top-k mode {mode!r}; choose one of {', '.join(TOPK_MODES)}")
+    if kind not in supported_kinds(mode):
+        raise ValueError(f"mode {mode!r} is defined for {', '.join(supported_kinds(mode))}, got kind {kind!r}")
+    form = divergence_form(kind, beta=beta, alpha=alpha)
+    check_reduction(reduction)
+    count = check_hidden("student", student_hidden, student_head)
+    check_rows(count, student_hidden.device, topk_ids=topk_ids, topk_logprobs=topk_logprobs, weights=weights)
+    check_weights(weights, temperature)
+    if topk_ids.dim() != 2 or topk_ids.shape != topk_logprobs.shape or topk_ids.shape[1] < 1:
+        raise ValueError(
+            f"topk_ids and topk_logprobs must both be [N, k], got {list(topk_ids.shape)} "
+            f"and {list(topk_logprobs.shape)}"
+        )
+    model = Head(student_head, bias, softcap, logit_scale)
+    columns = common_vocabulary(vocab_size, len(student_head))
+    check_token_ids(topk_ids, columns, ABSENT)
+    dtype = compute_dtype(student_hidden, student_head)
+    plan = make_plan(
+        device=student_hidden.device, operand=operand_dtype(student_hidden, student_head), rows=count,
+        columns=columns, backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
+    )  # fmt: skip
+    row_weights = torch.ones(count, dtype=dtype, device=student_hidden.device)
+    if weights is not None:
+        row_weights = weights.detach().to(dtype)
+    present = topk_ids != ABSENT
+    ids = topk_ids.long().clamp(min=0)
+    log_p = torch.where(present, topk_logprobs.detach().to(dtype), OFF_SUPPORT).clamp(min=OFF_SUPPORT)
+
+    def run(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        upstream: tuple[Tensor | None, ...] | None,
+        needs: Needs,
+    ) -> PassResult:
+        coefficient = row_weights
+        if upstream is not None and upstream[0] is not None:
+            coefficient = row_weights * upstream[0].to(dtype)
+        segments = [rows for _, rows in row_segments(count, None, row_weights, hidden.device)]
+        epilogue = model.epilogue(columns, temperature)
+        if mode == "renormalised":
+            loss, gradients = _renormalised_pass(
+                hidden, weight, bias, epilogue, ids, log_p, present, coefficient, segments, form, needs
+            )
+            return PassResult((loss * row_weights,), (), gradients)
+
+        if plan.backend == "triton":
+            from mopd_kernels.triton_rows.softmax import softmax_gradient, softmax_rows
+        else:
+            from mopd_kernels.torch_rows.softmax import softmax_gradient, softmax_rows
+
+        loss = torch.zeros_like(row_weights)
+
+        def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
+            found = softmax_rows(z, epilogue)
+            here = present[rows]
+            logits = sampled_columns(z, epilogue, ids[rows])
+            log_q = torch.where(here, found.log_prob(logits), OFF_SUPPORT)
+            result = buckets(log_q, log_p[rows], form, mode)
+            loss[rows] = result.loss
+            if gradient is None:
+                return
+            assert result.elsewhere is not None
+            factor = coefficient[rows]
+            softmax_gradient(z, epilogue, found, factor * result.elsewhere, None, gradient)
+            values = result.stored * factor[:, None] * epilogue.chain(logits)
+            _scatter_present(gradient, ids[rows], values, here)
+
+        gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
+        return PassResult((loss * row_weights,), (), gradients)
+
+    return row_loss(student_hidden, student_head, bias, run, summed=reduction == "sum")[0]
+
+
+def _scatter_present(gradient: Tensor, ids: Tensor, values: Tensor, present: Tensor) -> None:
+    """Overwrite the stored columns; unused slots repeat the row's first used one (an empty row writes its zero)."""
+    first = present.to(torch.int8).argmax(1, keepdim=True)
+    ids = torch.where(present, ids, ids.gather(1, first))
+    values = torch.where(present, values, values.gather(1, first))
+    gradient.scatter_(1, ids, values.to(gradient.dtype))
+
+
+def _renormalised_pass(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    epilogue: Epilogue,
+    ids: Tensor,
+    log_p: Tensor,
+    present: Tensor,
+    coefficient: Tensor,
+    segments: list[Rows],
+    form: Form,
+    needs: Needs,
+) -> tuple[Tensor, Gradients]:
+    """k gathered head rows a row: batched products forward, a gather product and an indexed addition backward."""
+    dtype = coefficient.dtype
+    loss = torch.zeros_like(coefficient)
+    hidden_grad = torch.zeros_like(hidden) if needs.hidden else None
+    weight_grad = torch.zeros_like(weight, dtype=dtype) if needs.weight else None
+    bias_grad = torch.zeros_like(bias, dtype=dtype) if needs.bias and bias is not None else None
+    step = max(1, GATHER_BYTES // (dtype.itemsize * ids.shape[1] * hidden.shape[1]))
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        for segment in segments:
+            for rows in cut(segment, step):
+                chosen, state = ids[rows], hidden[rows].to(dtype)
+                head_rows = weight[chosen].to(dtype)
+                logits = epilogue.gathered(chosen).apply(torch.einsum("cd,ckd->ck", state, head_rows))
+                result = renormalised(logits, log_p[rows], present[rows], form)
+                loss[rows] = result.loss
+                g = result.stored * coefficient[rows][:, None] * epilogue.chain(logits)
+                if hidden_grad is not None:
+                    hidden_grad[rows] = torch.einsum("ck,ckd->cd", g, head_rows).to(hidden.dtype)
+                flat = chosen.flatten()
+                if weight_grad is not None:
+                    outer = (g[:, :, None] * state[:, None, :]).reshape(length(rows) * ids.shape[1], -1)
+                    # index_put_ sorts by index, so equal tokens are added in one order: repeatable on a GPU.
+                    weight_grad.index_put_((flat,), outer, accumulate=True)
+                if bias_grad is not None:
+                    bias_grad.index_put_((flat,), g.flatten(), accumulate=True)
+    return loss, Gradients(
+        hidden_grad,
+        None if weight_grad is None else weight_grad.to(weight.dtype),
+        None if bias_grad is None or bias is None else bias_grad.to(bias.dtype),
+    )

@@ -1,0 +1,104 @@
+"""Divergence of a teacher known on k tokens only, as buckets of log-probabilities.
+
+Everything here is [C, k] or smaller. ``weight_h`` and the means follow :mod:`mopd_kernels.forms`: the logit gradient of
+column v is ``q_v (h_bucket(v) - H)``.
+
+Axes: C rows of a chunk, k stored tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mopd_kernels.forms import FORWARD, REVERSE, Form
+from mopd_kernels.torch_rows.fdiv import centred_loss, weighted_h
+
+TopkMode = Literal["tail", "renormalised", "corrected", "truncated_biased"]
+TOPK_MODES: tuple[TopkMode, ...] = ("tail", "renormalised", "corrected", "truncated_biased")
+LOG_TAIL_FLOOR = math.log(1e-7)
+"""Below float32's rounding of 1 - sum(q) a tail mass is noise."""
+OFF_SUPPORT = -1.0e5
+"""Log-probability of an absent entry: exp of it is an exact zero, and arithmetic with it stays finite."""
+
+
+class BucketGradient(NamedTuple):
+    loss: Tensor
+    """[C]"""
+    stored: Tensor
+    """[C, k]: q_v (h_v - H) on the stored tokens"""
+    elsewhere: Tensor | None
+    """[C]: h - H of every other token, to be multiplied by its q; None when those take no part"""
+
+
+def log_tail(log_probs: Tensor) -> Tensor:
+    """log(1 - sum exp(log_probs)) [C], floored at 1e-7."""
+    covered = log_probs.logsumexp(1).clamp(max=-torch.finfo(log_probs.dtype).tiny)
+    # log1mexp (Maechler 2012): each form on the side where it keeps its digits.
+    tail = torch.where(covered > -math.log(2), torch.log(-torch.expm1(covered)), torch.log1p(-covered.exp()))
+    return tail.clamp(min=LOG_TAIL_FLOOR)
+
+
+def tail_buckets(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
+    """k tokens and one bucket with the rest: a lower bound of the full divergence, zero and stationary at equality."""
+    log_q = torch.cat((log_q, log_tail(log_q)[:, None]), 1)
+    log_p = torch.cat((log_p, log_tail(log_p)[:, None]), 1)
+    weighted = weighted_h(log_q, log_p, form)
+    mean = weighted.sum(1)
+    stored = weighted - log_q.exp() * mean[:, None]
+    return BucketGradient(
+        centred_loss(log_q, log_p, form).sum(1), stored[:, :-1], weighted[:, -1] / log_q[:, -1].exp() - mean
+    )
+
+
+def corrected_sum(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
+    """Centred generator on the stored tokens only (arXiv 2606.30406): non-negative, stationary at equality."""
+    weighted = weighted_h(log_q, log_p, form)
+    if form.code == FORWARD:
+        weighted = weighted + log_q.exp()
+    mean = weighted.sum(1)
+    return BucketGradient(centred_loss(log_q, log_p, form).sum(1), weighted - log_q.exp() * mean[:, None], -mean)
+
+
+def truncated_sum(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
+    """The KL sum cut at k tokens. Biased: it can be negative and pulls away from an equal student."""
+    q, p, ratio = log_q.exp(), log_p.exp(), log_q - log_p
+    if form.code == REVERSE:
+        loss, weighted = q * ratio, q * (ratio + 1)
+    else:
+        loss, weighted = -p * ratio, -p
+    mean = weighted.sum(1)
+    return BucketGradient(loss.sum(1), weighted - q * mean[:, None], -mean)
+
+
+def renormalised(logits: Tensor, log_p: Tensor, present: Tensor, form: Form) -> BucketGradient:
+    """Both distributions renormalised on the stored tokens; the rest of the vocabulary takes no part."""
+    log_q = _log_softmax(logits, present)
+    log_p = _log_softmax(log_p, present)
+    weighted = weighted_h(log_q, log_p, form)
+    stored = weighted - log_q.exp() * weighted.sum(1, keepdim=True)
+    loss = torch.where(present, centred_loss(log_q, log_p, form), 0).sum(1)
+    return BucketGradient(loss, torch.where(present, stored, 0), None)
+
+
+def _log_softmax(values: Tensor, present: Tensor) -> Tensor:
+    return torch.where(present, values, OFF_SUPPORT).log_softmax(1)
+
+
+def supported_kinds(mode: TopkMode) -> tuple[str, ...]:
+    """Divergences with a meaning in ``mode``."""
+    if mode in ("tail", "renormalised"):
+        return ("reverse", "forward", "jsd", "skew_forward", "skew_reverse")
+    return ("reverse", "forward")
+
+
+def buckets(log_q: Tensor, log_p: Tensor, form: Form, mode: TopkMode) -> BucketGradient:
+    """Loss and gradient pieces of the modes that see the whole softmax."""
+    if mode == "tail":
+        return tail_buckets(log_q, log_p, form)
+    if mode == "corrected":
+        return corrected_sum(log_q, log_p, form)
+    return truncated_sum(log_q, log_p, form)

@@ -1,0 +1,123 @@
+"""Policy-gradient term of every token, its derivative and its metrics, elementwise.
+
+Axes: N packed tokens. Formulas are documented at :func:`mopd_kernels.policy_loss`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Correction = Literal["none", "icepop", "tis", "mis"]
+CORRECTIONS: tuple[Correction, ...] = ("none", "icepop", "tis", "mis")
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped here before exp, as verl does; past it a ratio carries no information."""
+METRICS = (
+    "tokens",
+    "dropped",
+    "clipped",
+    "ratio",
+    "sampler_ratio",
+    "sampler_kl_k1",
+    "sampler_kl_k3",
+    "teacher_gap",
+    "advantage",
+)
+"""Order of the metric sums. All but ``tokens`` become means over the tokens that carry weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Constants of the policy term; see :func:`mopd_kernels.policy_loss`."""
+
+    clip: tuple[float, float] | None = None
+    correction: Correction = "none"
+    band: tuple[float, float] = (0.5, 5.0)
+    distill_coefficient: float = 1.0
+    distill_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.correction not in CORRECTIONS:
+            raise ValueError(f"unknown correction {self.correction!r}; choose one of {', '.join(CORRECTIONS)}")
+        low, high = self.band
+        if not 0.0 <= low < high:
+            raise ValueError(f"band must be (low, high) with 0 <= low < high, got {self.band}")
+        if self.clip is not None and not (0.0 <= self.clip[0] <= 1.0 and self.clip[1] >= 0.0):
+            raise ValueError(f"clip is (below, above) around ratio 1, 0 <= below <= 1 and above >= 0, got {self.clip}")
+        if self.distill_clip is not None and not self.distill_clip > 0:
+            raise ValueError(f"distill_clip must be positive, got {self.distill_clip}; None leaves it unclipped")
+
+
+def policy_rows(
+    logprob: Tensor,
+    old: Tensor | None,
+    sampler: Tensor | None,
+    advantage: Tensor | None,
+    teacher: Tensor | None,
+    kept: Tensor | None,
+    weights: Tensor,
+    settings: PolicySettings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss terms [N], d(loss term)/d(logprob) [N] and metric sums [len(METRICS)], all from constants but ``logprob``.
+
+    ``old`` None means the log-prob itself (ratio one), ``kept`` [N] replaces the band test of ``mis``. Tokens of weight
+    zero count nowhere.
+    """
+    logprob = logprob.detach()
+    old = logprob if old is None else old
+    sampler = old if sampler is None else sampler
+    log_ratio = logprob - old
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    sampler_ratio = (old - sampler).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+    total_advantage = torch.zeros_like(logprob) if advantage is None else advantage
+    gap = torch.zeros_like(logprob)
+    if teacher is not None:
+        gap = teacher - logprob
+        pull = gap
+        if settings.distill_clip is not None:
+            pull = gap.clamp(-settings.distill_clip, settings.distill_clip)
+        total_advantage = total_advantage + settings.distill_coefficient * pull
+
+    low, high = settings.band
+    inside = ((sampler_ratio >= low) & (sampler_ratio <= high)).to(logprob.dtype)
+    correction = torch.ones_like(logprob)
+    if settings.correction == "icepop":
+        correction = sampler_ratio * inside
+    elif settings.correction == "tis":
+        correction = sampler_ratio.clamp(max=high)
+    elif settings.correction == "mis":
+        correction = inside if kept is None else kept
+
+    objective = ratio * total_advantage
+    flows = log_ratio.abs() <= LOG_RATIO_LIMIT
+    clipped = torch.zeros_like(flows)
+    if settings.clip is not None:
+        below, above = settings.clip
+        bounded = ratio.clamp(1.0 - below, 1.0 + above) * total_advantage
+        clipped = objective > bounded
+        objective = torch.minimum(objective, bounded)
+    live = weights != 0
+    scale = -weights * correction
+    # Selected rather than multiplied: a dead token may hold -inf log-probs.
+    loss = torch.where(live, scale * objective, 0)
+    derivative = torch.where(live & flows & ~clipped, scale * ratio * total_advantage, 0)
+
+    drift = logprob - sampler
+    bounded_drift = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    columns = (
+        torch.ones_like(logprob),
+        (correction == 0).to(logprob.dtype),
+        clipped.to(logprob.dtype),
+        ratio,
+        sampler_ratio,
+        -drift,
+        torch.expm1(bounded_drift) - bounded_drift,
+        gap,
+        total_advantage,
+    )
+    sums = torch.stack([torch.where(live, column, 0).sum() for column in columns])
+    return loss, derivative, sums
