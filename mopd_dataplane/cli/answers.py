@@ -1,0 +1,105 @@
+"""Commands that ask a store: SQL, one sample token by token, one HTML report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.output import note, print_csv, print_json, print_table, stdout
+from mopd_dataplane.cli.register import register
+from mopd_dataplane.errors import InputError
+
+PANEL = "Answers"
+
+StoreUri = Annotated[str, typer.Argument(metavar="STORE", help="Folder or URI of a store.")]
+TokenizerFolder = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="DIR", help="Folder with a tokenizer.json; default: the store's policies."),
+]
+
+
+def query(
+    store: StoreUri,
+    sql: Annotated[str, typer.Argument(metavar="SQL", help="One read-only SELECT (DuckDB).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array of row objects.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with a header line.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="Rows to print; default: 50 on a terminal, all for --json and --csv."),
+    ] = None,
+) -> None:
+    """Ask the tables with SQL.
+
+    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, evals, events, and signals_TEACHER_KIND.
+    """
+    if as_json and as_csv:
+        raise InputError("give one of --json and --csv")
+    from mopd_dataplane import open_store
+
+    table = open_store(store).sql(sql)
+    if as_json:
+        print_json(table.slice(0, limit).to_pylist())
+    elif as_csv:
+        print_csv(table.slice(0, limit))
+    else:
+        print_table(table, limit=limit or 50)
+
+
+def show(
+    store: StoreUri,
+    uid: Annotated[str, typer.Argument(metavar="UID", help="Sample uid, or the first digits of one.")],
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", metavar="NAME", help="Colour by this teacher; default: the first scored.")
+    ] = None,
+    tokenizer: TokenizerFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every token.")] = False,
+) -> None:
+    """Show one sample token by token.
+
+    Tokens are coloured by teacher minus sampler log-prob: blue where the teacher liked the token more than the student
+    did, red where it liked it less. Also reward, policy versions, interruptions, signals and lineage.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.query.show import read_sample
+    from mopd_dataplane.query.show_terminal import render
+
+    view = read_sample(open_store(store), uid, teacher=teacher, tokenizer=tokenizer)
+    if as_json:
+        print_json(view)
+    else:
+        stdout().print(render(view))
+
+
+def report(
+    store: StoreUri,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="HTML file to write.")] = None,
+    tokenizer: TokenizerFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the numbers of the report.")] = False,
+) -> None:
+    """Write one HTML page with plots: accuracy, reverse KL, lengths, staleness, cost, excerpts.
+
+    The page is one file without scripts or links to elsewhere; it opens from disk, light or dark.
+    """
+    if out is None and not as_json:
+        raise InputError("say where the report goes: -o report.html (or --json for its numbers)")
+    from mopd_dataplane import open_store
+    from mopd_dataplane.query.measures import measure
+    from mopd_dataplane.query.report import write_report
+
+    opened = open_store(store)
+    measures = measure(opened)
+    if out is not None:
+        write_report(opened, out, measures=measures, tokenizer=tokenizer)
+        note(f"wrote {out}")
+    if as_json:
+        print_json(measures.numbers())
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register query, show and report."""
+    by_domain = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
+    register(app, query, f'mopd query runs/quickstart "{by_domain}"', panel=PANEL)
+    register(app, show, "mopd show runs/quickstart 3fa9", panel=PANEL)
+    register(app, report, "mopd report runs/quickstart -o report.html", panel=PANEL)

@@ -1,0 +1,84 @@
+"""The command tree, and how a command ends.
+
+Exit codes: 0 done · 1 audit found damage or an internal error · 2 input · 3 damaged bytes · 4 resources · 5 deadline
+· 6 engine · 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from mopd_dataplane import __version__
+from mopd_dataplane.cli import answers, jobs, stores
+from mopd_dataplane.cli.output import note, print_error
+from mopd_dataplane.errors import MopdError
+
+INTERRUPTED = 130
+
+
+class Flow(TyperGroup):
+    """The root group: turns errors into one paragraph and an exit code."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command; raises typer.Exit with the exit code of the error tree."""
+        try:
+            return super().invoke(ctx)
+        except MopdError as error:
+            if _debugging(ctx):
+                raise
+            print_error(error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            note("interrupted; run the same command again to continue")
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def _debugging(ctx: typer.Context) -> bool:
+    return bool(ctx.params.get("debug")) or os.environ.get("MOPD_DEBUG", "") not in ("", "0")
+
+
+app = typer.Typer(
+    name="mopd",
+    cls=Flow,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Example: mopd run jobs/quickstart",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"mopd-dataplane {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error (or set MOPD_DEBUG=1).")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Multi-teacher on-policy distillation: roll out, store, score, plan, train, ask.
+
+    A JOB is one TOML file, or a folder with a job.toml. A STORE is the folder or URI that a job writes to.
+    """
+
+
+jobs.add_to(app)
+answers.add_to(app)
+stores.add_to(app)
+
+
+def main() -> None:
+    """Entry point of the `mopd` command."""
+    app()

@@ -1,0 +1,183 @@
+"""Commands that take a job file: the whole run, or one stage of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mopd_dataplane.cli.output import print_facts, print_json, stderr
+from mopd_dataplane.cli.register import register
+from mopd_dataplane.errors import JobFileError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.jobfile import Job, Stage
+
+PANEL = "Jobs"
+
+JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the job file; repeatable."),
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Override the job's seed.")]
+StoreUri = Annotated[str | None, typer.Option("--store", metavar="STORE", help="Override where the job writes.")]
+StageName = Annotated[
+    str | None,
+    typer.Option("--stage", metavar="NAME", help="Stage of the job; needed when more than one fits the command."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+
+
+def run(
+    job: JobFile,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    stage: StageName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a whole job, or continue it where it stopped.
+
+    Every stage in order: rollout, score, plan, train, evaluate; then the report. Safe to kill at any moment and to
+    repeat: finished work is kept, interrupted samples continue. With --stage, that stage only.
+    """
+    from mopd_dataplane.run import pipeline
+
+    loaded = load(job, set_, seed, store)
+    result = pipeline.run_job(loaded, only=stage, console=stderr())
+    present(result, as_json=as_json)
+
+
+def rollout(
+    job: JobFile,
+    stage: StageName = None,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the student answer the prompts of one iteration.
+
+    Every token is logged as it is decoded; an interrupted generation continues from its log.
+    """
+    one_stage("rollout_stage", load(job, set_, seed, store), stage, as_json=as_json)
+
+
+def score(
+    job: JobFile,
+    stage: StageName = None,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let each sample's teacher judge every token.
+
+    Only signals that are missing are computed; samples are never rewritten.
+    """
+    one_stage("score_stage", load(job, set_, seed, store), stage, as_json=as_json)
+
+
+def reward(
+    job: JobFile,
+    stage: StageName = None,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Verify answers: one outcome reward per sample that has none."""
+    one_stage("reward_stage", load(job, set_, seed, store), stage, as_json=as_json)
+
+
+def plan(
+    job: JobFile,
+    stage: StageName = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say what the plan holds: mixture, cost, balance.")
+    ] = False,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide which samples are trained on, packed how, in which step.
+
+    A pure function of snapshot, seed and settings, recorded in the store before it is used.
+    """
+    one_stage("plan_stage", load(job, set_, seed, store), stage, as_json=as_json, explain=explain)
+
+
+def train(
+    job: JobFile,
+    stage: StageName = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Train while another process still rolls out and scores.")
+    ] = False,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the policy on recorded plans and publish its next version.
+
+    Continues from the last checkpoint.
+    """
+    one_stage("train_stage", load(job, set_, seed, store), stage, as_json=as_json, follow=follow)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the job commands, in the order of the flow."""
+    job = "jobs/quickstart"
+    register(app, run, f"mopd run {job}", f"mopd run {job} --seed 3 --set train.learning_rate=3e-4", panel=PANEL)
+    register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
+    register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)
+    register(app, reward, f"mopd reward {job} --stage student --json", panel=PANEL)
+    register(app, plan, f"mopd plan {job} --stage student --explain", panel=PANEL)
+    register(app, train, f"mopd train {job} --stage student --follow", panel=PANEL)
+
+
+def load(path: str, overrides: list[str] | None, seed: int | None, store: str | None) -> Job:
+    """The checked job with the command line's overrides applied. Raises JobFileError."""
+    from mopd_dataplane.jobfile import load_job
+
+    extra = [] if seed is None else [f"seed={seed}"]
+    extra += [] if store is None else [f"store={json.dumps(store)}"]
+    return load_job(path, overrides=[*(overrides or []), *extra])
+
+
+def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
+    """The named stage, or the only one that fits; `sampled` asks for stages that roll out.
+
+    Raises JobFileError naming the stages when the choice is open.
+    """
+    if name is not None:
+        return job.stage(name)
+    fitting = [stage for stage in job.stages if stage.data == "rollout" or not sampled]
+    if len(fitting) == 1:
+        return fitting[0]
+    names = ", ".join(stage.name for stage in fitting) or "none"
+    raise JobFileError(f"job {job.name!r} has {len(fitting)} stages that fit ({names}); choose one with --stage NAME")
+
+
+def one_stage(function: str, job: Job, name: str | None, *, as_json: bool, **options: Any) -> None:
+    """Run one function of the pipeline on one stage and print what it returns."""
+    from mopd_dataplane.run import pipeline
+
+    stage = choose_stage(job, name, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
+    work: Callable[..., Any] = getattr(pipeline, function)
+    present(work(job, stage, console=stderr(), **options), as_json=as_json)
+
+
+def present(result: Any, *, as_json: bool) -> None:
+    """Print a stage's summary for a person or a script."""
+    from mopd_dataplane.cli.output import plain
+
+    summary = plain(result)
+    if as_json:
+        print_json(summary)
+    else:
+        print_facts(summary)

@@ -1,0 +1,134 @@
+"""What a command prints: answers on stdout, everything else on stderr.
+
+Data is never markup: model text passes through `visible`, and tables are built of plain Text.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import datetime
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mopd_dataplane.query.text import one_line
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+CELL_CHARACTERS = 200
+"""Longest cell a terminal table shows; --json and --csv show all of it."""
+
+
+def stdout() -> Console:
+    """Console for answers."""
+    return Console(file=sys.stdout, highlight=False, emoji=False, soft_wrap=False)
+
+
+def stderr() -> Console:
+    """Console for progress, notes and errors."""
+    return Console(file=sys.stderr, highlight=False, emoji=False)
+
+
+def note(text: str) -> None:
+    """One dim line on stderr."""
+    stderr().print(Text(text, style="dim"))
+
+
+def print_json(value: Any) -> None:
+    """Exactly one JSON value on stdout; NaN and infinities, which JSON lacks, become null."""
+    print(json.dumps(plain(value), ensure_ascii=True, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON types: dataclasses, numpy, paths, times and bytes included."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return plain(value.tolist())
+    return str(value)
+
+
+def print_table(table: pa.Table, *, limit: int) -> None:
+    """An Arrow table as a terminal table, at most `limit` rows, and a note that says how many there are."""
+    shown = table.slice(0, limit)
+    grid = Table(header_style="bold", show_lines=False, pad_edge=False)
+    for field in table.schema:
+        numeric = str(field.type).startswith(("int", "uint", "float", "double", "decimal"))
+        grid.add_column(Text(one_line(field.name)), justify="right" if numeric else "left", overflow="fold")
+    for row in zip(*(column.to_pylist() for column in shown.columns), strict=True):
+        grid.add_row(*(Text(cell(value)) for value in row))
+    stdout().print(grid)
+    more = f" (first {limit} shown; --limit N or --json for more)" if table.num_rows > limit else ""
+    note(f"{table.num_rows:,} {'row' if table.num_rows == 1 else 'rows'}{more}")
+
+
+def print_csv(table: pa.Table) -> None:
+    """An Arrow table as CSV on stdout; nested values are JSON inside their cell."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(table.column_names)
+    for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
+        writer.writerow([json.dumps(v) if isinstance(v, list | dict) else v for v in map(plain, row)])
+
+
+def print_facts(facts: Mapping[str, Any], *, title: str = "") -> None:
+    """Names and values, one line each, nested values indented below their name."""
+    if title:
+        stdout().print(Text(one_line(title), style="bold"))
+    _print_level(facts, indent=2 if title else 0)
+
+
+def _print_level(facts: Mapping[str, Any], *, indent: int) -> None:
+    width = max((len(str(name)) for name in facts), default=0)
+    for name, value in facts.items():
+        label = " " * indent + one_line(str(name))
+        if isinstance(value, Mapping) and value:
+            stdout().print(Text(label))
+            _print_level(value, indent=indent + 2)
+        else:
+            stdout().print(Text(f"{label:<{width + indent}}  {cell(value)}"), soft_wrap=True)
+
+
+def cell(value: Any) -> str:
+    """One value as one short line."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if math.isfinite(value) else str(value)
+    if isinstance(value, datetime.datetime):
+        return value.isoformat(sep=" ", timespec="seconds")
+    if isinstance(value, str | Path):
+        return one_line(str(value), limit=CELL_CHARACTERS)
+    return one_line(json.dumps(plain(value)), limit=CELL_CHARACTERS)
+
+
+def print_error(error: Exception) -> None:
+    """One paragraph on stderr: what was found, what is allowed, what to do next."""
+    message = Text("error: ", style="bold red")
+    for number, line in enumerate(str(error).splitlines() or [type(error).__name__]):
+        message.append(("\n       " if number else "") + one_line(line), style="default")
+    stderr().print(message, soft_wrap=True)

@@ -1,0 +1,17 @@
+"""How a function becomes a command: its docstring is the help text, its examples stand below the options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+
+def register(group: typer.Typer, command: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
+    """Add a command to a group. The docstring's paragraphs are unwrapped, so that the terminal wraps them."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    lines = ["Examples:" if len(examples) > 1 else "Example:", *(example.replace("[", r"\[") for example in examples)]
+    group.command(help=text, epilog="\n\n".join(lines), rich_help_panel=panel)(command)

@@ -1,0 +1,69 @@
+"""Commands on a store itself: what is in it, whether it is sound, and housekeeping."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.answers import StoreUri
+from mopd_dataplane.cli.output import note, plain, print_facts, print_json
+from mopd_dataplane.cli.register import register
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+AUDIT_FAILED = 1
+
+
+def info(store: StoreUri, as_json: AsJson = False) -> None:
+    """What a store holds: tables, rows, versions, bytes, teachers."""
+    from mopd_dataplane import open_store
+
+    facts = plain(open_store(store).info())
+    if as_json:
+        print_json(facts)
+    else:
+        print_facts(facts)
+
+
+def verify(
+    store: StoreUri,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Skip payload checksums: check metadata and references.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Audit a store row by row: counts, digests, references, payload checksums.
+
+    Exit code 0 when it is sound, 1 when something is wrong. Nothing is changed.
+    """
+    from mopd_dataplane import open_store
+
+    audit = open_store(store).verify(deep=not fast)
+    if as_json:
+        print_json(audit)
+    else:
+        print_facts(plain(audit))
+        note("sound" if audit.ok else f"{len(audit.findings)} findings")
+    if not audit.ok:
+        raise typer.Exit(AUDIT_FAILED)
+
+
+def compact(store: StoreUri, as_json: AsJson = False) -> None:
+    """Merge small files and drop versions no snapshot pins; no row changes."""
+    from mopd_dataplane import open_store
+
+    facts = plain(open_store(store).compact())
+    if as_json:
+        print_json(facts)
+    elif isinstance(facts, dict):
+        print_facts(facts)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the `store` group."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    register(group, info, "mopd store info runs/quickstart")
+    register(group, verify, "mopd store verify runs/quickstart --json")
+    register(group, compact, "mopd store compact runs/quickstart")
+    app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

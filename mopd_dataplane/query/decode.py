@@ -1,0 +1,76 @@
+"""Token ids as text, from the tokenizer.json that every policy folder of a store carries.
+
+Needs the small `tokenizers` package; without it, or without a tokenizer file, ids stand for themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+
+class Decoder:
+    """Pieces of text, one per token."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self.file = file
+        self._tokenizer: Any = Tokenizer.from_file(str(file))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Text that each token adds. A token that ends inside a character adds nothing; the next one adds it."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces = [stream.step(self._tokenizer, int(token)) or "" for token in ids]
+        tail = self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
+        if ids and len(tail) > sum(map(len, pieces)):  # the sequence ends inside a character
+            pieces[-1] += tail[sum(map(len, pieces)) :]
+        return pieces
+
+
+class Numbers:
+    """Stands in where there is no tokenizer: every token is its id."""
+
+    file = None
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Ids in angle brackets."""
+        return [f"⟨{int(token)}⟩" for token in ids]
+
+
+def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
+    """Decoder of a folder, or of the first policy of the store that has a tokenizer.
+
+    Raises UnknownNameError when a given folder has no tokenizer.json.
+    """
+    if folder is not None and not (folder / "tokenizer.json").is_file():
+        raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
+    if find_spec("tokenizers") is None:
+        return Numbers()
+    if folder is not None:
+        return Decoder(folder / "tokenizer.json")
+    for candidate in _tokenizer_files(store.root):
+        return Decoder(candidate)
+    return Numbers()
+
+
+def _tokenizer_files(root: Path | None) -> list[Path]:
+    """tokenizer.json of the store's policies, then of the folder its job started from."""
+    if root is None:
+        return []
+    found = sorted((root / "policies").glob("**/tokenizer.json"))
+    job = root / "job.json"
+    if job.is_file():
+        start = json.loads(job.read_text())["student"]["path"]
+        found += [file for file in [Path(start) / "tokenizer.json"] if start and file.is_file()]
+    return found

@@ -1,0 +1,177 @@
+"""Lineage: what led to a sample or a training step, and what used it.
+
+    prompt → sample → scores, rewards → plan window → step → policy version
+
+Everything is a join over recorded tables; nothing is inferred.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from mopd_dataplane.errors import UnknownNameError, nearest
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+_HEX = frozenset("0123456789abcdef")
+_CANDIDATES = 8
+_LISTING = 'list some with: mopd query STORE "select uid, domain from samples limit 10"'
+
+USES = pa.schema(
+    [
+        ("stage", pa.string()),
+        ("window", pa.int32()),
+        ("plan_digest", pa.string()),
+        ("pack", pa.int64()),
+        ("step", pa.int32()),
+        ("policy_version", pa.int32()),
+    ]
+)
+"""One row is a training step that a plan gave the sample to; `step` is null while it is planned but not trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleLineage:
+    """Arrow tables around one sample; `prompt` and `sample` have one row."""
+
+    uid: str
+    sample_row: int
+    prompt: pa.Table
+    sample: pa.Table
+    scores: pa.Table
+    rewards: pa.Table
+    uses: pa.Table
+    """Columns of USES, in order of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLineage:
+    """Arrow tables around one training step; `step` and `plan` have one row."""
+
+    stage: str
+    step: pa.Table
+    plan: pa.Table
+    samples: pa.Table
+    """Metadata of the samples of the step's batch, in pack order, with columns `sample_row`, `pack`, `teacher`."""
+
+
+def find_sample(store: Store, uid: str) -> tuple[str, int]:
+    """Full uid and row in `samples` of the sample whose uid is, or uniquely starts with, `uid`.
+
+    Raises UnknownNameError when none or several match, naming candidates.
+    """
+    prefix = uid.strip().lower()
+    if not prefix or not _HEX.issuperset(prefix) or len(prefix) > 32:
+        raise UnknownNameError(f"{uid!r} is not a sample uid (1 to 32 hex digits); {_LISTING}")
+    found = store.sql(f"select uid, row from (select uid, row_number() over () - 1 as row from samples) "
+                      f"where starts_with(uid, '{prefix}') limit {_CANDIDATES + 1}")  # fmt: skip
+    if found.num_rows == 1:
+        return found["uid"][0].as_py(), found["row"][0].as_py()
+    names = [name[:12] for name in found["uid"].to_pylist()]
+    if not names:
+        total = store.sql("select count(*) as n from samples")["n"][0].as_py()
+        raise UnknownNameError(f"no sample starts with {uid!r} among the {total:,} of {store.uri}; {_LISTING}")
+    shown = ", ".join(names[:_CANDIDATES]) + (", …" if len(names) > _CANDIDATES else "")
+    raise UnknownNameError(f"{uid!r} is the start of several samples: {shown}; give more digits")
+
+
+def sample_lineage(store: Store, uid: str) -> SampleLineage:
+    """What led to one sample and what used it. Raises UnknownNameError (see find_sample)."""
+    full, row = find_sample(store, uid)
+    sample = store.samples(filter=f"uid = '{full}'")
+    prompt = store.table("prompts", filter=f"prompt_id = {literal(sample['prompt_id'][0].as_py())}")
+    return SampleLineage(
+        uid=full,
+        sample_row=row,
+        prompt=prompt,
+        sample=sample,
+        scores=store.table("scores", filter=f"uid = '{full}'").sort_by(
+            [("teacher", "ascending"), ("kind", "ascending")]
+        ),
+        rewards=store.table("rewards", filter=f"uid = '{full}'").sort_by("verifier"),
+        uses=_uses(store, row),
+    )
+
+
+def _uses(store: Store, row: int) -> pa.Table:
+    """Every (plan, step) that holds one row of `samples`, as a table of USES."""
+    plans = store.sql(
+        f'select stage, "window", digest, list_position(sample_rows, {row}) - 1 as place, pack_starts, step_starts '
+        f'from plans where list_contains(sample_rows, {row}) order by stage, "window"'
+    )
+    uses = []
+    for plan in plans.to_pylist():
+        pack = int(np.searchsorted(plan["pack_starts"], plan["place"], side="right")) - 1
+        within = int(np.searchsorted(plan["step_starts"], pack, side="right")) - 1
+        key = {"stage": plan["stage"], "window": plan["window"], "plan_digest": plan["digest"], "pack": pack}
+        steps = _steps_of(store, plan["stage"], plan["digest"])
+        period = len(plan["step_starts"]) - 1
+        trained = [s for order, s in enumerate(steps.to_pylist()) if order % period == within]
+        uses += [{**key, **step} for step in trained or [{"step": None, "policy_version": None}]]
+    return pa.Table.from_pylist(uses, schema=USES)
+
+
+def _steps_of(store: Store, stage: str, plan_digest: str) -> pa.Table:
+    """Steps of one plan in order; a plan of S steps trained for E epochs has S * E of them."""
+    keys = f"stage = {literal(stage)} and plan_digest = {literal(plan_digest)}"
+    return store.table("steps", columns=["step", "policy_version"], filter=keys).sort_by("step")
+
+
+def step_lineage(store: Store, stage: str, step: int) -> StepLineage:
+    """What one training step was made of. Raises UnknownNameError when the stage has no such step."""
+    row = store.table("steps", filter=f"stage = {literal(stage)} and step = {int(step)}")
+    if row.num_rows == 0:
+        steps = store.table("steps", columns=["stage", "step"]).to_pylist()
+        known = [r["step"] for r in steps if r["stage"] == stage]
+        there = f"it has {min(known)} to {max(known)}" if known else nearest(stage, {r["stage"] for r in steps})
+        raise UnknownNameError(f"stage {stage!r} has no step {step} in {store.uri}; {there}")
+    digest = row["plan_digest"][0].as_py()
+    plan = store.table("plans", filter=f"stage = {literal(stage)} and digest = {literal(digest)}")
+    if plan.num_rows == 0:
+        raise UnknownNameError(f"step {step} of stage {stage!r} names plan {digest}, which {store.uri} does not hold")
+    order = _steps_of(store, stage, digest)["step"].to_pylist().index(step)
+    return StepLineage(stage=stage, step=row, plan=plan, samples=_samples_of(store, plan.to_pylist()[0], order))
+
+
+def _samples_of(store: Store, plan: dict[str, list[int]], order: int) -> pa.Table:
+    starts = plan["step_starts"]
+    within = order % (len(starts) - 1)
+    packs = np.arange(starts[within], starts[within + 1])
+    pack_starts = np.asarray(plan["pack_starts"])
+    counts = pack_starts[packs + 1] - pack_starts[packs]
+    rows = np.asarray(plan["sample_rows"])[pack_starts[packs[0]] : pack_starts[packs[-1] + 1]]
+    names = np.array([*plan["teachers"], ""], dtype=object)  # index -1: no teacher
+    members = pa.table(
+        {
+            "sample_row": pa.array(rows, pa.int64()),
+            "pack": pa.array(np.repeat(packs, counts), pa.int64()),
+            "teacher": pa.array(
+                names[np.repeat(np.asarray(plan["pack_teachers"])[packs], counts)].tolist(), pa.string()
+            ),
+        }
+    )
+    listed = ", ".join(map(str, rows.tolist()))
+    metadata = store.sql(
+        "select row as sample_row, * exclude row from (select *, row_number() over () - 1 as row from samples) "
+        f"where row in ({listed})"
+    )
+    place = pc.index_in(members["sample_row"], value_set=metadata["sample_row"].combine_chunks())
+    joined = metadata.take(place)
+    for name in ("teacher", "pack"):
+        joined = joined.add_column(1, name, members[name])
+    return joined
+
+
+def literal(text: str) -> str:
+    """The text as an SQL string literal.
+
+    >>> literal("it's")
+    "'it''s'"
+    """
+    return "'" + text.replace("'", "''") + "'"

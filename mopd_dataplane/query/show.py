@@ -1,0 +1,152 @@
+"""One sample, token by token: what the sampler said, what the teacher said, and what became of it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.query.decode import find_decoder
+from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+    from mopd_dataplane.query.decode import Decoder, Numbers
+
+BIN_EDGES = (0.1, 0.5, 1.0, 2.0)
+"""Nats of |teacher − sampler| log-prob at which the colour of a token gets stronger."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """One response token."""
+
+    position: int
+    """Response position."""
+    id: int
+    text: str
+    trained: bool
+    """False on tool and environment tokens (loss_mask 0)."""
+    policy_version: int
+    sampler_logprob: float | None
+    teacher_logprob: float | None
+
+    @property
+    def log_ratio(self) -> float | None:
+        """Teacher minus sampler log-prob, in nats; None where one of them is missing."""
+        if self.teacher_logprob is None or self.sampler_logprob is None:
+            return None
+        return self.teacher_logprob - self.sampler_logprob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleView:
+    """Everything `mopd show` shows of a sample; `--json` prints these fields."""
+
+    uid: str
+    sample_row: int
+    prompt: str
+    answer: str
+    metadata: dict[str, Any]
+    """The row of `samples`."""
+    teacher: str
+    """Whose log-probs the tokens carry; empty when no teacher scored log-probs."""
+    spans: list[dict[str, int]]
+    """Policy-version spans: `start` and `end` (response positions, end exclusive) and `version`."""
+    tokens: list[Token]
+    scores: list[dict[str, Any]]
+    rewards: list[dict[str, Any]]
+    uses: list[dict[str, Any]]
+    """Training steps that had the sample in their batch."""
+
+
+def read_sample(
+    store: Store, uid: str, *, teacher: str | None = None, tokenizer: Path | None = None,
+    decoder: Decoder | Numbers | None = None,
+) -> SampleView:  # fmt: skip
+    """Read one sample with its signals and lineage.
+
+    uid: full, or a unique start. teacher: whose log-probs to show; default: the first that scored them.
+    tokenizer: folder with the tokenizer; decoder: an already opened one.
+    Raises UnknownNameError for an unknown sample or teacher, or a folder without a tokenizer.
+    """
+    line = sample_lineage(store, uid)
+    metadata = line.sample.to_pylist()[0]
+    chosen = _choose_teacher(line, teacher)
+    payload = store.read_tokens([line.sample_row]).to_pylist()[0]
+    teacher_logprobs = _teacher_logprobs(store, chosen, line.sample_row)
+    pieces = (decoder or find_decoder(store, tokenizer)).pieces(payload["tokens"][metadata["prompt_len"] :])
+    prompt = line.prompt.to_pylist()[0] if line.prompt.num_rows else {"text": "", "answer": ""}
+    return SampleView(
+        uid=line.uid,
+        sample_row=line.sample_row,
+        prompt=prompt["text"],
+        answer=prompt["answer"],
+        metadata=metadata,
+        teacher=chosen,
+        spans=_spans(payload, metadata["response_len"]),
+        tokens=_tokens(payload, metadata["prompt_len"], pieces, teacher_logprobs),
+        scores=line.scores.to_pylist(),
+        rewards=line.rewards.to_pylist(),
+        uses=line.uses.to_pylist(),
+    )
+
+
+def strength(log_ratio: float | None) -> int:
+    """Colour class of a token: 0 is neutral, up to +4 the teacher liked it more, down to −4 less.
+
+    >>> strength(0.05), strength(0.7), strength(-9.0), strength(None)
+    (0, 2, -4, 0)
+    """
+    if log_ratio is None or math.isnan(log_ratio):
+        return 0
+    return int(math.copysign(bisect(BIN_EDGES, abs(log_ratio)), log_ratio))
+
+
+def disagreements(tokens: list[Token], limit: int) -> list[Token]:
+    """Trained tokens where teacher and sampler differ most, strongest first."""
+    compared = [token for token in tokens if token.trained and token.log_ratio is not None]
+    return sorted(compared, key=lambda token: -abs(token.log_ratio or 0.0))[:limit]
+
+
+def _choose_teacher(line: SampleLineage, wanted: str | None) -> str:
+    scored = [row["teacher"] for row in line.scores.to_pylist() if row["kind"] == "logprob"]
+    if wanted is None:
+        return scored[0] if scored else ""
+    if wanted not in scored:
+        raise UnknownNameError(f"teacher {wanted!r} has no log-probs for {line.uid}: {nearest(wanted, scored)}")
+    return wanted
+
+
+def _teacher_logprobs(store: Store, teacher: str, row: int) -> list[float] | None:
+    return [float(v) for v in store.read_signal(teacher, "logprob", [row])[0]] if teacher else None
+
+
+def _spans(payload: dict[str, Any], response_len: int) -> list[dict[str, int]]:
+    ends = [*payload["version_starts"][1:], response_len]
+    triples = zip(payload["version_starts"], ends, payload["versions"], strict=True)
+    return [{"start": start, "end": end, "version": version} for start, end, version in triples]
+
+
+def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher: list[float] | None) -> list[Token]:
+    sampler = payload["logprobs"]
+    tokens = []
+    for position, (token, text) in enumerate(zip(payload["tokens"][prompt_len:], pieces, strict=True)):
+        trained = bool(payload["loss_mask"][position])
+        span = bisect(payload["version_starts"], position) - 1
+        tokens.append(
+            Token(
+                position=position,
+                id=token,
+                text=text,
+                trained=trained,
+                policy_version=payload["versions"][span],
+                sampler_logprob=sampler[position] if trained and sampler is not None else None,
+                teacher_logprob=teacher[position] if trained and teacher is not None else None,
+            )
+        )
+    return tokens
