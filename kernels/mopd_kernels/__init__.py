@@ -2,6 +2,7 @@
 
     divergence         full-vocabulary reverse / forward KL, Jensen-Shannon, skewed KL
     topk_divergence    the same from a teacher stored as top-k log-probs
+    topk_logprobs      what a scoring pass stores for it
     token_logprob      log-prob and entropy of sampled tokens
     policy_loss        policy-gradient term over packed tokens: advantages, clip, IcePop / TIS / MIS
     fused_policy_loss  token_logprob and policy_loss in one pass
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mopd_kernels.ops.policy import policy_loss
     from mopd_kernels.ops.token_logprob import token_logprob
     from mopd_kernels.ops.topk import topk_divergence
+    from mopd_kernels.ops.topk_logprobs import topk_logprobs
     from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
 
 _HOMES = {
@@ -51,6 +53,7 @@ _HOMES = {
     "merge_row_states": "rowstate",
     "token_logprob": "ops.token_logprob",
     "topk_divergence": "ops.topk",
+    "topk_logprobs": "ops.topk_logprobs",
 }
 
 __all__ = [
@@ -74,6 +77,7 @@ __all__ = [
     "token_logprob",
     "token_weights",
     "topk_divergence",
+    "topk_logprobs",
 ]
 
 

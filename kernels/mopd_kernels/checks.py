@@ -7,13 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from mopd_kernels.heads import HALF
+from mopd_kernels.heads import HALF, Head
 
 FLOATS = (*HALF, torch.float32, torch.float64)
 
 
-def check_hidden(who: str, hidden: Tensor, head: Tensor) -> int:
+def check_hidden(who: str, hidden: Tensor, head: Tensor | Head) -> int:
     """Rows of ``hidden`` [N, D], which must fit ``head`` [V, D]."""
+    head = head.weight if isinstance(head, Head) else head
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
         raise ValueError(
             f"{who} hidden states must be float [N, D], got {hidden.dtype} of shape {list(hidden.shape)}; "

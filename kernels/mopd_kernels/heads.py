@@ -86,3 +86,18 @@ def products(hidden: Tensor, weight: Tensor) -> Tensor:
     for block, rows in upcast_blocks(weight, dtype):
         torch.mm(wide, rows.t(), out=out[:, block])
     return out
+
+
+def as_head(who: str, head: Tensor | Head, bias: Tensor | None, softcap: float | None, logit_scale: float) -> Head:
+    """One head from a plain matrix and what its model does to the logits, or the head that says both itself.
+
+    Raises ValueError when a :class:`Head` comes with separate settings that would have to overrule it.
+    """
+    if isinstance(head, Tensor):
+        return Head(head, bias, softcap, logit_scale)
+    if bias is not None or softcap is not None or logit_scale != 1.0:
+        raise ValueError(
+            f"the {who} head is a Head, which carries its own bias, softcap and logit scale; "
+            "leave the separate arguments out, or pass the plain weight matrix"
+        )
+    return head

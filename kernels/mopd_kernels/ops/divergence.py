@@ -13,7 +13,7 @@ from torch import Tensor
 from mopd_kernels.checks import check_hidden, check_reduction, check_rows, check_weights, common_vocabulary
 from mopd_kernels.dispatch import Backend, Mode, make_plan
 from mopd_kernels.forms import divergence_form
-from mopd_kernels.heads import Head, compute_dtype, operand_dtype, products
+from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype, products
 from mopd_kernels.ops.lean import lean_sweep
 from mopd_kernels.rowloss import PassResult, row_loss
 from mopd_kernels.rowstate import RowStats
@@ -27,7 +27,7 @@ Reduction = Literal["none", "sum"]
 @overload
 def divergence(
     student_hidden: Tensor,
-    student_head: Tensor,
+    student_head: Tensor | Head,
     teacher_hidden: Tensor,
     teacher_head: TeacherHead,
     *,
@@ -56,7 +56,7 @@ def divergence(
 @overload
 def divergence(
     student_hidden: Tensor,
-    student_head: Tensor,
+    student_head: Tensor | Head,
     teacher_hidden: Tensor,
     teacher_head: TeacherHead,
     *,
@@ -84,7 +84,7 @@ def divergence(
 
 def divergence(
     student_hidden: Tensor,
-    student_head: Tensor,
+    student_head: Tensor | Head,
     teacher_hidden: Tensor,
     teacher_head: TeacherHead,
     *,
@@ -112,9 +112,9 @@ def divergence(
 
     Args:
         student_hidden: [N, Ds] final hidden states (after the last norm). Float; float64 computes in float64.
-        student_head: [Vs, Ds]; trained when it requires grad, frozen otherwise.
+        student_head: [Vs, Ds], or a :class:`Head`; trained when it requires grad, frozen otherwise.
         teacher_hidden: [N, Dt]; receives no gradient.
-        teacher_head: [Vt, Dt], or several heads: a list, or a function from teacher number to :class:`Head`.
+        teacher_head: [Vt, Dt] or a :class:`Head`; several: a list of heads, or a function from teacher number to one.
         kind: ``reverse`` KL(student|teacher), ``forward`` KL(teacher|student), ``jsd``, ``skew_forward``,
             ``skew_reverse``; ``beta`` is the teacher's share in jsd, ``alpha`` the skew.
         weights: [N] factor of each row (mask, coefficient, 1 / number of tokens, importance weight). Constant. A row of
@@ -142,9 +142,9 @@ def divergence(
     """
     form = divergence_form(kind, beta=beta, alpha=alpha)
     check_reduction(reduction)
-    student = Head(student_head, student_bias, student_softcap, student_logit_scale)
-    if isinstance(teacher_head, Tensor):
-        teacher_head = Head(teacher_head, teacher_bias, teacher_softcap, teacher_logit_scale)
+    student = as_head("student", student_head, student_bias, student_softcap, student_logit_scale)
+    if isinstance(teacher_head, (Tensor, Head)):
+        teacher_head = as_head("teacher", teacher_head, teacher_bias, teacher_softcap, teacher_logit_scale)
     elif teacher_bias is not None or teacher_softcap is not None or teacher_logit_scale != 1.0:
         raise ValueError(
             "teacher_bias, teacher_softcap and teacher_logit_scale describe one plain teacher head; "
@@ -157,11 +157,11 @@ def divergence(
     check_rows(count, student_hidden.device, teacher_hidden=teacher_hidden, weights=weights)
     check_rows(count, None, row_teacher_ids=row_teacher_ids)
     check_weights(weights, temperature)
-    columns = common_vocabulary(vocab_size, teachers.smallest_vocabulary(len(student_head)))
-    dtype = compute_dtype(student_hidden, student_head)
+    columns = common_vocabulary(vocab_size, teachers.smallest_vocabulary(len(student.weight)))
+    dtype = compute_dtype(student_hidden, student.weight)
     plan = make_plan(
         device=student_hidden.device,
-        operand=operand_dtype(student_hidden, student_head),
+        operand=operand_dtype(student_hidden, student.weight),
         rows=count,
         columns=columns,
         backend=backend,
@@ -224,5 +224,5 @@ def divergence(
         weighted = loss if row_weights is None else loss * row_weights
         return PassResult((weighted,), tuple(stats), gradients)
 
-    result = row_loss(student_hidden, student_head, student_bias, run, summed=reduction == "sum")
+    result = row_loss(student_hidden, student.weight, student.bias, run, summed=reduction == "sum")
     return (result[0], RowStats(*result[1:])) if return_stats else result[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mopd_kernels.checks import check_hidden, check_rows, check_token_ids, check_weights, common_vocabulary
 from mopd_kernels.dispatch import Backend, make_plan
-from mopd_kernels.heads import Head, compute_dtype, operand_dtype
+from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
 from mopd_kernels.ops.policy import PolicyMetrics, check_policy_inputs, combined_weights, named_metrics
 from mopd_kernels.ops.token_logprob import IGNORED, sampled_columns, write_logprob_gradient
 from mopd_kernels.rowloss import PassResult, row_loss
@@ -35,7 +35,7 @@ class PolicyResult(NamedTuple):
 
 def fused_policy_loss(
     hidden: Tensor,
-    head: Tensor,
+    head: Tensor | Head,
     token_ids: Tensor,
     *,
     advantage: Tensor | None = None,
@@ -74,10 +74,10 @@ def fused_policy_loss(
     count = check_hidden("policy", hidden, head)
     check_rows(count, hidden.device, token_ids=token_ids)
     check_weights(weights, temperature)
-    model = Head(head, bias, softcap, logit_scale)
-    columns = common_vocabulary(vocab_size, len(head))
+    model = as_head("policy", head, bias, softcap, logit_scale)
+    columns = common_vocabulary(vocab_size, len(model.weight))
     check_token_ids(token_ids, columns, IGNORED)
-    dtype = compute_dtype(hidden, head)
+    dtype = compute_dtype(hidden, model.weight)
     like = torch.zeros(count, dtype=dtype, device=hidden.device)
     check_policy_inputs(like, old_logprob, sampler_logprob, advantage, teacher_logprob, weights, mask, None, settings)
     factor = combined_weights(like, weights, mask) * (token_ids != IGNORED)
@@ -85,7 +85,7 @@ def fused_policy_loss(
         None if t is None else t.detach().to(dtype) for t in (old_logprob, sampler_logprob, advantage, teacher_logprob)
     ]
     plan = make_plan(
-        device=hidden.device, operand=operand_dtype(hidden, head), rows=count, columns=columns,
+        device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=count, columns=columns,
         backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
     )  # fmt: skip
     safe_ids = token_ids.clamp(min=0)
@@ -130,5 +130,5 @@ def fused_policy_loss(
         gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
         return PassResult((terms,), (logprob, entropy, sums), gradients)
 
-    loss, logprob, entropy, sums = row_loss(hidden, head, bias, run, summed=True)
+    loss, logprob, entropy, sums = row_loss(hidden, model.weight, model.bias, run, summed=True)
     return PolicyResult(loss, named_metrics(sums), logprob, entropy)

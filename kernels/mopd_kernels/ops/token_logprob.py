@@ -11,7 +11,7 @@ from torch import Tensor
 from mopd_kernels.checks import check_hidden, check_rows, check_token_ids, check_weights, common_vocabulary
 from mopd_kernels.dispatch import Backend, make_plan
 from mopd_kernels.epilogue import Epilogue
-from mopd_kernels.heads import Head, compute_dtype, operand_dtype
+from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
 from mopd_kernels.rowloss import PassResult, row_loss
 from mopd_kernels.sweep import Needs, Rows, sweep
 from mopd_kernels.teachers import row_segments
@@ -56,7 +56,7 @@ def write_logprob_gradient(
 
 def token_logprob(
     hidden: Tensor,
-    head: Tensor,
+    head: Tensor | Head,
     token_ids: Tensor,
     *,
     temperature: float = 1.0,
@@ -73,7 +73,7 @@ def token_logprob(
 
     Args:
         hidden: [N, D] final hidden states; row i predicts token_ids[i].
-        head: [V', D]; trained when it requires grad. ``vocab_size`` keeps only its first tokens.
+        head: [V', D], or a :class:`Head`; trained when it requires grad. ``vocab_size`` keeps only its first tokens.
         token_ids: [N] integer, 0 <= id < V, or -100 for a row to skip (zeros, no gradient).
         temperature: divides the logits.
         return_entropy: also return the entropy in nats; both outputs are differentiable.
@@ -92,12 +92,12 @@ def token_logprob(
     count = check_hidden("policy", hidden, head)
     check_rows(count, hidden.device, token_ids=token_ids)
     check_weights(None, temperature)
-    model = Head(head, bias, softcap, logit_scale)
-    columns = common_vocabulary(vocab_size, len(head))
+    model = as_head("policy", head, bias, softcap, logit_scale)
+    columns = common_vocabulary(vocab_size, len(model.weight))
     check_token_ids(token_ids, columns, IGNORED)
-    dtype = compute_dtype(hidden, head)
+    dtype = compute_dtype(hidden, model.weight)
     plan = make_plan(
-        device=hidden.device, operand=operand_dtype(hidden, head), rows=count, columns=columns,
+        device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=count, columns=columns,
         backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
     )  # fmt: skip
     live = (token_ids != IGNORED).to(dtype)
@@ -137,7 +137,7 @@ def token_logprob(
         gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
         return PassResult((logprob, entropy) if return_entropy else (logprob,), (), gradients)
 
-    result = row_loss(hidden, head, bias, run, summed=False, outputs=2 if return_entropy else 1)
+    result = row_loss(hidden, model.weight, model.bias, run, summed=False, outputs=2 if return_entropy else 1)
     return (result[0], result[1]) if return_entropy else result[0]
 
 

@@ -19,7 +19,7 @@ from mopd_kernels.checks import (
 from mopd_kernels.dispatch import Backend, make_plan
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import Form, divergence_form
-from mopd_kernels.heads import Head, compute_dtype, operand_dtype
+from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
 from mopd_kernels.ops.divergence import Kind, Reduction
 from mopd_kernels.ops.token_logprob import sampled_columns
 from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
@@ -35,7 +35,7 @@ GATHER_BYTES = 64 << 20
 
 def topk_divergence(
     student_hidden: Tensor,
-    student_head: Tensor,
+    student_head: Tensor | Head,
     topk_ids: Tensor,
     topk_logprobs: Tensor,
     *,
@@ -57,7 +57,7 @@ def topk_divergence(
     """Divergence of every row from the teacher's stored tokens, or the weighted sum.
 
     Args:
-        student_hidden: [N, D]; student_head: [V', D], trained when it requires grad.
+        student_hidden: [N, D]; student_head: [V', D] or a :class:`Head`, trained when it requires grad.
         topk_ids: [N, k] int, distinct within a row; -1 marks an unused slot.
         topk_logprobs: [N, k] teacher log-probs of these tokens, normalised over the teacher's full vocabulary at the
             same ``temperature`` (the stored values cannot be re-tempered; ``temperature`` divides the student's logits).
@@ -89,12 +89,12 @@ def topk_divergence(
             f"topk_ids and topk_logprobs must both be [N, k], got {list(topk_ids.shape)} "
             f"and {list(topk_logprobs.shape)}"
         )
-    model = Head(student_head, bias, softcap, logit_scale)
-    columns = common_vocabulary(vocab_size, len(student_head))
+    model = as_head("student", student_head, bias, softcap, logit_scale)
+    columns = common_vocabulary(vocab_size, len(model.weight))
     check_token_ids(topk_ids, columns, ABSENT)
-    dtype = compute_dtype(student_hidden, student_head)
+    dtype = compute_dtype(student_hidden, model.weight)
     plan = make_plan(
-        device=student_hidden.device, operand=operand_dtype(student_hidden, student_head), rows=count,
+        device=student_hidden.device, operand=operand_dtype(student_hidden, model.weight), rows=count,
         columns=columns, backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
     )  # fmt: skip
     row_weights = torch.ones(count, dtype=dtype, device=student_hidden.device)
@@ -147,7 +147,7 @@ def topk_divergence(
         gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
         return PassResult((loss * row_weights,), (), gradients)
 
-    return row_loss(student_hidden, student_head, bias, run, summed=reduction == "sum")[0]
+    return row_loss(student_hidden, model.weight, model.bias, run, summed=reduction == "sum")[0]
 
 
 def _scatter_present(gradient: Tensor, ids: Tensor, values: Tensor, present: Tensor) -> None:
