@@ -1,0 +1,107 @@
+"""What a generation engine must do. The runner knows nothing else about it.
+
+An engine holds up to `slots` requests. It never sees prompts, groups, the log or the store, so any server that can
+decode token ids with per-token log-probs and position-keyed noise fits behind this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import EngineError
+
+GOING, STOP, LENGTH = 0, 1, 2
+"""Values of StepOutput.finished."""
+FINISH_REASON = {STOP: "stop", LENGTH: "length"}
+RESCORED = 16
+"""Tokens of a resumed prefix that the engine scores again, newest last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One generation. The response may already have a prefix: then decoding continues behind it."""
+
+    uid: str
+    prompt_ids: NDArray[np.int32]
+    """[P]"""
+    prefix_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[k] response tokens that exist already; they count against the budget."""
+    key: int
+    """128-bit key of the sampling noise; see sampling.sample_key."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int
+    """Budget of the whole response, prefix included."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, matched over the whole response text."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One decode step over B live slots."""
+
+    slots: NDArray[np.int64]
+    """[B]"""
+    positions: NDArray[np.int32]
+    """[B] response position of the new token"""
+    token_ids: NDArray[np.int32]
+    """[B]"""
+    logprobs: NDArray[np.float32]
+    """[B] log-prob under the distribution the token was drawn from (see sampling.py)"""
+    finished: NDArray[np.uint8]
+    """[B] GOING, STOP or LENGTH; a finished slot is free when step returns"""
+
+
+class Engine(Protocol):
+    """A decoder of token ids."""
+
+    slots: int
+    policy_version: int
+    policy_digest: str
+    """Digest of the weights."""
+    tokenizer_digest: str
+    vocab_size: int
+    context_length: int
+    """Most tokens of prompt and response together."""
+
+    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        """Put requests into free slots.
+
+        Returns, for each slot whose request has a prefix of k > 0 tokens, the engine's own log-probs of the last
+        min(k, RESCORED) prefix tokens: the self-check of a resume.
+        """
+
+    def step(self) -> StepOutput:
+        """Decode one token in every live slot. Raises EngineError on non-finite logits; then no slot advances."""
+
+    def release(self, slot: int) -> None:
+        """Forget a live slot."""
+
+    def load_policy(self, folder: Path, version: int) -> None:
+        """Swap the weights; every slot must be free."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+
+def check_step(output: StepOutput, vocab_size: int) -> None:
+    """Refuse what no sampler can say: a NaN, a positive log-prob, a token outside the vocabulary.
+
+    Such a row means garbage logits, so the whole step is refused and the engine is not trusted further.
+    """
+    good = np.isfinite(output.logprobs) & (output.logprobs <= 0)
+    good &= (output.token_ids >= 0) & (output.token_ids < vocab_size)
+    if not good.all():
+        bad = int(np.flatnonzero(~good)[0])
+        raise EngineError(
+            f"the engine returned token {output.token_ids[bad]} with log-prob {output.logprobs[bad]} at response "
+            f"position {output.positions[bad]} (allowed: 0 <= token < {vocab_size}, finite log-prob <= 0); "
+            "nothing of this step was written; check the policy's weights, then run again to continue"
+        )

@@ -1,0 +1,261 @@
+"""The Hugging Face engine: batched decoding of any stock causal LM, with continuous refill of finished slots.
+
+Live sequences occupy rows 0 .. n - 1 of a SlotCache. A step feeds each row its last token, so prompts are prefilled up
+to their last token but one, and the last prompt token takes the same path as every generated one.
+
+A sample's noise depends on (key, position) only. Its logits depend on batch mates through nothing but the rounding of
+differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
+two candidates are tied to that precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models import lm_head, load_model, load_tokenizer, tokenizer_digest, weights_digest
+from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
+from mopd_dataplane.rollout.kvcache import SlotCache
+from mopd_dataplane.rollout.sampling import SlotNoise, choose, log_distribution
+from mopd_dataplane.rollout.stops import StopText
+
+_PREFILL_TOKENS = 8192
+"""Tokens of one prefill pass, padding included."""
+_SAMPLE_VALUES = 1 << 18
+"""Logits turned into a distribution at a time, to stay in the processor's cache."""
+
+
+class HfEngine:
+    """Decodes with a transformers model on one device.
+
+    folder: model folder (config, safetensors, tokenizer). slots: sequences decoded together. threads: CPU threads, 0
+    leaves the choice to torch. Raises UnknownNameError without weights, MismatchError for an unsupported architecture.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        slots: int,
+        policy_version: int = 0,
+        dtype: str = "float32",
+        device: str = "cpu",
+        threads: int = 0,
+    ) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self.slots = slots
+        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer_digest = tokenizer_digest(self.tokenizer)
+        self._dtype = dtype
+        self._device = device
+        self.load_policy(Path(folder), policy_version)
+
+    def load_policy(self, folder: Path, version: int) -> None:
+        """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them."""
+        if getattr(self, "_requests", None):
+            raise EngineError(f"{len(self._requests)} slots are still live; release them before loading another policy")
+        model = load_model(folder, dtype=self._dtype, device=self._device)
+        config = model.config
+        sliding = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+        if sliding:
+            raise MismatchError(f"{folder}: layers of type {sorted(sliding)} are not supported; use full attention")
+        self._model = model
+        head = lm_head(model)
+        self._head_weight = head.weight.detach().float()
+        self._head_bias = None if head.bias is None else head.bias.detach().float()
+        self._logit_scale = head.logit_scale
+        self._softcap = head.softcap
+        self.vocab_size = len(head.weight)
+        self.context_length = int(config.max_position_embeddings)
+        self.policy_version = version
+        self.policy_digest = weights_digest(folder)
+        self._stop_ids = np.array(sorted(_stop_ids(model, self.tokenizer)), np.int32)
+        self._clear(int(config.num_hidden_layers))
+
+    def _clear(self, layers: int) -> None:
+        slots = self.slots
+        self._cache = SlotCache(layers, slots)
+        self._noise = SlotNoise(slots, self.vocab_size)
+        self._requests: list[Request] = []
+        self._stops: list[StopText | None] = []
+        self._slot = np.zeros(slots, np.int64)
+        self._last = np.zeros(slots, np.int64)
+        self._length = np.zeros(slots, np.int64)
+        self._prompt = np.zeros(slots, np.int64)
+        self._budget = np.zeros(slots, np.int64)
+        self._temperature = np.zeros(slots)
+        self._top_p = np.zeros(slots)
+        self._top_k = np.zeros(slots, np.int64)
+
+    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        """See Engine.admit. Prefills in groups of similar length."""
+        rescored: dict[int, NDArray[np.float32]] = {}
+        ordered = sorted(requests, key=lambda item: len(item[1].prompt_ids) + len(item[1].prefix_ids))
+        for group in _groups(ordered):
+            rescored |= self._prefill(group)
+        return rescored
+
+    @torch.inference_mode()
+    def _prefill(self, group: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        sequences = [np.concatenate([request.prompt_ids, request.prefix_ids]) for _, request in group]
+        rows = [self._enter(slot, request, ids) for (slot, request), ids in zip(group, sequences, strict=True)]
+        width = max(map(len, sequences)) - 1
+        if width == 0:
+            return {}
+        block = np.zeros((len(sequences), width), np.int64)
+        for row, ids in zip(block, sequences, strict=True):
+            row[: len(ids) - 1] = ids[:-1]
+        # Padding is on the right, so causal attention alone keeps it out of every real token's sight.
+        cache = DynamicCache(config=self._model.config)
+        inputs = torch.from_numpy(block).to(self._device)
+        states = self._model.base_model(input_ids=inputs, past_key_values=cache, use_cache=True).last_hidden_state
+        self._cache.fill(torch.tensor(rows, device=self._device), cache)
+        resumed = [index for index, (_, request) in enumerate(group) if len(request.prefix_ids)]
+        return {group[index][0]: self._rescore(group[index][1], states[index]) for index in resumed}
+
+    def _enter(self, slot: int, request: Request, ids: NDArray[np.int32]) -> int:
+        row = len(self._requests)
+        if row == self.slots or slot in self._slot[:row]:
+            raise EngineError(f"slot {slot} of {self.slots} is not free")
+        stops = StopText(self.tokenizer, request.stop) if request.stop else None
+        if stops is not None:
+            stops.extend(request.prefix_ids.tolist())
+        self._requests.append(request)
+        self._stops.append(stops)
+        self._slot[row] = slot
+        self._last[row] = ids[-1]
+        self._length[row] = len(ids)
+        self._prompt[row] = len(request.prompt_ids)
+        self._budget[row] = request.max_new_tokens
+        self._temperature[row] = request.temperature
+        self._top_p[row] = request.top_p
+        self._top_k[row] = request.top_k
+        self._noise.forget(slot)
+        return row
+
+    def _rescore(self, request: Request, states: torch.Tensor) -> NDArray[np.float32]:
+        """Log-probs of the newest prefix tokens, from prefill states [width, D]."""
+        count = min(len(request.prefix_ids), RESCORED)
+        end = len(request.prompt_ids) + len(request.prefix_ids) - 1
+        logits = self._logits(states[end - count : end])
+        log_q = log_distribution(
+            logits,
+            np.full(count, request.temperature),
+            np.full(count, request.top_k, np.int64),
+            np.full(count, request.top_p),
+        )
+        return log_q[np.arange(count), request.prefix_ids[-count:]].astype(np.float32)
+
+    @torch.inference_mode()
+    def step(self) -> StepOutput:
+        """See Engine.step."""
+        live = len(self._requests)
+        logits = self._forward(live)
+        if not np.isfinite(logits).all():
+            bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+            raise EngineError(
+                f"policy version {self.policy_version} gives non-finite logits for sample {self._requests[bad].uid} "
+                f"at response position {self._length[bad] - self._prompt[bad]}; nothing of this step was written; "
+                "check the policy's weights, then run again to continue"
+            )
+        positions = self._length[:live] - self._prompt[:live]
+        tokens, logprobs = self._sample(logits, positions)
+        finished = self._finished(tokens, positions)
+        output = StepOutput(self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished)
+        self._last[:live] = tokens
+        self._length[:live] += 1
+        for row in np.flatnonzero(finished)[::-1]:
+            self._leave(int(row))
+        return output
+
+    def _forward(self, live: int) -> NDArray[np.float32]:
+        columns = torch.from_numpy(self._length[:live] - 1).to(self._device)
+        states = self._model.base_model(
+            input_ids=torch.from_numpy(self._last[:live, None]).to(self._device),
+            position_ids=columns[:, None],
+            attention_mask=self._cache.place(columns),
+            past_key_values=self._cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self._logits(states[:, 0])
+
+    def _logits(self, states: torch.Tensor) -> NDArray[np.float32]:
+        """[N, V] float32 logits of states [N, D], as the architecture scales and caps them."""
+        logits = torch.nn.functional.linear(states.float(), self._head_weight, self._head_bias) * self._logit_scale
+        if self._softcap:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        array: NDArray[np.float32] = logits.cpu().numpy()
+        return array
+
+    def _sample(
+        self, logits: NDArray[np.float32], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        live = len(logits)
+        tokens = np.zeros(live, np.int32)
+        logprobs = np.zeros(live, np.float32)
+        rows = max(1, _SAMPLE_VALUES // self.vocab_size)
+        for first in range(0, live, rows):
+            part = slice(first, min(first + rows, live))
+            keys = [request.key for request in self._requests[part]]
+            noise = self._noise.rows(self._slot[part], positions[part], keys)
+            tokens[part], logprobs[part] = choose(
+                logits[part], noise, self._temperature[part], self._top_k[part], self._top_p[part]
+            )
+        return tokens, logprobs
+
+    def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+        live = len(tokens)
+        stopped = np.isin(tokens, self._stop_ids)
+        for row, stops in enumerate(self._stops):
+            if stops is not None and stops.extend([int(tokens[row])]):
+                stopped[row] = True
+        full = positions + 1 >= self._budget[:live]
+        return np.where(stopped, STOP, np.where(full, LENGTH, GOING)).astype(np.uint8)
+
+    def release(self, slot: int) -> None:
+        """See Engine.release."""
+        self._leave(int(np.flatnonzero(self._slot[: len(self._requests)] == slot)[0]))
+
+    def _leave(self, row: int) -> None:
+        """Free a row; the last row moves into it."""
+        last = len(self._requests) - 1
+        request, stops = self._requests.pop(), self._stops.pop()
+        if row == last:
+            return
+        self._requests[row], self._stops[row] = request, stops
+        self._cache.move(last, row, int(self._length[last]))
+        for column in (
+            self._slot, self._last, self._length, self._prompt, self._budget,
+            self._temperature, self._top_p, self._top_k,
+        ):  # fmt: skip
+            column[row] = column[last]
+
+    def close(self) -> None:
+        """Drop the model and its cache."""
+        del self._model, self._cache
+
+
+def _groups(ordered: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
+    """Cut requests, shortest first, into groups of at most _PREFILL_TOKENS padded tokens."""
+    groups: list[list[tuple[int, Request]]] = []
+    for item in ordered:
+        length = len(item[1].prompt_ids) + len(item[1].prefix_ids)
+        if not groups or (len(groups[-1]) + 1) * length > _PREFILL_TOKENS:
+            groups.append([])
+        groups[-1].append(item)
+    return groups
+
+
+def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
+    """End-of-sequence ids of the model's generation config and of its tokenizer."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return {int(i) for i in ids if i is not None}

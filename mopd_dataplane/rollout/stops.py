@@ -1,0 +1,41 @@
+"""Stop strings, matched over the text of the whole response as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class StopText:
+    """Turns ids into text token by token and says when a stop string has appeared.
+
+    Text is decoded with a few ids of context, because the text of one id depends on its neighbours (leading spaces,
+    characters split over several tokens). Only as much text is kept as the longest stop string can still need.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._keep = max(map(len, stop)) - 1
+        self._ids: list[int] = []
+        self._context = 0
+        self._read = 0
+        self._tail = ""
+
+    def extend(self, ids: Iterable[int]) -> bool:
+        """Add ids; True when a stop string is complete somewhere in the text they end."""
+        return any([self._add(token) for token in ids])
+
+    def _add(self, token: int) -> bool:
+        self._ids.append(token)
+        known = self._tokenizer.decode(self._ids[self._context : self._read])
+        text = self._tokenizer.decode(self._ids[self._context :])
+        if text.endswith("\ufffd"):
+            return False  # half a character; its other bytes are still to come
+        window = self._tail + text[len(known) :]
+        self._context, self._read = self._read, len(self._ids)
+        self._tail = window[-self._keep :] if self._keep else ""
+        return any(stop in window for stop in self._stop)
