@@ -1,0 +1,72 @@
+"""Cost of a pack, and fair dealing of a step's packs to data-parallel ranks.
+
+Packs are equal in tokens, not in work: attention grows with the square of each sequence. Every rank gets the same
+number of packs (collectives need that) and, as far as possible, the same work: packs go from heavy to light, one
+round over the ranks at a time, the heaviest of the round to the rank with the least work so far (Graham's
+longest-processing-time rule under equal counts). The packs themselves never depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.records import PlanWindow
+
+LINEAR_COST = 24_576.0
+"""Linear over quadratic FLOPs of a transformer layer, 6 D for hidden size D = 4096 (24 D^2 L over 4 D L^2)."""
+
+
+def pack_costs(
+    lengths: NDArray[np.integer], pack_starts: NDArray[np.int64], linear_cost: float = LINEAR_COST
+) -> NDArray[np.float64]:
+    """[packs] work of each pack, sum over its sequences of linear_cost * L + L^2.
+
+    lengths: [samples] tokens of the samples in pack order.
+    """
+    size = np.asarray(lengths, dtype=np.float64)
+    return np.add.reduceat(size * (linear_cost + size), pack_starts[:-1])
+
+
+def deal(plan: PlanWindow, step: int, ranks: int, costs: NDArray[np.float64]) -> list[list[int]]:
+    """Pack ids of each rank for one step of the window, the same number for every rank.
+
+    costs: [packs] of the whole window. -1 stands for an empty pack where packs run out. Ids ascend within a rank, so
+    teachers stay in order. Another number of ranks re-deals the same packs.
+    Raises InputError for a step outside the window.
+    """
+    steps = len(plan.step_starts) - 1
+    if not 0 <= step < steps:
+        raise InputError(f"step {step} is outside window {plan.window} of stage {plan.stage!r}: it has {steps} steps")
+    first, last = int(plan.step_starts[step]), int(plan.step_starts[step + 1])
+    dealt, _ = deal_steps(costs[first:last], np.array([0, last - first]), ranks)
+    return [sorted(first + pack for pack in rank if pack >= 0) + [-1] * int((rank < 0).sum()) for rank in dealt[0]]
+
+
+def deal_steps(
+    costs: NDArray[np.float64], step_starts: NDArray[np.int64], ranks: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Deal many steps at once: (packs [steps, ranks, rounds], -1 where there is none; work [steps, ranks])."""
+    sizes = np.diff(step_starts)
+    steps, rounds = len(sizes), max(1, -(-int(sizes.max(initial=1)) // ranks))
+    packs = np.full((steps, rounds * ranks), -1, dtype=np.int64)
+    column = np.arange(len(costs)) - np.repeat(step_starts[:-1], sizes)
+    packs[np.repeat(np.arange(steps), sizes), column] = np.arange(len(costs))
+    pack_work = np.where(packs >= 0, costs[packs], -1.0)
+    heavy_first = np.argsort(-pack_work, axis=1, kind="stable")
+    table = np.take_along_axis(packs, heavy_first, axis=1).reshape(steps, rounds, ranks)
+    work = np.maximum(np.take_along_axis(pack_work, heavy_first, axis=1), 0.0).reshape(steps, rounds, ranks)
+    load = np.zeros((steps, ranks))
+    dealt = np.empty((steps, ranks, rounds), dtype=np.int64)
+    for turn in range(rounds):
+        lightest = np.argsort(load, axis=1, kind="stable")
+        np.put_along_axis(dealt[:, :, turn], lightest, table[:, turn], axis=1)
+        np.put_along_axis(load, lightest, np.take_along_axis(load, lightest, axis=1) + work[:, turn], axis=1)
+    return dealt, load
+
+
+def straggler_ratio(costs: NDArray[np.float64], step_starts: NDArray[np.int64], ranks: int) -> float:
+    """Work of the slowest rank over the mean rank, summed over steps: 1 is perfect balance."""
+    _, load = deal_steps(costs, step_starts, ranks)
+    return float(load.max(axis=1).sum() / load.mean(axis=1).sum())

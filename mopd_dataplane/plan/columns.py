@@ -1,0 +1,177 @@
+"""What the planner sees of a sample: a handful of numbers, one array per column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import InputError
+
+SAMPLE_COLUMNS = (
+    "group_id",
+    "domain",
+    "effort",
+    "finish_reason",
+    "policy_version_first",
+    "policy_version_last",
+    "total_len",
+    "loss_tokens",
+)
+"""Columns of `samples` that a plan is made from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Columns:
+    """Planner columns, all [n] and aligned; about 40 bytes a sample.
+
+    Example: three samples, the second still waiting for its teacher:
+    Columns(sample_rows=[0, 1, 2], total_len=[9, 7, 12], …, has_signals=[True, False, True], …).
+    """
+
+    sample_rows: NDArray[np.int64]
+    """Row of each sample in `samples`; distinct."""
+    total_len: NDArray[np.int32]
+    """L, tokens of the whole sequence."""
+    loss_tokens: NDArray[np.int32]
+    """M, trained tokens."""
+    version_first: NDArray[np.int32]
+    """Oldest policy version of the response."""
+    version_last: NDArray[np.int32]
+    """Newest policy version of the response."""
+    domains: NDArray[np.int16]
+    """Index into domain_names."""
+    groups: NDArray[np.int64]
+    """Samples of one group share a code."""
+    teachers: NDArray[np.int16]
+    """Index into the window's teachers; -1 when the objective needs none."""
+    has_signals: NDArray[np.bool_]
+    """Every signal the objective needs is visible."""
+    has_reward: NDArray[np.bool_]
+    """The reward the objective needs is visible."""
+    abandoned: NDArray[np.bool_]
+    """The generation was given up on purpose (a recorded, content-blind decision)."""
+    domain_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "domain_names"}
+        if len(set(sizes.values())) > 1:
+            raise InputError(f"planner columns differ in length: {sizes}; give one value per sample in each")
+
+    def __len__(self) -> int:
+        return len(self.sample_rows)
+
+    def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> Columns:
+        """The samples at `index` (positions or mask), in that order."""
+        arrays = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "domain_names"}
+        return Columns(domain_names=self.domain_names, **arrays)
+
+    def by_row(self) -> Columns:
+        """The same samples in ascending row order, so that a plan does not depend on the order they were read in."""
+        rows = self.sample_rows
+        if bool(np.all(rows[1:] > rows[:-1])):
+            return self
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        if len(rows) and bool(np.any(ordered[1:] == ordered[:-1])):
+            twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
+            raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
+        return self.take(order)
+
+
+def columns_from_tables(
+    samples: pa.Table,
+    sample_rows: NDArray[np.int64],
+    *,
+    route: Callable[[str, str], str] | None,
+    teachers: Sequence[str],
+    scores: pa.Table | None = None,
+    signals: Sequence[str] = (),
+    rewards: pa.Table | None = None,
+) -> Columns:
+    """Planner columns from the metadata tables of one snapshot.
+
+    samples: at least SAMPLE_COLUMNS; sample_rows: [n] its rows in `samples`.
+    route: (domain, effort) → teacher name; None when the objective needs no teacher.
+    teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
+    signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
+    Raises InputError when a sample routes to a teacher that is not in `teachers`.
+    """
+    n = len(sample_rows)
+    rows = np.asarray(sample_rows, dtype=np.int64)
+    domain_codes, domain_names = _codes(samples["domain"])
+    teacher_codes = np.full(n, -1, dtype=np.int16)
+    if route is not None:
+        teacher_codes = _route(domain_codes, domain_names, samples["effort"], route, list(teachers))
+    has_signals = np.ones(n, dtype=bool)
+    for kind in signals:
+        has_signals &= _has_kind(rows, teacher_codes, kind, scores, list(teachers))
+    has_reward = np.ones(n, dtype=bool)
+    if rewards is not None:
+        has_reward = np.isin(rows, _ints(rewards["sample_row"], np.int64))
+    return Columns(
+        sample_rows=rows,
+        total_len=_ints(samples["total_len"], np.int32),
+        loss_tokens=_ints(samples["loss_tokens"], np.int32),
+        version_first=_ints(samples["policy_version_first"], np.int32),
+        version_last=_ints(samples["policy_version_last"], np.int32),
+        domains=domain_codes.astype(np.int16),
+        groups=_codes(samples["group_id"])[0].astype(np.int64),
+        teachers=teacher_codes,
+        has_signals=has_signals,
+        has_reward=has_reward,
+        abandoned=np.asarray(pc.equal(samples["finish_reason"], "abandoned").to_numpy()),
+        domain_names=tuple(domain_names),
+    )
+
+
+def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
+    return np.asarray(column.to_numpy()).astype(dtype, copy=False)
+
+
+def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:
+    """Dictionary codes and names of a string column; names sorted, so codes do not depend on row order."""
+    encoded = pc.dictionary_encode(column).combine_chunks()
+    names = encoded.dictionary.to_pylist()
+    order = sorted(range(len(names)), key=names.__getitem__)
+    rank = np.empty(len(names), dtype=np.int32)
+    rank[order] = np.arange(len(names), dtype=np.int32)
+    return rank[encoded.indices.to_numpy()], [names[i] for i in order]
+
+
+def _route(
+    domain_codes: NDArray[np.int32],
+    domain_names: list[str],
+    effort: pa.ChunkedArray,
+    route: Callable[[str, str], str],
+    teachers: list[str],
+) -> NDArray[np.int16]:
+    effort_codes, effort_names = _codes(effort)
+    pairs = domain_codes.astype(np.int64) * len(effort_names) + effort_codes
+    codes = np.full(len(domain_names) * max(len(effort_names), 1), -1, dtype=np.int16)
+    for pair in np.unique(pairs).tolist():
+        domain, effort_name = domain_names[pair // len(effort_names)], effort_names[pair % len(effort_names)]
+        teacher = route(domain, effort_name)
+        if teacher not in teachers:
+            raise InputError(f"domain {domain!r} routes to teacher {teacher!r}, the window has {teachers}")
+        codes[pair] = teachers.index(teacher)
+    return np.asarray(codes[pairs])
+
+
+def _has_kind(
+    rows: NDArray[np.int64], teacher_codes: NDArray[np.int16], kind: str, scores: pa.Table | None, teachers: list[str]
+) -> NDArray[np.bool_]:
+    """[n] whether each sample has a signal of that kind from its own teacher."""
+    if scores is None:
+        raise InputError(f"the objective needs {kind!r} signals, but no scores were given to the planner")
+    present = np.zeros(len(rows), dtype=bool)
+    for code, teacher in enumerate(teachers):
+        match = pc.and_(pc.equal(scores["teacher"], teacher), pc.equal(scores["kind"], kind))
+        scored = _ints(scores["sample_row"].filter(match), np.int64)
+        present |= (teacher_codes == code) & np.isin(rows, scored)
+    return present

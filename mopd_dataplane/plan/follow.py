@@ -1,0 +1,232 @@
+"""Plan windows while samples and their signals are still being written.
+
+`next_window` is a pure function: from what is visible now it returns the next window, or a reason to wait. A window is
+a fixed amount of work (`window_steps` batches) taken in the order in which generations were admitted, and it waits for
+the members it is due: the first finishers are never taken instead, so short samples gain nothing by being early, and
+when the planner looks does not change what it plans. Every window lets the trainer publish one policy version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.balance import LINEAR_COST
+from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.plan import build_window, plan_digest
+from mopd_dataplane.plan.select import unusable
+from mopd_dataplane.records import PlanWindow, Snapshot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What to do now: record and train `window`, or wait. Either way record `dropped` as settled.
+
+    A window without steps closes the log: nothing will follow.
+    """
+
+    window: PlanWindow | None = None
+    wait: str = ""
+    """Why there is no window yet."""
+    dropped: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Rows left out for good by this decision, by reason."""
+
+
+def next_window(
+    columns: Columns,
+    settled_rows: NDArray[np.int64],
+    settings: jobfile.Plan,
+    *,
+    admission: NDArray[np.int64] | None = None,
+    oldest_in_flight: int | None = None,
+    finished: bool,
+    policy_version: int,
+    seed: int,
+    stage: str,
+    window: int,
+    snapshot: Snapshot,
+    teachers: list[str],
+    epochs: int = 1,
+    group_size: int = 1,
+    window_steps: int = 1,
+    linear_cost: float = LINEAR_COST,
+) -> Decision:
+    """The next window of a growing store.
+
+    columns: every sample of the stage that is visible. settled_rows: rows planned or dropped before.
+    admission: [n] ordinal of each sample, counted from 0 without gaps in the order generations were admitted; default:
+    the order of their rows, which is the order in which they finished.
+    oldest_in_flight: oldest policy version of generations that are not visible yet; None when there are none.
+    finished: the producers have ended; what is left is planned, what still lacks a signal is dropped on record.
+    policy_version: the version that would start this window.
+    With `stale = "drop"`, samples over `max_staleness` are dropped. With "wait" nothing is dropped: the trainer waits
+    while one more version would push unfinished work over the bound.
+    Raises InputError as build_window does.
+    """
+    ordinals = columns.sample_rows if admission is None else admission
+    if len(ordinals) != len(columns):
+        raise InputError(f"{len(ordinals)} admission ordinals for {len(columns)} samples; give one per sample")
+    by_ordinal = np.argsort(ordinals, kind="stable")
+    columns, ordinals = columns.take(by_ordinal), ordinals[by_ordinal]
+    open_work = ~np.isin(columns.sample_rows, settled_rows)
+    dropped = {reason: columns.sample_rows[hit] for reason, hit in _drops(columns, open_work, settings, policy_version)}
+    if dropped:
+        open_work &= ~np.isin(columns.sample_rows, np.concatenate(list(dropped.values())))
+    ready = open_work & columns.has_signals & columns.has_reward
+    if group_size > 1:
+        ready &= _complete(columns.groups, ready, group_size)
+    pending = open_work & ~ready
+    if finished:
+        for reason, hit in _unfinished(columns, pending):
+            dropped[reason] = columns.sample_rows[hit]
+        chosen = _first_batches(columns, ready, settings, group_size, window_steps)
+        chosen = ready if chosen is None else chosen
+        if not chosen.any():
+            return Decision(window=end_window(stage, window, seed, snapshot), dropped=dropped)
+    else:
+        wait = _staleness_wait(columns.version_first[pending], oldest_in_flight, settings, policy_version)
+        if wait:
+            return Decision(wait=wait, dropped=dropped)
+        due = ready & (ordinals < _first_gap(ordinals, pending, admission is not None))
+        batches = _first_batches(columns, due, settings, group_size, window_steps)
+        if batches is None:
+            return Decision(wait=_progress(columns, due, ready, pending, settings, window_steps), dropped=dropped)
+        chosen = batches
+    plan = build_window(
+        columns.take(chosen),
+        settings,
+        seed=seed,
+        stage=stage,
+        window=window,
+        snapshot=snapshot,
+        teachers=teachers,
+        epochs=epochs,
+        group_size=group_size,
+        policy_version=policy_version,
+        linear_cost=linear_cost,
+    )
+    age = policy_version - columns.version_first[chosen]
+    plan.stats["staleness_max"] = float(age.max())
+    if settings.max_staleness:
+        plan.stats["late_samples"] = float((age > settings.max_staleness).sum())
+    return Decision(window=plan, dropped=dropped)
+
+
+def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWindow:
+    """The empty window that closes a stage's plan log: a reader that meets it stops."""
+    plan = PlanWindow(
+        stage=stage,
+        window=window,
+        seed=seed,
+        settings={},
+        snapshot=snapshot,
+        sample_rows=np.empty(0, dtype=np.int64),
+        pack_starts=np.zeros(1, dtype=np.int64),
+        pack_teachers=np.empty(0, dtype=np.int16),
+        step_starts=np.zeros(1, dtype=np.int64),
+        teachers=[],
+    )
+    plan.digest = plan_digest(plan)
+    return plan
+
+
+def _drops(
+    columns: Columns, open_work: NDArray[np.bool_], settings: jobfile.Plan, policy_version: int
+) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Open samples that can never be trained on, each under its first reason."""
+    found = []
+    left = open_work.copy()
+    for reason, fails in unusable(columns, settings, policy_version).items():
+        hit = left & fails
+        if hit.any():
+            found.append((reason, hit))
+            left &= ~hit
+    return found
+
+
+def _unfinished(columns: Columns, pending: NDArray[np.bool_]) -> list[tuple[str, NDArray[np.bool_]]]:
+    """Why pending samples are given up once the producers have ended."""
+    reasons = {
+        "missing_signal": pending & ~columns.has_signals,
+        "missing_reward": pending & columns.has_signals & ~columns.has_reward,
+        "broken_group": pending & columns.has_signals & columns.has_reward,
+    }
+    return [(reason, hit) for reason, hit in reasons.items() if hit.any()]
+
+
+def _complete(groups: NDArray[np.int64], ready: NDArray[np.bool_], group_size: int) -> NDArray[np.bool_]:
+    """[n] whether all members of the sample's group are ready."""
+    _, codes = np.unique(groups, return_inverse=True)
+    whole: NDArray[np.bool_] = np.bincount(codes, weights=ready) >= group_size
+    return whole[codes]
+
+
+def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered: bool) -> int:
+    """First ordinal that is admitted but not ready: still in flight (a gap in the numbers), or pending."""
+    gap = len(ordinals) if numbered else np.iinfo(np.int64).max
+    if numbered:
+        missing = np.flatnonzero(ordinals != np.arange(len(ordinals)))
+        gap = int(missing[0]) if len(missing) else gap
+    return min(gap, int(ordinals[pending].min())) if pending.any() else gap
+
+
+def _first_batches(
+    columns: Columns, due: NDArray[np.bool_], settings: jobfile.Plan, group_size: int, window_steps: int
+) -> NDArray[np.bool_] | None:
+    """[n] the first `window_steps` batches of due samples in admission order; None while they are not all there."""
+    positions = np.flatnonzero(due)
+    if group_size > 1:
+        _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
+        positions = positions[np.argsort(first[codes], kind="stable")]
+    limit = (settings.batch_tokens or settings.batch_samples) * window_steps
+    if settings.batch_samples:
+        limit -= limit % group_size
+        taken = limit if len(positions) >= limit else None
+    else:
+        total = np.cumsum(columns.total_len[positions])
+        fits = int(np.searchsorted(total, limit, side="right"))
+        taken = (fits - fits % group_size) if fits < len(positions) else None
+    if not taken:
+        return None
+    chosen = np.zeros(len(due), dtype=bool)
+    chosen[positions[:taken]] = True
+    return chosen
+
+
+def _staleness_wait(
+    pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: jobfile.Plan, policy_version: int
+) -> str:
+    """Reason to hold the trainer back, or empty."""
+    if not settings.max_staleness or settings.stale != "wait":
+        return ""
+    versions = [int(version) for version in pending_versions] + ([] if oldest_in_flight is None else [oldest_in_flight])
+    if not versions or policy_version + 1 - min(versions) <= settings.max_staleness:
+        return ""
+    age = policy_version + 1 - min(versions)
+    return (
+        f"unfinished samples of policy version {min(versions)} would be {age} versions old after one more update; "
+        f"the bound is {settings.max_staleness}"
+    )
+
+
+def _progress(
+    columns: Columns,
+    due: NDArray[np.bool_],
+    ready: NDArray[np.bool_],
+    pending: NDArray[np.bool_],
+    settings: jobfile.Plan,
+    window_steps: int,
+) -> str:
+    if settings.batch_tokens:
+        have, unit, limit = int(columns.total_len[due].sum()), "tokens", settings.batch_tokens
+    else:
+        have, unit, limit = int(due.sum()), "samples", settings.batch_samples
+    early = int(ready.sum()) - int(due.sum())
+    return (
+        f"{have:,} of {limit * window_steps:,} {unit} of the next window are ready; "
+        f"{int(pending.sum()):,} samples await signals, rewards or their group, {early:,} are ready ahead of their turn"
+    )

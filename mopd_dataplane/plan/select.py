@@ -1,0 +1,131 @@
+"""Which samples can be trained on, and why the others cannot: each is selected, or counted under one reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.columns import Columns
+
+REASONS = (
+    "abandoned",
+    "no_loss_tokens",
+    "overlong",
+    "stale",
+    "missing_signal",
+    "missing_reward",
+    "broken_group",
+    "mixture",
+    "last_batch",
+)
+"""Why a sample is left out; a sample counts under the first that applies."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """columns: the selected samples in row order; dropped: rows of the others by reason."""
+
+    columns: Columns
+    dropped: dict[str, NDArray[np.int64]]
+
+
+def select(
+    columns: Columns, settings: jobfile.Plan, *, group_size: int = 1, policy_version: int | None = None
+) -> Selection:
+    """Apply every filter.
+
+    group_size > 1: a group is planned whole or not at all. policy_version: the version that will train; with
+    `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
+    Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when nothing is left.
+    """
+    columns = columns.by_row()
+    keep = np.ones(len(columns), dtype=bool)
+    dropped: dict[str, NDArray[np.int64]] = {}
+    for reason, fails in unusable(columns, settings, policy_version).items():
+        _leave_out(reason, keep & fails, keep, columns, dropped)
+    _leave_out("missing_signal", keep & ~columns.has_signals, keep, columns, dropped)
+    _leave_out("missing_reward", keep & ~columns.has_reward, keep, columns, dropped)
+    if group_size > 1:
+        _leave_out("broken_group", keep & ~_whole_groups(columns.groups, keep, group_size), keep, columns, dropped)
+    if not keep.any():
+        counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
+        raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}")
+    return Selection(columns=columns.take(keep), dropped=dropped)
+
+
+def unusable(
+    columns: Columns, settings: jobfile.Plan, policy_version: int | None
+) -> dict[str, NDArray[np.bool_]]:
+    """Samples that no later signal can make usable: a mask [n] for each reason.
+
+    Raises InputError for a sample over `pack_tokens` when `overlong = "error"`.
+    """
+    stale = np.zeros(len(columns), dtype=bool)
+    if policy_version is not None and settings.max_staleness and settings.stale == "drop":
+        stale = policy_version - columns.version_first > settings.max_staleness
+    overlong = columns.total_len > settings.pack_tokens
+    if settings.overlong == "error" and overlong.any():
+        raise InputError(_overlong_message(columns.take(overlong), settings.pack_tokens))
+    return {
+        "abandoned": columns.abandoned,
+        "no_loss_tokens": columns.loss_tokens < 1,
+        "overlong": overlong,
+        "stale": stale,
+    }
+
+
+def mixture_quota(
+    domains: NDArray[np.integer], domain_names: tuple[str, ...], mixture: dict[str, float]
+) -> NDArray[np.int64]:
+    """[len(domain_names)] how many to take of each domain: the most for which the shares equal the weights.
+
+    domains: [n] domain code of each sample (or group). Nothing is taken twice, so the domain that is scarcest relative
+    to its weight decides. Raises InputError when the weights and the domains that have samples differ.
+    """
+    counts = np.bincount(domains, minlength=len(domain_names))
+    present = {name for name, count in zip(domain_names, counts, strict=True) if count}
+    wanted = {name for name, weight in mixture.items() if weight > 0}
+    if min(mixture.values()) < 0 or not wanted or not wanted <= present or not present <= set(mixture):
+        raise InputError(
+            f"plan.mixture weighs {mixture}, but the selected samples are of domains {sorted(present)}; "
+            "give every one of them a weight (0 leaves a domain out) and weigh no domain without samples"
+        )
+    weights = np.array([mixture.get(name, 0.0) for name in domain_names])
+    weights = weights / weights.sum()
+    scale = (counts[weights > 0] / weights[weights > 0]).min()
+    quota: NDArray[np.int64] = np.minimum(np.floor(weights * scale + 1e-9).astype(np.int64), counts)
+    if not quota[weights > 0].all():
+        raise InputError(f"plan.mixture {mixture} leaves a weighed domain without a sample; counts {counts.tolist()}")
+    return quota
+
+
+def _leave_out(
+    reason: str,
+    hit: NDArray[np.bool_],
+    keep: NDArray[np.bool_],
+    columns: Columns,
+    dropped: dict[str, NDArray[np.int64]],
+) -> None:
+    if hit.any():
+        dropped[reason] = columns.sample_rows[hit]
+        keep &= ~hit
+
+
+def _whole_groups(groups: NDArray[np.int64], keep: NDArray[np.bool_], group_size: int) -> NDArray[np.bool_]:
+    """[n] whether all members of the sample's group are kept."""
+    _, codes = np.unique(groups, return_inverse=True)
+    whole: NDArray[np.bool_] = np.bincount(codes, weights=keep) >= group_size
+    return whole[codes]
+
+
+def _overlong_message(over: Columns, cap: int) -> str:
+    longest = int(over.total_len.max())
+    return (
+        f"sample row {int(over.sample_rows[0])} has {int(over.total_len[0]):,} tokens and pack_tokens is {cap:,} "
+        f"({len(over):,} samples are over it, the longest has {longest:,}); "
+        f'set plan.pack_tokens to at least {longest}, or plan.overlong = "drop" to leave them out on record'
+    )

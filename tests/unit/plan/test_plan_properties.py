@@ -1,0 +1,212 @@
+"""Promises of a plan window, checked on random inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.balance import deal, pack_costs
+from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.plan import build_window, plan_digest
+from mopd_dataplane.records import PlanWindow, Snapshot
+
+CAP = 64
+SNAPSHOT = Snapshot(uri="store", versions={"samples": 3, "scores": 2})
+TEACHERS = ["adder", "speller", "sorter"]
+
+
+def columns_of(lengths: list[int], *, teachers: int = 3, group_size: int = 1, row_stride: int = 1) -> Columns:
+    n = len(lengths)
+    group = np.arange(n) // group_size
+    return Columns(
+        sample_rows=np.arange(n, dtype=np.int64) * row_stride,
+        total_len=np.array(lengths, dtype=np.int32),
+        loss_tokens=np.maximum(np.array(lengths, dtype=np.int32) // 2, 1),
+        version_first=np.zeros(n, dtype=np.int32),
+        version_last=np.zeros(n, dtype=np.int32),
+        domains=(group % teachers).astype(np.int16),
+        groups=group,
+        teachers=(group % teachers).astype(np.int16),
+        has_signals=np.ones(n, dtype=bool),
+        has_reward=np.ones(n, dtype=bool),
+        abandoned=np.zeros(n, dtype=bool),
+        domain_names=tuple(f"d{i}" for i in range(teachers)),
+    )
+
+
+def plan_of(columns: Columns, rule: jobfile.Plan, *, seed: int = 1, epochs: int = 1, group_size: int = 1) -> PlanWindow:
+    return build_window(
+        columns, rule, seed=seed, stage="student", window=0, snapshot=SNAPSHOT, teachers=TEACHERS, epochs=epochs,
+        group_size=group_size,
+    )
+
+
+def rows_by_step(plan: PlanWindow) -> list[list[int]]:
+    return [
+        plan.sample_rows[plan.pack_starts[first] : plan.pack_starts[last]].tolist()
+        for first, last in pairwise(plan.step_starts.tolist())
+    ]
+
+
+lengths_lists = st.lists(st.integers(1, CAP), min_size=1, max_size=120)
+rules = st.builds(
+    jobfile.Plan,
+    pack_tokens=st.just(CAP),
+    batch_samples=st.integers(1, 40),
+    strict_batches=st.booleans(),
+    ranks=st.integers(1, 5),
+) | st.builds(
+    jobfile.Plan,
+    pack_tokens=st.just(CAP),
+    batch_tokens=st.integers(CAP, 10 * CAP),
+    strict_batches=st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=lengths_lists, rule=rules, epochs=st.integers(1, 3), seed=st.integers(0, 9))
+def test_every_sample_once_per_epoch_inside_the_cap_and_with_one_teacher(lengths, rule, epochs, seed):
+    columns = columns_of(lengths)
+    plan = plan_of(columns, rule, epochs=epochs, seed=seed)
+    n = len(lengths)
+    for epoch in range(epochs):
+        assert sorted(plan.sample_rows[epoch * n : (epoch + 1) * n].tolist()) == list(range(n))
+    assert plan.step_starts[0] == 0
+    assert plan.step_starts[-1] == len(plan.pack_teachers)
+    assert plan.pack_starts[-1] == len(plan.sample_rows) == epochs * n
+    assert (np.diff(plan.step_starts) > 0).all()
+    for pack, (first, last) in enumerate(pairwise(plan.pack_starts.tolist())):
+        rows = plan.sample_rows[first:last]
+        assert 0 < columns.total_len[rows].sum() <= CAP
+        assert set(columns.teachers[rows].tolist()) == {int(plan.pack_teachers[pack])}
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_lists, rule=rules, seed=st.integers(0, 3))
+def test_a_plan_is_a_pure_function_of_its_inputs(lengths, rule, seed):
+    columns = columns_of(lengths, row_stride=7)
+    plan = plan_of(columns, rule, seed=seed)
+    shuffled_input = columns.take(np.random.default_rng(seed).permutation(len(lengths)))
+    assert plan_of(shuffled_input, rule, seed=seed).digest == plan.digest
+    assert plan_of(columns, rule.model_copy(update={"ranks": 64}), seed=seed).digest == plan.digest
+    assert plan_of(columns, rule, seed=seed + 1).digest != plan.digest
+
+
+@pytest.mark.parametrize("name", ["sample_rows", "pack_starts", "pack_teachers", "step_starts"])
+def test_the_digest_covers_every_array(name):
+    plan = plan_of(columns_of([5, 9, 30, 60, 2, 2]), jobfile.Plan(pack_tokens=CAP, batch_samples=3))
+    changed = getattr(plan, name).copy()
+    changed[-1] += 1
+    assert plan_digest(replace(plan, **{name: changed})) != plan.digest
+    assert plan_digest(replace(plan, stats={})) == plan.digest
+
+
+def test_the_digest_covers_snapshot_settings_and_place():
+    plan = plan_of(columns_of([5, 9, 30]), jobfile.Plan(pack_tokens=CAP, batch_samples=3))
+    other = Snapshot(uri="elsewhere", versions={**SNAPSHOT.versions, "samples": 4})
+    for change in ({"snapshot": other}, {"seed": 2}, {"window": 1}, {"stage": "x"}, {"settings": {}}, {"teachers": []}):
+        assert plan_digest(replace(plan, **change)) != plan.digest
+    assert plan_digest(replace(plan, snapshot=replace(SNAPSHOT, uri="elsewhere"))) == plan.digest
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_lists, rule=rules)
+def test_inside_a_step_each_teacher_comes_once(lengths, rule):
+    plan = plan_of(columns_of(lengths), rule)
+    for first, last in pairwise(plan.step_starts.tolist()):
+        teachers = plan.pack_teachers[first:last].tolist()
+        assert sum(a != b for a, b in pairwise(teachers)) == len(set(teachers)) - 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_the_same_batches_on_any_number_of_ranks(strict):
+    lengths = np.random.default_rng(0).integers(1, CAP, 2000).tolist()
+    columns = columns_of(lengths)
+    plan = plan_of(columns, jobfile.Plan(pack_tokens=CAP, batch_samples=500, strict_batches=strict))
+    costs = pack_costs(columns.total_len[plan.sample_rows], plan.pack_starts)
+    for step, (first, last) in enumerate(pairwise(plan.step_starts.tolist())):
+        for ranks in (1, 2, 4, 64):
+            dealt = deal(plan, step, ranks, costs)
+            assert len({len(packs) for packs in dealt}) == 1, "every rank gets the same number of packs"
+            assert sorted(p for packs in dealt for p in packs if p >= 0) == list(range(first, last))
+            assert sum(p < 0 for packs in dealt for p in packs) < ranks
+            for packs in dealt:
+                teachers = [plan.pack_teachers[p] for p in packs if p >= 0]
+                assert len([1 for a, b in pairwise(teachers) if a != b]) == max(len(set(teachers)) - 1, 0)
+
+
+def test_a_step_outside_the_window_is_refused():
+    plan = plan_of(columns_of([5, 9, 30]), jobfile.Plan(pack_tokens=CAP, batch_samples=3))
+    with pytest.raises(InputError, match="step 1 is outside window 0"):
+        deal(plan, 1, 1, np.ones(len(plan.pack_teachers)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_lists, batch=st.integers(1, 40))
+def test_strict_batches_have_the_asked_size(lengths, batch):
+    plan = plan_of(columns_of(lengths), jobfile.Plan(pack_tokens=CAP, batch_samples=batch))
+    sizes = [len(rows) for rows in rows_by_step(plan)]
+    assert sizes[:-1] == [batch] * (len(sizes) - 1)
+    assert 0 < sizes[-1] <= batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=lengths_lists, batch=st.integers(CAP, 5 * CAP))
+def test_strict_token_batches_are_full_but_never_over(lengths, batch):
+    plan = plan_of(columns_of(lengths), jobfile.Plan(pack_tokens=CAP, batch_tokens=batch))
+    sums = [sum(lengths[row] for row in rows) for rows in rows_by_step(plan)]
+    assert max(sums) <= batch
+    assert all(total > batch - max(lengths) for total in sums[:-1])
+
+
+def test_strict_packing_never_couples_steps():
+    """The samples of a step follow from the shuffle alone: other lengths, same batches."""
+    rule = jobfile.Plan(pack_tokens=CAP, batch_samples=16)
+    rng = np.random.default_rng(3)
+    first = plan_of(columns_of(rng.integers(1, CAP, 200).tolist()), rule)
+    second = plan_of(columns_of(rng.integers(1, CAP, 200).tolist()), rule)
+    assert [set(rows) for rows in rows_by_step(first)] == [set(rows) for rows in rows_by_step(second)]
+
+
+def test_epochs_are_shuffled_anew():
+    plan = plan_of(columns_of([8] * 200), jobfile.Plan(pack_tokens=CAP, batch_samples=20), epochs=2)
+    steps = rows_by_step(plan)
+    assert len(steps) == 20
+    assert [set(s) for s in steps[:10]] != [set(s) for s in steps[10:]]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_drop_last_keeps_whole_batches_and_counts_the_rest(strict):
+    rule = jobfile.Plan(pack_tokens=CAP, batch_samples=32, strict_batches=strict, drop_last=True)
+    plan = plan_of(columns_of([40] * 100), rule)
+    sizes = [len(rows) for rows in rows_by_step(plan)]
+    assert sizes == [32, 32, 32]
+    assert plan.stats["dropped_last_batch"] == 4
+    with pytest.raises(InputError, match="do not fill one batch"):
+        plan_of(columns_of([40] * 3, teachers=1), rule)
+
+
+def test_groups_stay_whole():
+    rng = np.random.default_rng(5)
+    columns = columns_of(rng.integers(1, CAP, 240).tolist(), group_size=4)
+    plan = plan_of(columns, jobfile.Plan(pack_tokens=CAP, batch_samples=30), group_size=4)
+    for rows in rows_by_step(plan):
+        _, counts = np.unique(columns.groups[rows], return_counts=True)
+        assert (counts == 4).all()
+        assert len(rows) <= 30
+    broken = replace(columns, has_reward=np.arange(240) != 17)
+    stats = plan_of(broken, jobfile.Plan(pack_tokens=CAP, batch_samples=30), group_size=4).stats
+    assert (stats["samples"], stats["dropped_missing_reward"], stats["dropped_broken_group"]) == (236, 1, 3)
+
+
+def test_groups_need_strict_batches():
+    rule = jobfile.Plan(pack_tokens=CAP, batch_samples=8, strict_batches=False)
+    with pytest.raises(InputError, match="strict_batches"):
+        plan_of(columns_of([4] * 8, group_size=2), rule, group_size=2)

@@ -1,0 +1,167 @@
+"""Every sample is selected or counted under one reason; what cannot be met is refused with its cure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.select import mixture_quota, select
+from mopd_dataplane.records import Snapshot
+
+RULE = jobfile.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
+
+
+def columns_of(n: int) -> Columns:
+    return Columns(
+        sample_rows=np.arange(n, dtype=np.int64),
+        total_len=np.full(n, 10, dtype=np.int32),
+        loss_tokens=np.full(n, 5, dtype=np.int32),
+        version_first=np.full(n, 7, dtype=np.int32),
+        version_last=np.full(n, 7, dtype=np.int32),
+        domains=np.zeros(n, dtype=np.int16),
+        groups=np.arange(n, dtype=np.int64),
+        teachers=np.zeros(n, dtype=np.int16),
+        has_signals=np.ones(n, dtype=bool),
+        has_reward=np.ones(n, dtype=bool),
+        abandoned=np.zeros(n, dtype=bool),
+        domain_names=("math",),
+    )
+
+
+def at(n: int, *places: int) -> np.ndarray:
+    mask = np.zeros(n, dtype=bool)
+    mask[list(places)] = True
+    return mask
+
+
+def test_each_reason_is_counted_once_and_the_rest_is_kept():
+    columns = replace(
+        columns_of(10),
+        abandoned=at(10, 0),
+        loss_tokens=np.where(at(10, 0, 1), 0, 5).astype(np.int32),
+        total_len=np.where(at(10, 2), 101, 10).astype(np.int32),
+        version_first=np.where(at(10, 3), 4, 7).astype(np.int32),
+        has_signals=~at(10, 3, 4),
+        has_reward=~at(10, 4, 5),
+    )
+    selection = select(columns, RULE, policy_version=7)
+    assert {reason: rows.tolist() for reason, rows in selection.dropped.items()} == {
+        "abandoned": [0],
+        "no_loss_tokens": [1],
+        "overlong": [2],
+        "stale": [3],
+        "missing_signal": [4],
+        "missing_reward": [5],
+    }
+    assert selection.columns.sample_rows.tolist() == [6, 7, 8, 9]
+
+
+def test_staleness_at_the_bound_is_kept():
+    columns = replace(columns_of(2), version_first=np.array([5, 4], dtype=np.int32))
+    assert select(columns, RULE, policy_version=7).columns.sample_rows.tolist() == [0]
+
+
+def test_an_overlong_sample_is_named_with_its_cure():
+    columns = replace(columns_of(3), total_len=np.array([10, 140, 120], dtype=np.int32))
+    with pytest.raises(InputError, match=r"sample row 1 has 140 tokens.*2 samples are over it.*at least 140.*\"drop\""):
+        select(columns, RULE.model_copy(update={"overlong": "error"}))
+
+
+def test_nothing_left_lists_the_reasons():
+    columns = replace(columns_of(3), has_signals=at(3, 2), abandoned=at(3, 2))
+    with pytest.raises(InputError, match="3 samples, of which abandoned 1, missing_signal 2"):
+        select(columns, RULE)
+    with pytest.raises(InputError, match="no samples at all"):
+        select(columns_of(0), RULE)
+
+
+def test_a_row_given_twice_is_refused():
+    with pytest.raises(InputError, match="row 1 appears twice"):
+        select(columns_of(3).take(np.array([1, 0, 1])), RULE)
+
+
+def test_columns_of_unequal_length_are_refused():
+    with pytest.raises(InputError, match="differ in length"):
+        replace(columns_of(3), total_len=np.ones(2, dtype=np.int32))
+
+
+def test_mixture_takes_the_most_that_keeps_the_shares():
+    domains = np.repeat([0, 1, 2], [100, 30, 50])
+    assert mixture_quota(domains, ("a", "b", "c"), {"a": 2, "b": 1, "c": 0}).tolist() == [60, 30, 0]
+
+
+@pytest.mark.parametrize("mixture", [{"a": 1}, {"a": 1, "b": 1, "x": 1}, {"a": -1, "b": 2}, {"a": 0, "b": 0}])
+def test_a_mixture_that_does_not_cover_the_domains_is_refused(mixture):
+    with pytest.raises(InputError, match=r"plan\.mixture weighs"):
+        mixture_quota(np.array([0, 0, 1]), ("a", "b"), mixture)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_every_batch_honours_the_mixture(strict):
+    n = 3000
+    domains = np.repeat([0, 1], [2400, 600]).astype(np.int16)
+    columns = replace(columns_of(n), domains=domains, teachers=domains, domain_names=("a", "b"))
+    rule = jobfile.Plan(
+        pack_tokens=100, batch_samples=100, strict_batches=strict, mixture={"a": 1, "b": 1}, drop_last=True
+    )
+    plan = build_window(
+        columns, rule, seed=0, stage="s", window=0, snapshot=Snapshot(uri="", versions={}), teachers=["t0", "t1"]
+    )
+    assert plan.stats["dropped_mixture"] == 1800
+    for first, last in zip(plan.step_starts[:-1], plan.step_starts[1:], strict=True):
+        rows = plan.sample_rows[plan.pack_starts[first] : plan.pack_starts[last]]
+        assert abs(int((domains[rows] == 0).sum()) - len(rows) / 2) <= (2 if strict else 20)
+
+
+def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
+    samples = pa.table({
+        "group_id": [f"g{i // 2}" for i in range(n)],
+        "domain": ["maths", "code"] * (n // 2),
+        "effort": [""] * n,
+        "finish_reason": ["stop"] * (n - 1) + ["abandoned"],
+        "policy_version_first": pa.array([1] * n, pa.int32()),
+        "policy_version_last": pa.array([2] * n, pa.int32()),
+        "total_len": pa.array(range(10, 10 + n), pa.int32()),
+        "loss_tokens": pa.array([4] * n, pa.int32()),
+    })
+    scores = pa.table({
+        "sample_row": pa.array([100, 101, 102, 103, 103], pa.int64()),
+        "teacher": ["m", "m", "m", "c", "c"],
+        "kind": ["logprob", "logprob", "hidden", "logprob", "hidden"],
+    })
+    return samples, scores, pa.table({"sample_row": pa.array([100, 105], pa.int64())})
+
+
+def test_columns_from_tables():
+    samples, scores, rewards = tables(6)
+    assert set(SAMPLE_COLUMNS) == set(samples.column_names)
+    columns = columns_from_tables(
+        samples, np.arange(100, 106), route=lambda domain, effort: domain[0], teachers=["m", "c"], scores=scores,
+        signals=("logprob",), rewards=rewards,
+    )
+    assert columns.domain_names == ("code", "maths")
+    assert columns.domains.tolist() == [1, 0] * 3
+    assert columns.teachers.tolist() == [0, 1] * 3
+    assert columns.groups.tolist() == [0, 0, 1, 1, 2, 2]
+    assert columns.has_signals.tolist() == [True, False, False, True, False, False], "the own teacher's signal counts"
+    assert columns.has_reward.tolist() == [True, False, False, False, False, True]
+    assert columns.abandoned.tolist() == [False] * 5 + [True]
+
+
+def test_a_route_to_a_teacher_outside_the_window_is_refused():
+    samples, _, _ = tables(6)
+    with pytest.raises(InputError, match="routes to teacher 'x'"):
+        columns_from_tables(samples, np.arange(6), route=lambda domain, effort: "x", teachers=["m"])
+
+
+def test_signals_without_scores_are_refused():
+    samples, _, _ = tables(6)
+    with pytest.raises(InputError, match="no scores were given"):
+        columns_from_tables(samples, np.arange(6), route=None, teachers=[], signals=("topk",))
