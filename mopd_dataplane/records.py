@@ -141,6 +141,8 @@ class Signal:
     logprob: NDArray[np.float32] | None = None
     topk_ids: NDArray[np.int32] | None = None
     topk_logprobs: NDArray[np.float32] | None = None
+    support: str = "teacher"
+    """Whose top-k the ids are: teacher or student."""
     hidden: NDArray[np.uint8] | None = None
     mean_reverse_kl: float | None = None
     """Mean over loss tokens of sampler log-prob minus teacher log-prob (k1 estimate of reverse KL)."""
@@ -246,6 +248,8 @@ class Pack:
     """[S] f32, group-relative outcome advantage; 0 where there is none"""
     teacher_logprobs: Any | None = None
     """[T] f32, 0 where loss_mask is 0"""
+    reference_logprobs: Any | None = None
+    """[T] f32, log-prob under the reference policy of ExOPD, 0 where loss_mask is 0"""
     topk_ids: Any | None = None
     """[M, K] int32"""
     topk_logprobs: Any | None = None

@@ -93,7 +93,7 @@ SAMPLES = TableSpec(
             _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
             _field("tokenizer", _STRING, "tokenizer digest"),
             _field("payload_row", pa.int64(), "row of the payload in `tokens`"),
-            _field("payload_crc", pa.uint32(), "crc32c over the payload arrays"),
+            _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
         ]
@@ -217,7 +217,7 @@ SCORES = TableSpec(
             _field("kind", _STRING, "logprob, topk or hidden"),
             _field("sample_row", pa.int64(), "row of the sample in `samples`"),
             _field("payload_row", pa.int64(), "row of the payload in signals/<teacher>/<kind>"),
-            _field("payload_crc", pa.uint32(), "crc32c over the payload"),
+            _field("payload_crc", pa.int64(), "crc32c over the payload, 0 to 2^32 - 1"),
             _field("codec", _STRING, "encoding of the payload"),
             _field("rows", pa.int32(), "positions covered", unit="tokens"),
             _field("bytes", pa.int64(), "payload size", unit="bytes"),

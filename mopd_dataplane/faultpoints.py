@@ -1,0 +1,23 @@
+"""Named places where a process may die, so that tests can make it die exactly there.
+
+Product code calls `checkpoint("commit.payload")` between two writes. It does nothing until a test process installs
+an observer; no environment variable, option or file can install one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_observer: Callable[[str], None] | None = None
+
+
+def checkpoint(name: str) -> None:
+    """Tell the observer, if any, that the process has come to this place."""
+    if _observer is not None:
+        _observer(name)
+
+
+def observe(observer: Callable[[str], None] | None) -> None:
+    """Install the observer of every checkpoint of this process; None removes it."""
+    global _observer
+    _observer = observer

@@ -1,0 +1,126 @@
+"""Samples into the store: payload first, metadata row last, exactly once by uid, durable on return.
+
+    look up        uids that `samples` has are done
+    place payload  rows of `tokens`: adopt what an interrupted commit left there, append the rest, sync
+    insert         rows of `samples`: the commit record, compare-and-swap, sync
+
+Killed between any two of these, the same call made again ends with each sample visible once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.records import Sample
+from mopd_dataplane.store.rows import (
+    PAYLOAD,
+    check_sample,
+    list_crcs,
+    sample_crc,
+    sample_rows,
+    token_rows,
+)
+from mopd_dataplane.store.table import Table, lance_errors
+
+EPOCH_KEY = "mopd:epoch:"
+
+
+@dataclass(frozen=True)
+class CommitReceipt:
+    """What a commit did.
+
+    Example: of three samples one was there before: rows=[7, 3, 8], inserted=2, versions={"tokens": 5, "samples": 5}.
+    """
+
+    rows: NDArray[np.int64]
+    """[n] row in `samples` of every given sample, also of those that were there before."""
+    inserted: int
+    """How many this call made visible."""
+    versions: dict[str, int]
+    """Versions of `tokens` and `samples` that hold them."""
+
+
+def commit_samples(
+    samples: Table, tokens: Table, batch: Sequence[Sample], *, writer: str, epoch: int = 0
+) -> CommitReceipt:
+    """Make samples visible and durable; see Store.commit_samples."""
+    for sample in batch:
+        check_sample(sample)
+    _check_epoch(samples.open(), writer, epoch)
+    fence(samples, writer, epoch)
+    uids = pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())})
+    known = samples.find(uids) >= 0
+    payload_rows = np.full(len(batch), -1, np.int64)
+    crcs = [sample_crc(sample) for sample in batch]
+    absent = np.flatnonzero(~known)
+    with_payload = tokens.open()
+    if len(absent):
+        orphans = with_payload.count_rows() > samples.open().count_rows()
+        payload_rows[absent], with_payload = _place_payload(
+            tokens, [batch[i] for i in absent], [crcs[i] for i in absent], adopt=orphans
+        )
+        tokens.make_durable(with_payload)
+        checkpoint("commit.payload.durable")
+    done = samples.insert(
+        sample_rows(batch, payload_rows, crcs), admit=lambda dataset: _check_epoch(dataset, writer, epoch)
+    )
+    samples.make_durable(done.dataset)
+    checkpoint("commit.metadata.durable")
+    versions = {"tokens": with_payload.version, "samples": done.dataset.version}
+    return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions)
+
+
+def _place_payload(
+    tokens: Table, batch: Sequence[Sample], crcs: Sequence[int], *, adopt: bool
+) -> tuple[NDArray[np.int64], lance.LanceDataset]:
+    """[n] row in `tokens` of each payload, written only where no equal one lies there already."""
+    rows = token_rows(batch)
+    places = np.full(len(batch), -1, np.int64)
+    dataset = tokens.open()
+    if adopt:
+        left = tokens.find(rows)
+        held = np.flatnonzero(left >= 0)
+        if len(held):
+            found = list_crcs(dataset.take(left[held].tolist(), columns=list(PAYLOAD)), PAYLOAD)
+            equal = np.array([crc == crcs[i] for i, crc in zip(held.tolist(), found, strict=True)])
+            places[held[equal]] = left[held[equal]]
+    fresh = np.flatnonzero(places < 0)
+    if len(fresh):
+        first, dataset = tokens.append(rows.take(pa.array(fresh)))
+        places[fresh] = first + np.arange(len(fresh))
+    return places, dataset
+
+
+def fence(samples: Table, writer: str, epoch: int) -> None:
+    """Record that `writer` has reached `epoch`: commits of its earlier epochs are refused from here on.
+
+    The epoch lies in the schema metadata of `samples`, so that raising it is itself a commit: an insert that was
+    prepared on an earlier version is refused by the compare-and-swap, looks again, and sees the new epoch.
+    """
+    while _epoch_of(dataset := samples.open(), writer) < epoch:
+        with lance_errors(samples.uri):
+            try:
+                dataset.update_schema_metadata({EPOCH_KEY + writer: str(epoch)})
+            except OSError as error:
+                if "conflict" not in str(error):
+                    raise
+
+
+def _epoch_of(dataset: lance.LanceDataset, writer: str) -> int:
+    return int((dataset.schema.metadata or {}).get((EPOCH_KEY + writer).encode(), b"0"))
+
+
+def _check_epoch(dataset: lance.LanceDataset, writer: str, epoch: int) -> None:
+    newest = _epoch_of(dataset, writer)
+    if epoch < newest:
+        raise ResourceError(
+            f"writer {writer!r} commits with epoch {epoch}, but epoch {newest} has taken over; this process must stop"
+        )

@@ -1,0 +1,421 @@
+"""Store: the front door to the datasets of one run."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import ArrayLike, NDArray
+
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
+from mopd_dataplane.store import commit, maintain, signals
+from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.commit import CommitReceipt
+from mopd_dataplane.store.layout import check_format
+from mopd_dataplane.store.lock import committing
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.rows import PAYLOAD, list_crcs, list_views, plan_of, plan_record, to_rows
+from mopd_dataplane.store.signals import HiddenReader
+from mopd_dataplane.store.table import Inserted, Table
+from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
+
+Rows = NDArray[np.int64]
+MARK = "store.json"
+
+
+class Store:
+    """A folder or object-store URI of Lance datasets.
+
+    Example:
+        store = Store.create("runs/demo")
+        receipt = store.commit_samples(samples, writer="engine-0")
+        store.sql("select domain, count(*) from samples group by 1")
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._tables: dict[str, Table] = {}
+        self.uri = place.uri
+        self.root = place.root
+        """Local folder; None on an object store."""
+
+    @classmethod
+    def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
+        """Open an existing store.
+
+        Raises UnknownNameError when there is none, MismatchError when its format version is another one.
+        """
+        place = Place(uri, storage_options)
+        mark = place.read_json(MARK)
+        if mark is None:
+            raise UnknownNameError(f"no store at {place.uri} (it has no {MARK}); create one with create_store or mopd run")
+        check_format(int(mark["format_version"]), place.uri)
+        return cls(place)
+
+    @classmethod
+    def create(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
+        """Open the store at `uri`, creating it when there is none. The mark is written last: no half store opens."""
+        place = Place(uri, storage_options)
+        if place.read_json(MARK) is not None:
+            return cls.open(uri, storage_options)
+        if place.root is not None:
+            place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        store = cls(place)
+        for name in TABLES:
+            store._table(name).create()
+        place.write_json(MARK, {
+            "format_version": FORMAT_VERSION,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "uuid": str(uuid.uuid4()),
+        })
+        return store
+
+    def path(self, name: str) -> Path:
+        """A file or folder of the store that is not a dataset: "wal", "heads", "policies/student/v3"."""
+        return self._place.local(name)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order."""
+        found = [
+            signal_table(teacher, kind)
+            for teacher in self._place.children("signals")
+            for kind in self._place.children(f"signals/{teacher}")
+        ]
+        return [*TABLES, *found]
+
+    def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
+        """The Lance dataset of a table, at the snapshot's version or the newest."""
+        if snapshot is None:
+            return self._existing(name).open()
+        if name not in snapshot.versions:
+            raise UnknownNameError(f"table {name!r} is not in the snapshot: {nearest(name, snapshot.versions)}")
+        return self._table(name).open(snapshot.versions[name])
+
+    def table(
+        self,
+        name: str,
+        columns: Sequence[str] | None = None,
+        filter: str | None = None,
+        snapshot: Snapshot | None = None,
+        limit: int | None = None,
+    ) -> pa.Table:
+        """Rows of a table. `filter` is a Lance SQL predicate, such as "domain = 'math'"."""
+        dataset = self.dataset(name, snapshot)
+        for column in columns or ():
+            if column not in dataset.schema.names:
+                raise UnknownNameError(f"table {name!r} has no column {column!r}: {nearest(column, dataset.schema.names)}")
+        return dataset.to_table(columns=None if columns is None else list(columns), filter=filter, limit=limit)
+
+    def samples(
+        self, columns: Sequence[str] | None = None, filter: str | None = None, snapshot: Snapshot | None = None
+    ) -> pa.Table:
+        """Metadata of the samples, in row order."""
+        return self.table("samples", columns, filter, snapshot)
+
+    def take_samples(
+        self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None
+    ) -> pa.Table:
+        """Metadata of given rows of `samples`, in the asked order."""
+        return _take(self.dataset("samples", snapshot), sample_rows, columns)
+
+    def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:
+        """One read-only SQL statement over the tables (DuckDB); see query/sql.py."""
+        from mopd_dataplane.query.sql import run_sql
+
+        return run_sql(self, query, snapshot)
+
+    def read_tokens(
+        self,
+        sample_rows: ArrayLike,
+        columns: Sequence[str] | None = None,
+        snapshot: Snapshot | None = None,
+        *,
+        verify: bool = False,
+    ) -> pa.Table:
+        """Payload of given rows of `samples`, in the asked order: columns of `tokens`.
+
+        Raises DamagedError when a payload row is not the sample's (uid echo) or, with `verify`, when its checksum
+        differs.
+        """
+        wanted = list(columns) if columns is not None else list(TABLES["tokens"].schema.names)
+        metadata = self.take_samples(sample_rows, ["uid", "payload_row", "payload_crc"], snapshot)
+        read = [*dict.fromkeys(["uid", *wanted, *(PAYLOAD if verify else ())])]
+        payload = _take(self.dataset("tokens", snapshot), metadata["payload_row"].to_numpy(), read)
+        _check_echo("tokens", metadata, payload)
+        if verify:
+            _check_crcs("tokens", metadata, list_crcs(payload, PAYLOAD))
+        return payload.select(wanted)
+
+    # -- prompts and samples ---------------------------------------------------------------------------------------
+
+    def add_prompts(self, prompts: Iterable[Prompt]) -> int:
+        """Add prompts; those the store has already are left alone. Returns how many are new.
+
+        Raises MismatchError when a known prompt_id comes with another text or answer.
+        """
+        records = [asdict(prompt) for prompt in prompts]
+        return self._insert_equal("prompts", records)
+
+    def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]:
+        """Prompts in the order they were added, of one split and some domains."""
+        rows = self.table("prompts").drop_columns(["created_at"]).to_pylist()
+        allowed = None if domains is None else set(domains)
+        return [
+            Prompt(**row)
+            for row in rows
+            if (split is None or row["split"] == split) and (allowed is None or row["domain"] in allowed)
+        ]
+
+    def commit_samples(self, batch: Sequence[Sample], *, writer: str, epoch: int = 0) -> CommitReceipt:
+        """Make samples visible and durable, payload first, exactly once by uid.
+
+        Repeating the call with the same samples, here or in another process, changes nothing. `epoch` fences: once a
+        writer has committed with epoch n, its processes of an earlier epoch are refused.
+        Raises MismatchError (shapes), EngineError (impossible log-probs), ResourceError (fenced, disk full).
+        """
+        with committing(self._place, "samples"):
+            return commit.commit_samples(self._table("samples"), self._table("tokens"), batch, writer=writer, epoch=epoch)
+
+    def fence(self, writer: str, epoch: int) -> None:
+        """Refuse every later commit of `writer` with an epoch below this one."""
+        commit.fence(self._table("samples"), writer, epoch)
+
+    # -- teachers and signals --------------------------------------------------------------------------------------
+
+    def add_teacher(self, teacher: Teacher) -> None:
+        """Remember a teacher; MismatchError when another one has the name (digests compared)."""
+        self._insert_equal("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
+
+    def teachers(self) -> dict[str, Teacher]:
+        """Teachers by name."""
+        rows = self.table("teachers").drop_columns(["created_at"]).to_pylist()
+        return {row["name"]: Teacher(**row) for row in rows}
+
+    def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:
+        """Make one teacher's signals visible and durable; those the store has already are left alone.
+
+        Returns how many are new. No byte of `samples` or `tokens` changes.
+        Raises UnknownNameError (teacher), MismatchError (shapes, wrong sample row), EngineError (NaN).
+        """
+        known = self.teachers()
+        if teacher not in known:
+            raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
+        payload = self._table(signal_table(teacher, kind))
+        with committing(self._place, payload.name):
+            return signals.commit_signals(
+                self._table("scores"), self._table("samples"), payload, known[teacher], kind, batch
+            )
+
+    def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
+        """[m] those of the given rows of `samples` that lack this signal, in the asked order."""
+        rows = np.asarray(sample_rows, np.int64)
+        return rows[~np.isin(rows, self._scored(teacher, kind, None)["sample_row"].to_numpy())]
+
+    def signal_rows(
+        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
+    ) -> pa.Table:
+        """uid, payload_row, payload_crc, codec, rows, bytes of a signal for each sample row, in the asked order.
+
+        Raises UnknownNameError naming the first sample that lacks it.
+        """
+        scored = self._scored(teacher, kind, snapshot)
+        order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
+        have = scored["sample_row"].to_numpy()[order]
+        rows = np.asarray(sample_rows, np.int64)
+        place = np.searchsorted(have, rows)
+        missing = (place >= len(have)) | (have[np.minimum(place, len(have) - 1)] != rows) if len(have) else rows >= 0
+        if missing.any():
+            raise UnknownNameError(
+                f"{int(missing.sum())} samples lack signal {kind!r} of teacher {teacher!r}, the first in row "
+                f"{rows[missing][0]}; score them first"
+            )
+        return scored.take(pa.array(order[place]))
+
+    def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
+        """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
+        return HiddenReader(self.dataset(signal_table(teacher, "hidden"), snapshot))
+
+    @overload
+    def read_signal(
+        self, teacher: str, kind: Literal["topk"], sample_rows: ArrayLike, snapshot: Snapshot | None = None
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]: ...
+    @overload
+    def read_signal(
+        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
+    ) -> list[NDArray[Any]]: ...
+    def read_signal(
+        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
+    ) -> list[Any]:
+        """One entry per sample row, in the asked order.
+
+        logprob: [R] f32. topk: ([M, K] int32 ids, [M, K] f32 log-probs). hidden: [M, row_bytes] uint8 codec bytes.
+        """
+        found = self.signal_rows(teacher, kind, sample_rows, snapshot)
+        payload_rows = found["payload_row"].to_numpy()
+        dataset = self.dataset(signal_table(teacher, kind), snapshot)
+        columns = {"logprob": ["uid", "logprob"], "topk": ["uid", "k", "ids", "logprobs"], "hidden": ["uid", "row_bytes"]}
+        payload = _take(dataset, payload_rows, columns[kind])
+        _check_echo(signal_table(teacher, kind), found, payload)
+        if kind == "logprob":
+            return list_views(payload["logprob"])
+        if kind == "topk":
+            pairs = zip(list_views(payload["ids"]), list_views(payload["logprobs"]), payload["k"].to_pylist(), strict=True)
+            return [(ids.reshape(-1, k), logprobs.reshape(-1, k)) for ids, logprobs, k in pairs]
+        reader, states = HiddenReader(dataset), []
+        for row, size, width in zip(
+            payload_rows.tolist(), found["bytes"].to_pylist(), payload["row_bytes"].to_pylist(), strict=True
+        ):
+            buffer = np.empty(size, np.uint8)
+            reader.read_into(row, 0, memoryview(buffer))
+            states.append(buffer.reshape(-1, width))
+        return states
+
+    def _scored(self, teacher: str, kind: str, snapshot: Snapshot | None) -> pa.Table:
+        columns = ["uid", "teacher", "kind", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes"]
+        rows = self.table("scores", columns, snapshot=snapshot)
+        return rows.filter((pa.compute.field("teacher") == teacher) & (pa.compute.field("kind") == kind))
+
+    # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
+
+    def add_rewards(self, rows: Iterable[dict[str, Any]]) -> int:
+        """Add rows of `rewards` (uid, sample_row, verifier, verifier_version, reward, detail); returns how many are new."""
+        return self._insert("rewards", rows)
+
+    def add_steps(self, steps: Iterable[StepMetrics]) -> int:
+        """Add optimizer steps; a step recorded before is left alone."""
+        records = [asdict(step) for step in steps]
+        for record in records:
+            record["extra"] = json.dumps(record["extra"], sort_keys=True)
+            record["reverse_kl"] = None if np.isnan(record["reverse_kl"]) else record["reverse_kl"]
+        return self._insert("steps", records)
+
+    def add_evals(self, rows: Iterable[dict[str, Any]]) -> int:
+        """Add rows of `evals`."""
+        return self._insert("evals", rows)
+
+    def add_event(
+        self, event_id: str, stage: str, kind: str, generation: int, value: float | None, detail: dict[str, Any]
+    ) -> None:
+        """Record a decision or measurement once under its name."""
+        self._insert("events", [{
+            "event_id": event_id, "stage": stage, "kind": kind, "generation": generation, "value": value,
+            "detail": json.dumps(detail, sort_keys=True),
+        }])
+
+    def add_plan(self, plan: PlanWindow) -> None:
+        """Record a window before it is used; MismatchError when the window was planned otherwise before."""
+        self._insert_equal("plans", [plan_record(plan)], compare=("digest",))
+
+    def plan(self, stage: str, window: int) -> PlanWindow | None:
+        """A recorded window, None when there is none."""
+        dataset = self.dataset("plans")
+        keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
+        row = int(self._table("plans").find(keys)[0])
+        return None if row < 0 else plan_of(_take(dataset, [row], None))
+
+    def plans(self, stage: str) -> list[int]:
+        """Windows recorded for a stage, in order."""
+        rows = self.table("plans", ["stage", "window"])
+        return sorted(rows.filter(pa.compute.field("stage") == stage)["window"].to_pylist())
+
+    # -- snapshots and upkeep --------------------------------------------------------------------------------------
+
+    def snapshot(self, tag: str | None = None) -> Snapshot:
+        """The newest version of every table; with a tag, pinned against clean-up and the same at every later call."""
+        tables = {name: self._table(name) for name in self.names()}
+        return snapshots.take_snapshot(self._place, tables) if tag is None else snapshots.pin(self._place, tables, tag)
+
+    def release(self, tag: str) -> None:
+        """Give a tagged snapshot free."""
+        snapshots.release(self._place, {name: self._table(name) for name in self.names()}, tag)
+
+    def info(self) -> dict[str, Any]:
+        """Rows, bytes, files and version of every table; format version and pinned snapshots."""
+        return maintain.describe(self._place, {name: self._table(name) for name in self.names()})
+
+    def compact(self) -> dict[str, dict[str, int]]:
+        """Merge small files, drop versions no snapshot pins; no row changes or moves."""
+        return maintain.compact(self._place, {name: self._table(name) for name in self.names()})
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _table(self, name: str) -> Table:
+        if name not in self._tables:
+            self._tables[name] = Table(self._place, name)
+        return self._tables[name]
+
+    def _existing(self, name: str) -> Table:
+        table = self._table(name)
+        if name not in TABLES and not table.exists():
+            raise UnknownNameError(f"no dataset {name!r} in {self.uri}: {nearest(name, self.names())}")
+        return table
+
+    def _insert_rows(self, name: str, rows: pa.Table) -> Inserted:
+        table = self._table(name)
+        with committing(self._place, name):
+            done = table.insert(rows)
+            table.make_durable(done.dataset)
+        return done
+
+    def _insert(self, name: str, records: Iterable[dict[str, Any]]) -> int:
+        rows = to_rows(TABLES[name], records)
+        return int(self._insert_rows(name, rows).new.sum()) if rows.num_rows else 0
+
+    def _insert_equal(self, name: str, records: list[dict[str, Any]], compare: Sequence[str] | None = None) -> int:
+        """Insert, and refuse a row whose key is known with other content."""
+        rows = to_rows(TABLES[name], records)
+        if not rows.num_rows:
+            return 0
+        columns = list(compare or (column for column in rows.column_names if column != "created_at"))
+        found = self._table(name).find(rows)
+        known = np.flatnonzero(found >= 0)
+        stored = _take(self.dataset(name), found[known], columns).to_pylist()
+        for place, old in zip(known.tolist(), stored, strict=True):
+            new = rows.slice(place, 1).select(columns).to_pylist()[0]
+            for column in columns:
+                if old[column] != new[column]:
+                    key = {part: records[place][part] for part in TABLES[name].key}
+                    raise MismatchError(
+                        f"{name} {key}: {column} is {old[column]!r:.80} in the store, {new[column]!r:.80} now; "
+                        "use another name or another store"
+                    )
+        return int(self._insert_rows(name, rows).new.sum())
+
+
+def _take(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
+    """Rows by number, in the asked order; InputError for a row that does not exist."""
+    wanted = np.asarray(rows, np.int64)
+    total = dataset.count_rows()
+    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < total:
+        raise InputError(f"{dataset.uri} has rows 0 to {total - 1}, asked for {wanted.min()} to {wanted.max()}")
+    names = list(columns) if columns is not None else dataset.schema.names
+    if not len(wanted):
+        return dataset.to_table(columns=names, limit=0)
+    return dataset.take(wanted.tolist(), columns=names)
+
+
+def _check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
+    if metadata["uid"].equals(payload["uid"]):
+        return
+    pairs = zip(metadata["uid"].to_pylist(), payload["uid"].to_pylist(), metadata["payload_row"].to_pylist(), strict=True)
+    uid, other, row = next(pair for pair in pairs if pair[0] != pair[1])
+    raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
+
+
+def _check_crcs(name: str, metadata: pa.Table, crcs: list[int]) -> None:
+    for uid, stored, found in zip(
+        metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), crcs, strict=True
+    ):
+        if stored != found:
+            raise DamagedError(f"{name}: payload of sample {uid} has crc32c {found:08x}, committed was {stored:08x}")

@@ -1,0 +1,93 @@
+"""Table name -> Lance schema, and the refusal of datasets whose format does not match this version."""
+
+from __future__ import annotations
+
+import re
+
+import lance
+import pyarrow as pa
+
+from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
+from mopd_dataplane.tables import FORMAT_VERSION, SIGNALS, TABLES, TableSpec
+
+FORMAT_KEY = b"mopd:format_version"
+TABLE_KEY = b"mopd:table"
+PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
+PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
+TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+
+
+def spec_of(name: str) -> TableSpec:
+    """The spec behind a dataset name; UnknownNameError names the nearest table."""
+    if name in TABLES:
+        return TABLES[name]
+    folder, _, rest = name.partition("/")
+    teacher, _, kind = rest.partition("/")
+    if folder == "signals" and TEACHER_NAME.fullmatch(teacher) and kind in SIGNALS:
+        return SIGNALS[kind]
+    known = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS)]
+    raise UnknownNameError(f"no table {name!r}: {nearest(name, known)}")
+
+
+def lance_schema(spec: TableSpec, name: str) -> pa.Schema:
+    """Schema as it lies on disk: key columns marked, blob columns translated, the format version recorded."""
+    fields = [_on_disk(field, spec) for field in spec.schema]
+    return pa.schema(fields, {FORMAT_KEY: str(FORMAT_VERSION).encode(), TABLE_KEY: name.encode()})
+
+
+def blob_columns(spec: TableSpec) -> tuple[str, ...]:
+    """Columns whose bytes lie outside the rows and are read by range."""
+    return tuple(field.name for field in spec.schema if field.metadata.get(b"blob") == b"v2")
+
+
+def _on_disk(field: pa.Field, spec: TableSpec) -> pa.Field:
+    metadata = dict(field.metadata)
+    if metadata.pop(b"blob", None) == b"v2":
+        blob = lance.blob_field(
+            field.name, nullable=field.nullable, dedicated_size_threshold=1 << 40, pack_file_size_threshold=1 << 30
+        )
+        return blob.with_metadata({**metadata, **blob.metadata})
+    if field.name in spec.key:
+        metadata[PRIMARY_KEY] = b"true"
+        metadata[PRIMARY_KEY_POSITION] = str(spec.key.index(field.name) + 1).encode()
+    return field.with_metadata(metadata)
+
+
+def check_format(version: int, where: str) -> None:
+    """Refuse a store or dataset of another format version, naming both."""
+    if version == FORMAT_VERSION:
+        return
+    step = "upgrade mopd-dataplane" if version > FORMAT_VERSION else "open it with the version that wrote it"
+    raise MismatchError(f"{where} has format version {version}, this version reads {FORMAT_VERSION}; {step}")
+
+
+def check_schema(found: pa.Schema, spec: TableSpec, where: str) -> None:
+    """Refuse a dataset whose columns are not those of the spec; further nullable columns are allowed."""
+    metadata = found.metadata or {}
+    if FORMAT_KEY not in metadata:
+        raise MismatchError(f"{where} has no {FORMAT_KEY.decode()} in its schema metadata: mopd did not write it")
+    check_format(int(metadata[FORMAT_KEY]), where)
+    wanted = lance_schema(spec, spec.name)
+    problems = [text for field in wanted if (text := _column_problem(field, found))]
+    problems += [
+        f"column {field.name!r} is not known and not nullable"
+        for field in found
+        if field.name not in wanted.names and not field.nullable
+    ]
+    if problems:
+        raise MismatchError(f"{where} does not have the columns of {spec.name!r}: " + "; ".join(problems))
+
+
+def _column_problem(wanted: pa.Field, found: pa.Schema) -> str:
+    if wanted.name not in found.names:
+        return "" if wanted.nullable else f"column {wanted.name!r} is missing"
+    have = found.field(wanted.name)
+    if have.type != wanted.type or have.nullable != wanted.nullable:
+        return f"column {wanted.name!r} is {_shape(have)}, expected {_shape(wanted)}"
+    if have.metadata and (PRIMARY_KEY in have.metadata) != (PRIMARY_KEY in (wanted.metadata or {})):
+        return f"column {wanted.name!r} differs in its primary-key mark"
+    return ""
+
+
+def _shape(field: pa.Field) -> str:
+    return f"{field.type}{'' if field.nullable else ' not null'}"

@@ -1,0 +1,48 @@
+"""One committer at a time on this machine, so that committers do not waste each other's work.
+
+The lock saves retries; it is not what keeps rows unique (the compare-and-swap commit of table.py is). A committer
+that was stopped while it held the lock therefore must not stop the store: after `PATIENCE_S` the next one goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mopd_dataplane.store.place import Place
+
+PATIENCE_S = 10.0
+POLL_S = 0.002
+
+
+@contextmanager
+def committing(place: Place, name: str) -> Iterator[bool]:
+    """Hold the commit lock of one table; yields False when it was not to be had in time.
+
+    flock, not POSIX locks: freed by SIGKILL, and an unrelated close() in this process does not drop it.
+    """
+    if place.root is None:
+        yield False
+        return
+    path = place.root / "locks" / f"{name.replace('/', '.')}.lock"
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        yield _acquire(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _acquire(descriptor: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)

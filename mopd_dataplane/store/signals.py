@@ -1,0 +1,220 @@
+"""What teachers say: payload into signals/<teacher>/<kind>, then one row of `scores`; samples are never touched."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.checksum import payload_crc
+from mopd_dataplane.errors import DamagedError, EngineError, MismatchError
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
+from mopd_dataplane.store.rows import list_column, to_rows
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.tables import SCORES, SIGNAL_LOGPROB, SIGNAL_TOPK
+
+OPEN_BLOBS = 64
+"""Blob handles a HiddenReader keeps open."""
+
+
+def signal_crc(signal: Signal) -> int:
+    """payload_crc over the arrays of the kind, in stored dtypes."""
+    if signal.kind == "logprob":
+        return payload_crc(_as(signal.logprob, np.float32))
+    if signal.kind == "topk":
+        return payload_crc(_as(signal.topk_ids, np.int32), _as(signal.topk_logprobs, np.float32))
+    return payload_crc(_as(signal.hidden, np.uint8))
+
+
+def _as(array: NDArray[Any] | None, dtype: type[np.generic]) -> NDArray[Any]:
+    assert array is not None  # check_signal has seen it
+    return np.ascontiguousarray(array, dtype)
+
+
+def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int) -> None:
+    """Raise MismatchError for a wrong kind or shape, EngineError for an impossible value.
+
+    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8.
+    """
+    where = f"signal {signal.kind!r} of sample {signal.uid}"
+    fields = {"logprob": ("logprob",), "topk": ("topk_ids", "topk_logprobs"), "hidden": ("hidden",)}
+    if signal.kind != kind or kind not in fields:
+        raise MismatchError(f"{where}: committed as {kind!r}; kinds: {', '.join(SIGNAL_KINDS)}")
+    arrays = [getattr(signal, name) for name in fields[kind]]
+    length = response_len if kind == "logprob" else loss_tokens
+    for name, array in zip(fields[kind], arrays, strict=True):
+        if array is None:
+            raise MismatchError(f"{where}: {name} is missing")
+        if array.ndim != (1 if kind == "logprob" else 2) or len(array) != length:
+            raise MismatchError(f"{where}: {name} has shape {array.shape}, expected {length} rows")
+    if kind == "topk" and arrays[0].shape != arrays[1].shape:
+        raise MismatchError(f"{where}: ids {arrays[0].shape} and logprobs {arrays[1].shape} differ in shape")
+    if kind != "hidden" and not np.isfinite(arrays[-1]).all():
+        raise EngineError(f"{where}: log-probs hold NaN or infinity; the teacher's logits are not to be trusted")
+    if kind == "hidden" and arrays[0].dtype != np.uint8:
+        raise MismatchError(f"{where}: hidden is {arrays[0].dtype}, expected the codec's bytes as uint8")
+
+
+def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
+    """Rows of signals/<teacher>/<kind>."""
+    uids = pa.array([signal.uid for signal in signals], pa.string())
+    if table.spec is SIGNAL_LOGPROB:
+        kind = SIGNAL_LOGPROB.schema.field("logprob").type
+        return pa.table({"uid": uids, "logprob": list_column([s.logprob for s in signals], kind)}, schema=table.schema)
+    if table.spec is SIGNAL_TOPK:
+        return _topk_rows(table, uids, signals)
+    return _hidden_rows(table, uids, signals)
+
+
+def _topk_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.Table:
+    ids = [_as(signal.topk_ids, np.int32) for signal in signals]
+    logprobs = [_as(signal.topk_logprobs, np.float32) for signal in signals]
+    return pa.table(
+        {
+            "uid": uids,
+            "k": pa.array([array.shape[1] for array in ids], pa.int16()),
+            "support": pa.array([signal.support for signal in signals]),
+            "ids": list_column([array.reshape(-1) for array in ids], SIGNAL_TOPK.schema.field("ids").type),
+            "logprobs": list_column(
+                [array.reshape(-1) for array in logprobs], SIGNAL_TOPK.schema.field("logprobs").type
+            ),
+        },
+        schema=table.schema,
+    )
+
+
+def _hidden_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.Table:
+    hidden = [_as(signal.hidden, np.uint8) for signal in signals]
+    return pa.table(
+        {
+            "uid": uids,
+            "codec": pa.array([signal.codec for signal in signals]),
+            "rows": pa.array([array.shape[0] for array in hidden], pa.int32()),
+            "row_bytes": pa.array([array.shape[1] for array in hidden], pa.int32()),
+            "hidden": blob_column([array.reshape(-1) for array in hidden]),
+        },
+        schema=table.schema,
+    )
+
+
+def blob_column(payloads: Sequence[NDArray[np.uint8]]) -> pa.ExtensionArray:
+    """A blob column from one contiguous uint8 array per row, in one copy (lance.blob_array makes two)."""
+    offsets = np.zeros(len(payloads) + 1, np.int64)
+    np.cumsum([len(payload) for payload in payloads], out=offsets[1:])
+    data = pa.LargeBinaryArray.from_buffers(
+        pa.large_binary(), len(payloads), [None, pa.py_buffer(offsets), pa.py_buffer(np.concatenate(payloads))]
+    )
+    kind = lance.blob.BlobType()
+    fields = list(kind.storage_type)
+    nulls = [pa.nulls(len(payloads), field.type) for field in fields[1:]]
+    return pa.ExtensionArray.from_storage(kind, pa.StructArray.from_arrays([data, *nulls], fields=fields))
+
+
+def commit_signals(
+    scores: Table, samples: Table, payload: Table, teacher: Teacher, kind: str, signals: Sequence[Signal]
+) -> int:
+    """Make signals visible and durable; see Store.commit_signals."""
+    metadata = _samples_of(samples, signals)
+    for signal, response_len, loss_tokens in zip(
+        signals, metadata["response_len"].to_pylist(), metadata["loss_tokens"].to_pylist(), strict=True
+    ):
+        check_signal(signal, kind, response_len, loss_tokens)
+    keys = pa.table({
+        "uid": pa.array([signal.uid for signal in signals], pa.string()),
+        "teacher": pa.array([teacher.name] * len(signals), pa.string()),
+        "kind": pa.array([kind] * len(signals), pa.string()),
+    })
+    absent = np.flatnonzero(scores.find(keys) < 0)
+    if not len(absent):
+        return 0
+    fresh = [signals[i] for i in absent]
+    loss_tokens = metadata["loss_tokens"].to_numpy()[absent]
+    payload.create()
+    places, dataset = place_payload(payload, fresh)
+    payload.make_durable(dataset)
+    checkpoint("signals.payload.durable")
+    done = scores.insert(to_rows(SCORES, [
+        {
+            "uid": signal.uid,
+            "teacher": teacher.name,
+            "kind": kind,
+            "sample_row": signal.sample_row,
+            "payload_row": place,
+            "payload_crc": signal_crc(signal),
+            "codec": signal.codec,
+            "rows": int(count),
+            "bytes": _bytes(signal),
+            "mean_reverse_kl": signal.mean_reverse_kl,
+            "coverage": 1.0,
+            "teacher_digest": teacher.weights_digest,
+        }
+        for signal, place, count in zip(fresh, places.tolist(), loss_tokens.tolist(), strict=True)
+    ]))
+    scores.make_durable(done.dataset)
+    checkpoint("signals.metadata.durable")
+    return int(done.new.sum())
+
+
+def place_payload(payload: Table, signals: Sequence[Signal]) -> tuple[NDArray[np.int64], lance.LanceDataset]:
+    """[n] row of each payload; what an interrupted commit left behind is an orphan, which is harmless."""
+    first, dataset = payload.append(payload_table(payload, signals))
+    return first + np.arange(len(signals)), dataset
+
+
+def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
+    """Metadata of the samples spoken of, in order; MismatchError when a row is not the sample it claims to be."""
+    dataset = samples.open()
+    rows = [signal.sample_row for signal in signals]
+    total = dataset.count_rows()
+    if rows and not 0 <= min(rows) <= max(rows) < total:
+        raise MismatchError(f"signals speak of sample rows {min(rows)} to {max(rows)}, `samples` has {total} rows")
+    metadata = dataset.take(rows, columns=["uid", "response_len", "loss_tokens"])
+    for signal, uid in zip(signals, metadata["uid"].to_pylist(), strict=True):
+        if signal.uid != uid:
+            raise MismatchError(f"signal of sample {signal.uid} names row {signal.sample_row}, which is sample {uid}")
+    return metadata
+
+
+def _bytes(signal: Signal) -> int:
+    arrays = (signal.logprob, signal.topk_ids, signal.topk_logprobs, signal.hidden)
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+class HiddenReader:
+    """Reads one teacher's hidden states by byte range, at one version, into memory the caller owns.
+
+    Ranges of 2 to 8 MiB are fastest: larger private allocations fault page by page.
+    """
+
+    def __init__(self, dataset: lance.LanceDataset) -> None:
+        self._dataset = dataset
+        self._blobs: OrderedDict[int, lance.BlobFile] = OrderedDict()
+
+    def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
+        """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
+        return self._dataset.take(np.asarray(payload_rows).tolist(), columns=["uid", "codec", "rows", "row_bytes"])
+
+    def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
+        blob = self._blob(payload_row)
+        piece = blob.read_range(start_byte, len(target))
+        if len(piece) != len(target):
+            raise DamagedError(
+                f"{self._dataset.uri}: row {payload_row} gave {len(piece)} bytes from {start_byte}, wanted {len(target)}"
+            )
+        target[:] = piece
+
+    def _blob(self, payload_row: int) -> lance.BlobFile:
+        blob = self._blobs.pop(payload_row, None)
+        if blob is None:
+            blob = self._dataset.take_blobs("hidden", indices=[payload_row])[0]
+            if len(self._blobs) >= OPEN_BLOBS:
+                self._blobs.popitem(last=False)[1].close()
+        self._blobs[payload_row] = blob
+        return blob

@@ -1,0 +1,57 @@
+"""Pinned versions: one number per table, tagged so that clean-up leaves their files alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.table import Table
+
+TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
+
+
+def take_snapshot(place: Place, tables: Mapping[str, Table]) -> Snapshot:
+    """The newest version of every table, such that every row it shows has its payload.
+
+    Metadata is looked at before what it points to: rewards and scores, then samples, then payload.
+    """
+    versions = {name: tables[name].open().version for name in sorted(tables, key=_order)}
+    return Snapshot(uri=place.uri, versions=versions)
+
+
+def _order(name: str) -> int:
+    return {"samples": 1, "tokens": 2}.get(name, 2 if name.startswith("signals/") else 0)
+
+
+def pin(place: Place, tables: Mapping[str, Table], tag: str) -> Snapshot:
+    """The snapshot under this tag, taken now if there is none; safe to repeat after a crash at any point."""
+    if not TAG.fullmatch(tag):
+        raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
+    held = place.read_json(_file(tag))
+    if held is not None:
+        return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
+    snapshot = take_snapshot(place, tables)
+    for name, version in snapshot.versions.items():
+        tags = tables[name].open().tags
+        if tag in tags.list():
+            tags.update(tag, version)
+        else:
+            tags.create(tag, version)
+    place.write_json(_file(tag), {"versions": snapshot.versions})
+    return snapshot
+
+
+def release(place: Place, tables: Mapping[str, Table], tag: str) -> None:
+    """Give a pinned snapshot free; no error when there is none."""
+    place.remove(_file(tag))
+    for table in tables.values():
+        tags = table.open().tags
+        if tag in tags.list():
+            tags.delete(tag)
+
+
+def _file(tag: str) -> str:
+    return f"snapshots/{tag}.json"
