@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import InputError
 
 SAMPLE_COLUMNS = (
+    "generation",
+    "writer",
+    "writer_seq",
     "group_id",
     "domain",
     "effort",
@@ -36,6 +39,8 @@ class Columns:
 
     sample_rows: NDArray[np.int64]
     """Row of each sample in `samples`; distinct."""
+    admission: NDArray[np.int64]
+    """Orders samples as their generations were admitted, whatever order they finished or were committed in."""
     total_len: NDArray[np.int32]
     """L, tokens of the whole sequence."""
     loss_tokens: NDArray[np.int32]
@@ -71,17 +76,18 @@ class Columns:
         arrays = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "domain_names"}
         return Columns(domain_names=self.domain_names, **arrays)
 
-    def by_row(self) -> Columns:
-        """The same samples in ascending row order, so that a plan does not depend on the order they were read in."""
+    def in_admission_order(self) -> Columns:
+        """The same samples as admitted, so that a plan depends neither on the order they were read in nor on the one
+        they were committed in: a run that was killed and continued plans what an uninterrupted run plans."""
         rows = self.sample_rows
-        if bool(np.all(rows[1:] > rows[:-1])):
+        if not bool(np.all(rows[1:] > rows[:-1])):
+            rows = np.sort(rows)
+            if bool(np.any(rows[1:] == rows[:-1])):
+                twice = int(rows[1:][rows[1:] == rows[:-1]][0])
+                raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
+        if bool(np.all(self.admission[1:] > self.admission[:-1])):
             return self
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        if len(rows) and bool(np.any(ordered[1:] == ordered[:-1])):
-            twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
-            raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
-        return self.take(order)
+        return self.take(np.lexsort((self.sample_rows, self.admission)))
 
 
 def columns_from_tables(
@@ -116,6 +122,7 @@ def columns_from_tables(
         has_reward = np.isin(rows, _ints(rewards["sample_row"], np.int64))
     return Columns(
         sample_rows=rows,
+        admission=_admission(samples),
         total_len=_ints(samples["total_len"], np.int32),
         loss_tokens=_ints(samples["loss_tokens"], np.int32),
         version_first=_ints(samples["policy_version_first"], np.int32),
@@ -128,6 +135,15 @@ def columns_from_tables(
         abandoned=np.asarray(pc.equal(samples["finish_reason"], "abandoned").to_numpy()),
         domain_names=tuple(domain_names),
     )
+
+
+def _admission(samples: pa.Table) -> NDArray[np.int64]:
+    """[n] generation, then ordinal inside the writer, then writer, in one integer."""
+    writers, names = _codes(samples["writer"])
+    if len(names) > 1 << 12:
+        raise InputError(f"{len(names):,} writers in one window; a plan orders at most {1 << 12:,}")
+    generation, ordinal = _ints(samples["generation"], np.int64), _ints(samples["writer_seq"], np.int64)
+    return (generation << 44) | (ordinal << 12) | writers
 
 
 def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:

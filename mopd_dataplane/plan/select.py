@@ -27,7 +27,7 @@ REASONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Selection:
-    """columns: the selected samples in row order; dropped: rows of the others by reason."""
+    """columns: the selected samples in admission order; dropped: rows of the others by reason."""
 
     columns: Columns
     dropped: dict[str, NDArray[np.int64]]
@@ -42,7 +42,7 @@ def select(
     `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when nothing is left.
     """
-    columns = columns.by_row()
+    columns = columns.in_admission_order()
     keep = np.ones(len(columns), dtype=bool)
     dropped: dict[str, NDArray[np.int64]] = {}
     for reason, fails in unusable(columns, settings, policy_version).items():
@@ -57,9 +57,7 @@ def select(
     return Selection(columns=columns.take(keep), dropped=dropped)
 
 
-def unusable(
-    columns: Columns, settings: jobfile.Plan, policy_version: int | None
-) -> dict[str, NDArray[np.bool_]]:
+def unusable(columns: Columns, settings: jobfile.Plan, policy_version: int | None) -> dict[str, NDArray[np.bool_]]:
     """Samples that no later signal can make usable: a mask [n] for each reason.
 
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`.

@@ -21,6 +21,7 @@ NONE = np.empty(0, dtype=np.int64)
 def columns_of(n: int, **changes: Any) -> Columns:
     columns = Columns(
         sample_rows=np.arange(n, dtype=np.int64),
+        admission=np.arange(n, dtype=np.int64),
         total_len=np.full(n, 10, dtype=np.int32),
         loss_tokens=np.full(n, 5, dtype=np.int32),
         version_first=np.zeros(n, dtype=np.int32),
@@ -38,8 +39,13 @@ def columns_of(n: int, **changes: Any) -> Columns:
 
 def follow(columns: Columns, settled: np.ndarray = NONE, rule: jobfile.Plan = RULE, **options: Any) -> Decision:
     defaults: dict[str, Any] = {
-        "finished": False, "policy_version": 0, "seed": 0, "stage": "s", "window": 0,
-        "snapshot": Snapshot(uri="", versions={}), "teachers": ["t"],
+        "finished": False,
+        "policy_version": 0,
+        "seed": 0,
+        "stage": "s",
+        "window": 0,
+        "snapshot": Snapshot(uri="", versions={}),
+        "teachers": ["t"],
     }
     return next_window(columns, settled, rule, **(defaults | options))
 

@@ -27,6 +27,7 @@ def columns_of(lengths: list[int], *, teachers: int = 3, group_size: int = 1, ro
     group = np.arange(n) // group_size
     return Columns(
         sample_rows=np.arange(n, dtype=np.int64) * row_stride,
+        admission=np.arange(n, dtype=np.int64),
         total_len=np.array(lengths, dtype=np.int32),
         loss_tokens=np.maximum(np.array(lengths, dtype=np.int32) // 2, 1),
         version_first=np.zeros(n, dtype=np.int32),
@@ -43,7 +44,14 @@ def columns_of(lengths: list[int], *, teachers: int = 3, group_size: int = 1, ro
 
 def plan_of(columns: Columns, rule: jobfile.Plan, *, seed: int = 1, epochs: int = 1, group_size: int = 1) -> PlanWindow:
     return build_window(
-        columns, rule, seed=seed, stage="student", window=0, snapshot=SNAPSHOT, teachers=TEACHERS, epochs=epochs,
+        columns,
+        rule,
+        seed=seed,
+        stage="student",
+        window=0,
+        snapshot=SNAPSHOT,
+        teachers=TEACHERS,
+        epochs=epochs,
         group_size=group_size,
     )
 
@@ -210,3 +218,14 @@ def test_groups_need_strict_batches():
     rule = jobfile.Plan(pack_tokens=CAP, batch_samples=8, strict_batches=False)
     with pytest.raises(InputError, match="strict_batches"):
         plan_of(columns_of([4] * 8, group_size=2), rule, group_size=2)
+
+
+def test_the_order_samples_were_committed_in_does_not_change_the_batches():
+    """A killed and continued run commits in another order; its steps must hold the same samples."""
+    columns = columns_of([8 + i % 40 for i in range(60)])
+    rule = jobfile.Plan(pack_tokens=CAP, batch_samples=8)
+    committed = np.random.default_rng(3).permutation(60)  # admission ordinal -> row in `samples`
+    moved = replace(columns, sample_rows=committed[columns.admission])
+    plan, again = plan_of(columns, rule), plan_of(moved, rule)
+    assert again.sample_rows.tolist() == committed[plan.sample_rows].tolist()
+    assert again.pack_starts.tolist() == plan.pack_starts.tolist()

@@ -21,6 +21,7 @@ RULE = jobfile.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_stale
 def columns_of(n: int) -> Columns:
     return Columns(
         sample_rows=np.arange(n, dtype=np.int64),
+        admission=np.arange(n, dtype=np.int64),
         total_len=np.full(n, 10, dtype=np.int32),
         loss_tokens=np.full(n, 5, dtype=np.int32),
         version_first=np.full(n, 7, dtype=np.int32),
@@ -121,21 +122,28 @@ def test_every_batch_honours_the_mixture(strict):
 
 
 def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
-    samples = pa.table({
-        "group_id": [f"g{i // 2}" for i in range(n)],
-        "domain": ["maths", "code"] * (n // 2),
-        "effort": [""] * n,
-        "finish_reason": ["stop"] * (n - 1) + ["abandoned"],
-        "policy_version_first": pa.array([1] * n, pa.int32()),
-        "policy_version_last": pa.array([2] * n, pa.int32()),
-        "total_len": pa.array(range(10, 10 + n), pa.int32()),
-        "loss_tokens": pa.array([4] * n, pa.int32()),
-    })
-    scores = pa.table({
-        "sample_row": pa.array([100, 101, 102, 103, 103], pa.int64()),
-        "teacher": ["m", "m", "m", "c", "c"],
-        "kind": ["logprob", "logprob", "hidden", "logprob", "hidden"],
-    })
+    samples = pa.table(
+        {
+            "generation": pa.array([0] * n, pa.int32()),
+            "writer": ["w"] * n,
+            "writer_seq": pa.array(range(n), pa.int64()),
+            "group_id": [f"g{i // 2}" for i in range(n)],
+            "domain": ["maths", "code"] * (n // 2),
+            "effort": [""] * n,
+            "finish_reason": ["stop"] * (n - 1) + ["abandoned"],
+            "policy_version_first": pa.array([1] * n, pa.int32()),
+            "policy_version_last": pa.array([2] * n, pa.int32()),
+            "total_len": pa.array(range(10, 10 + n), pa.int32()),
+            "loss_tokens": pa.array([4] * n, pa.int32()),
+        }
+    )
+    scores = pa.table(
+        {
+            "sample_row": pa.array([100, 101, 102, 103, 103], pa.int64()),
+            "teacher": ["m", "m", "m", "c", "c"],
+            "kind": ["logprob", "logprob", "hidden", "logprob", "hidden"],
+        }
+    )
     return samples, scores, pa.table({"sample_row": pa.array([100, 105], pa.int64())})
 
 
@@ -143,8 +151,13 @@ def test_columns_from_tables():
     samples, scores, rewards = tables(6)
     assert set(SAMPLE_COLUMNS) == set(samples.column_names)
     columns = columns_from_tables(
-        samples, np.arange(100, 106), route=lambda domain, effort: domain[0], teachers=["m", "c"], scores=scores,
-        signals=("logprob",), rewards=rewards,
+        samples,
+        np.arange(100, 106),
+        route=lambda domain, effort: domain[0],
+        teachers=["m", "c"],
+        scores=scores,
+        signals=("logprob",),
+        rewards=rewards,
     )
     assert columns.domain_names == ("code", "maths")
     assert columns.domains.tolist() == [1, 0] * 3

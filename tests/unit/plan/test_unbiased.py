@@ -20,15 +20,22 @@ def window_of(lengths: np.ndarray, rule: jobfile.Plan, seed: int) -> PlanWindow:
     n = len(lengths)
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
-        sample_rows=np.arange(n), total_len=lengths, loss_tokens=lengths, version_first=zeros, version_last=zeros,
-        domains=zeros.astype(np.int16), groups=np.arange(n), teachers=(np.arange(n) % 4).astype(np.int16),
-        has_signals=np.ones(n, dtype=bool), has_reward=np.ones(n, dtype=bool), abandoned=np.zeros(n, dtype=bool),
+        sample_rows=np.arange(n),
+        admission=np.arange(n),
+        total_len=lengths,
+        loss_tokens=lengths,
+        version_first=zeros,
+        version_last=zeros,
+        domains=zeros.astype(np.int16),
+        groups=np.arange(n),
+        teachers=(np.arange(n) % 4).astype(np.int16),
+        has_signals=np.ones(n, dtype=bool),
+        has_reward=np.ones(n, dtype=bool),
+        abandoned=np.zeros(n, dtype=bool),
         domain_names=("d",),
     )
     snapshot = Snapshot(uri="", versions={})
-    return build_window(
-        columns, rule, seed=seed, stage="s", window=0, snapshot=snapshot, teachers=["a", "b", "c", "e"]
-    )
+    return build_window(columns, rule, seed=seed, stage="s", window=0, snapshot=snapshot, teachers=["a", "b", "c", "e"])
 
 
 def lognormal(n: int) -> np.ndarray:

@@ -1,0 +1,177 @@
+"""Held-out evaluation: what a policy answers to prompts it is never trained on, and how far it is from its teacher."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mopd_dataplane.jobfile import Stage
+from mopd_dataplane.models import lm_head, load_model
+from mopd_dataplane.records import Prompt, sample_uid
+from mopd_dataplane.rollout.engine import FINISH_REASON, Engine, Request
+from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.prompts import render
+from mopd_dataplane.rollout.sampling import sample_key
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.judge import verify
+
+if TYPE_CHECKING:
+    import torch
+
+KL_ROWS = 256
+"""Positions whose two distributions are compared at once."""
+
+
+def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
+    """Answer every held-out prompt with one policy version and verify it; results go to `evals` once.
+
+    Returns accuracy by domain; empty when the job holds out no prompts.
+    """
+    prompts = run.store.prompts(split="eval")
+    label = policy_label(stage, version)
+    stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
+    known = set(stored["prompt_id"].to_pylist())
+    todo = [prompt for prompt in prompts if prompt.prompt_id not in known]
+    if todo:
+        folder = run.policies.folder(stage, version)
+        with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
+            answers = answer(run, stage, folder, todo)
+            distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
+            rows = [
+                {
+                    "policy": label,
+                    "policy_version": version,
+                    "prompt_id": prompt.prompt_id,
+                    "domain": prompt.domain,
+                    "reward": verify(run, prompt, run.tokenizer.decode(ids, skip_special_tokens=True))["reward"],
+                    "reverse_kl": distances.get(prompt.prompt_id),
+                    "response": run.tokenizer.decode(ids, skip_special_tokens=True),
+                    "response_len": len(ids),
+                    "finish_reason": reason,
+                }
+                for prompt, (ids, reason) in zip(todo, answers, strict=True)
+            ]
+            run.store.add_evals(rows)
+            advance(len(todo))
+            report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
+            if distances:
+                report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
+        name = f"time/{label}/{version}/evaluate"
+        run.store.add_event(name, stage.name, "stage_time", version, report.seconds, {"action": "evaluate"})
+    return accuracy(run, label, version)
+
+
+def policy_label(stage: Stage, version: int) -> str:
+    """Name under which a policy is evaluated: version 0 belongs to where the stage starts."""
+    return stage.name if version else stage.start
+
+
+def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
+    """Mean reward by domain of one evaluated policy."""
+    table = run.store.table("evals", columns=["domain", "reward"], filter=_is_policy(label, version))
+    means = table.group_by("domain").aggregate([("reward", "mean")])
+    found = dict(zip(means["domain"].to_pylist(), means["reward_mean"].to_pylist(), strict=True))
+    return {domain: found[domain] for domain in run.job.domains if domain in found}
+
+
+def answer(run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt]) -> list[tuple[list[int], str]]:
+    """Response ids and finish reason of each prompt, decoded at the evaluation temperature."""
+    rollout, settings = stage.rollout, run.job.eval
+    engine = HfEngine(folder, 0, slots=min(run.job.engine.slots, len(prompts)), threads=run.job.engine.threads)
+    requests = []
+    for prompt in prompts:
+        uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
+        ids = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+        requests.append(
+            Request(
+                uid=uid,
+                prompt_ids=np.array(ids, np.int32),
+                key=sample_key(uid),
+                temperature=settings.temperature,
+                max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
+                stop=rollout.stop,
+            )
+        )
+    try:
+        return generate(engine, requests)
+    finally:
+        engine.close()
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
+    """Run requests to their end on an engine, without a log: (response ids, finish reason) of each, in order."""
+    waiting = deque(enumerate(requests))
+    free = list(range(engine.slots))
+    running: dict[int, int] = {}
+    responses: list[list[int]] = [[] for _ in requests]
+    reasons = [""] * len(requests)
+    while waiting or running:
+        admitted = []
+        while waiting and free:
+            ordinal, request = waiting.popleft()
+            slot = free.pop()
+            running[slot] = ordinal
+            admitted.append((slot, request))
+        if admitted:
+            engine.admit(admitted)
+        output = engine.step()
+        for slot, token, finished in zip(
+            *(a.tolist() for a in (output.slots, output.token_ids, output.finished)), strict=True
+        ):
+            ordinal = running[slot]
+            responses[ordinal].append(token)
+            if finished:
+                reasons[ordinal] = FINISH_REASON[finished]
+                free.append(slot)
+                del running[slot]
+    return list(zip(responses, reasons, strict=True))
+
+
+def _reverse_kl(
+    run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt], answers: Sequence[tuple[list[int], str]]
+) -> dict[str, float]:
+    """Mean exact KL(student | teacher) over the response positions of each answer, by prompt id."""
+    import torch
+    from mopd_kernels import divergence
+
+    student = load_model(folder)
+    found: dict[str, float] = {}
+    by_teacher: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.domain in run.job.domains_of(stage):
+            by_teacher.setdefault(run.job.teacher_of(stage, prompt.domain, prompt.effort), []).append(place)
+    for name, places in by_teacher.items():
+        settings = run.job.teachers[name]
+        teacher = load_model(run.policies.teacher(name, stage), dtype=settings.dtype)
+        template = settings.prompt_template or run.job.student.prompt_template
+        for place in places:
+            prompt, response = prompts[place], answers[place][0]
+            seen = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+            told = render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
+            with torch.no_grad():
+                rows = divergence(
+                    _response_states(student, seen, response),
+                    lm_head(student),
+                    _response_states(teacher, told, response),
+                    lm_head(teacher),
+                )
+            found[prompt.prompt_id] = float(rows.mean())
+    return found
+
+
+def _response_states(model: object, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[R, D] states that predict each response token."""
+    import torch
+
+    from mopd_dataplane.models import hidden_states
+
+    ids = torch.tensor([prompt + response])
+    return hidden_states(model, ids)[0, len(prompt) - 1 : -1].float()
+
+
+def _is_policy(label: str, version: int) -> str:
+    return f"policy = '{label}' AND policy_version = {version}"

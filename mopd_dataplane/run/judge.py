@@ -1,0 +1,183 @@
+"""Score and reward: what teachers and verifiers say of stored samples. Only what is missing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.jobfile import Stage
+from mopd_dataplane.records import Prompt, Signal
+from mopd_dataplane.rollout.prompts import render
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.rows import Rows, stage_samples
+from mopd_dataplane.score.reward import resolve_reward
+from mopd_dataplane.score.scorer import Scorable, score_samples
+from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+
+CHUNK = 512
+"""Samples read, judged and committed together: what a kill can cost."""
+
+
+def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
+    """Compute and commit every missing signal of a stage's samples (of one generation, or of all).
+
+    Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
+    tokenizer or weights do not fit.
+    """
+    objective = run.job.objective(stage)
+    work = _missing(run, stage, generation)
+    total = sum(len(rows) for rows in work.values())
+    counts = {"signals": 0.0, "loss_tokens": 0.0}
+    if not total:
+        return counts
+    pool = teacher_pool(run, stage)
+    for teacher in dict.fromkeys(teacher for teacher, _ in work):
+        run.store.add_teacher(pool.register(teacher, run.root))
+    with run.progress.step(stage.name, "score", total=total, unit="signals") as (advance, report):
+        for teacher in dict.fromkeys(teacher for teacher, _ in work):
+            kinds = [kind for name, kind in work if name == teacher]
+            for kind_group, rows in _same_rows({kind: work[teacher, kind] for kind in kinds}):
+                for chunk in _chunks(rows):
+                    for kind, signals in _judge(run, stage, pool, teacher, kind_group, chunk).items():
+                        counts["signals"] += run.store.commit_signals(teacher, kind, signals)
+                        counts["loss_tokens"] += sum(_positions(signal) for signal in signals)
+                    advance(int(counts["signals"]), teacher=teacher)
+        report.facts = {"signals": f"{int(counts['signals']):,}", "kinds": "+".join(objective.signals)}
+    _record_time(run, stage, generation, "score", report.seconds)
+    return counts
+
+
+def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
+    """Verify every sampled answer of a stage that has no reward yet. Returns {"rewards": count, "mean": value}."""
+    every, samples = stage_samples(run.store, stage, generation, ["uid", "prompt_id"])
+    rows = every[~np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())]
+    identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
+    if not len(rows):
+        return {"rewards": 0.0, "mean": float("nan")}
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(domains=run.job.domains_of(stage))}
+    values: list[float] = []
+    with run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report):
+        for chunk in _chunks(rows):
+            records = []
+            for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
+                uid, prompt_id = identity[row]
+                verified = verify(run, prompts[prompt_id], response)
+                values.append(verified["reward"])
+                records.append({"uid": uid, "sample_row": row, **verified})
+            run.store.add_rewards(records)
+            advance(len(values))
+        report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
+    _record_time(run, stage, generation, "reward", report.seconds)
+    return {"rewards": float(len(values)), "mean": float(np.mean(values))}
+
+
+def verify(run: Run, prompt: Prompt, response: str) -> dict[str, object]:
+    """One row of `rewards` without its sample: verifier, version and value."""
+    function = resolve_reward(run.job.domains[prompt.domain].reward)
+    return {"verifier": function.name, "verifier_version": function.version, "reward": function(prompt, response)}
+
+
+def teacher_pool(run: Run, stage: Stage) -> TeacherPool:
+    """The teachers a stage routes to, and the reference policy of its objective if it has one."""
+    specs = {
+        name: TeacherSpec(run.policies.teacher(name, stage), run.job.teachers[name])
+        for name in (*run.job.teachers_of(stage), *_reference(run, stage))
+    }
+    return TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
+
+
+def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:
+    """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
+    objective = run.job.objective(stage)
+    rows, samples = stage_samples(run.store, stage, generation, ["domain", "effort"])
+    wanted: dict[tuple[str, str], Rows] = {}
+    if objective.signals:
+        pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
+        routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
+        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in objective.signals}
+    wanted |= {(teacher, "logprob"): rows for teacher in _reference(run, stage)}
+    missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
+    return {key: rows for key, rows in missing.items() if len(rows)}
+
+
+def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
+    term = run.job.objective(stage).policy_gradient
+    return (term.reference,) if term and term.reference else ()
+
+
+def _judge(
+    run: Run, stage: Stage, pool: TeacherPool, teacher: str, kinds: list[str], rows: Rows
+) -> dict[str, list[Signal]]:
+    scorables = list(_scorables(run, rows))
+    template = run.job.teachers[teacher].prompt_template
+    prompts = {}
+    if template:
+        wanted = {s.prompt_id for s in scorables}
+        prompts = {p.prompt_id: p for p in run.store.prompts() if p.prompt_id in wanted}
+
+    def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
+        prompt = prompts[sample.prompt_id]
+        return render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
+
+    signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
+    renderer = as_the_teacher_reads_it if template else None
+    for signal in score_samples(pool, teacher, kinds, scorables, stage.score, render_prompt=renderer):
+        signals[signal.kind].append(signal)
+    return signals
+
+
+def _scorables(run: Run, rows: Rows) -> Iterator[Scorable]:
+    metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
+    payload = run.store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask"])
+    for place, row in enumerate(rows.tolist()):
+        logprobs = payload["logprobs"][place]
+        yield Scorable(
+            uid=metadata["uid"][place].as_py(),
+            sample_row=row,
+            prompt_id=metadata["prompt_id"][place].as_py(),
+            prompt_len=metadata["prompt_len"][place].as_py(),
+            tokens=_array(payload["tokens"][place]),
+            loss_mask=_array(payload["loss_mask"][place]),
+            logprobs=_array(logprobs) if logprobs.is_valid else None,
+            temperature=metadata["temperature"][place].as_py(),
+        )
+
+
+def _responses(run: Run, rows: Rows) -> Iterator[str]:
+    prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
+    tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
+    for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
+        yield run.tokenizer.decode(_array(ids)[prompt_len:].tolist(), skip_special_tokens=True)
+
+
+def _array(values: pa.ListScalar) -> NDArray[np.generic]:
+    array: NDArray[np.generic] = values.values.to_numpy(zero_copy_only=True)
+    return array
+
+
+def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
+    """Kinds that miss exactly the same rows share one forward pass."""
+    groups: dict[bytes, tuple[list[str], Rows]] = {}
+    for kind, rows in work.items():
+        groups.setdefault(rows.tobytes(), ([], rows))[0].append(kind)
+    return list(groups.values())
+
+
+def _chunks(rows: Rows) -> list[Rows]:
+    return [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+
+
+def _positions(signal: Signal) -> int:
+    for rows in (signal.hidden, signal.topk_ids, signal.logprob):
+        if rows is not None:
+            return len(rows)
+    return 0
+
+
+def _record_time(run: Run, stage: Stage, generation: int | None, action: str, seconds: float) -> None:
+    ordinal = -1 if generation is None else generation
+    name = f"time/{stage.name}/{ordinal}/{action}"
+    run.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action})

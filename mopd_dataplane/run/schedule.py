@@ -1,0 +1,70 @@
+"""Plan: from the metadata of a pinned snapshot to recorded windows. No payload is read."""
+
+from __future__ import annotations
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.jobfile import Stage
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.records import PlanWindow, Snapshot
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.rows import stage_samples
+
+
+def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) -> PlanWindow:
+    """The recorded plan of a window; made and recorded when there is none yet.
+
+    generation: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
+    """
+    recorded = run.store.plan(stage.name, window)
+    if recorded is not None:
+        return recorded
+    with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report):
+        snapshot = run.store.snapshot(tag=f"{stage.name}-{window}")
+        plan = build_window(
+            planner_columns(run, stage, generation, snapshot),
+            stage.plan,
+            seed=run.job.seed,
+            stage=stage.name,
+            window=window,
+            snapshot=snapshot,
+            teachers=list(run.job.teachers_of(stage)),
+            epochs=stage.train.epochs,
+            group_size=stage.rollout.group_size if stage.data == "rollout" else 1,
+            policy_version=window,
+        )
+        run.store.add_plan(plan)
+        stats = plan.stats
+        report.facts = {
+            "samples": f"{int(stats['samples']):,}",
+            "packs": f"{int(stats['packs']):,}",
+            "steps": f"{int(stats['steps'])}",
+            "density": f"{stats['density']:.3f}",
+        }
+    name = f"time/{stage.name}/{window}/plan"
+    run.store.add_event(name, stage.name, "stage_time", window, report.seconds, {"action": "plan"})
+    for reason, count in stats.items():
+        if reason.startswith("dropped_"):
+            name = f"drop/{stage.name}/{window}/{reason}"
+            run.store.add_event(name, stage.name, "drop", window, count, {"reason": reason.removeprefix("dropped_")})
+    return plan
+
+
+def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> Columns:
+    """What the planner sees of a stage's samples."""
+    objective = run.job.objective(stage)
+    rows, samples = stage_samples(run.store, stage, generation, SAMPLE_COLUMNS, snapshot)
+    if not len(rows):
+        raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: mopd rollout JOB")
+    teachers = run.job.teachers_of(stage)
+    scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
+    rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
+    return columns_from_tables(
+        samples,
+        rows,
+        route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
+        teachers=teachers,
+        scores=scores if objective.signals else None,
+        signals=objective.signals,
+        rewards=rewards if objective.needs_rewards else None,
+    )
