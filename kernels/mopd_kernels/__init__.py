@@ -1,4 +1,4 @@
-"""Exact distillation losses from hidden states and LM heads, without [N, V] logits. torch, and triton where there is one.
+"""Exact distillation losses from hidden states and LM heads, without [N, V] logits.
 
     divergence         full-vocabulary reverse / forward KL, Jensen-Shannon, skewed KL
     topk_divergence    the same from a teacher stored as top-k log-probs

@@ -43,8 +43,8 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"{self.backend} ({self.why}); {self.mode}: {self.logit_rows} rows of logits at a time, gradients in groups "
-            f"of {self.grad_rows} rows as {str(self.gradient_dtype).removeprefix('torch.')}, "
+            f"{self.backend} ({self.why}); {self.mode}: {self.logit_rows} rows of logits at a time, "
+            f"gradients in groups of {self.grad_rows} rows as {str(self.gradient_dtype).removeprefix('torch.')}, "
             f"workspace {self.workspace_bytes / 2**20:,.0f} MiB"
         )
 

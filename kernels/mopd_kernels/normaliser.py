@@ -47,7 +47,7 @@ def token_weights(
     if mode == "sequence_mean":
         if sequence_ids is None or sequence_ids.shape != mask.shape:
             raise ValueError("sequence_mean needs sequence_ids [N], one per token")
-        numbers, compact = sequence_ids.unique(return_inverse=True)
+        numbers, compact = torch.unique(sequence_ids, return_inverse=True)
         tokens = torch.zeros(len(numbers), dtype=dtype, device=mask.device).index_add_(0, compact, mask)
         denominator = tokens[compact].clamp(min=1) * (tokens.count_nonzero() if total is None else total)
         return mask / denominator

@@ -47,7 +47,7 @@ def _scale_(gradient: Tensor, factor: Tensor) -> Tensor:
 
         return scale_unless_one(gradient, factor)
     if gradient.is_cuda or factor.item() != 1.0:
-        gradient.mul_(factor.to(gradient.dtype))
+        gradient.mul_(factor)
     return gradient
 
 
@@ -73,13 +73,14 @@ class _RowLoss(torch.autograd.Function):
         if all(factor is None for factor in factors):
             return (None,) * 6
         ready, ctx.ready = ctx.ready, None
-        if ready is not None and ctx.summed:
-            return *(None if g is None else _scale_(g, factors[0]) for g in ready), None, None, None
-        if ready is not None:
-            return ready.hidden.mul_(factors[0].to(ready.hidden.dtype)[:, None]), None, None, None, None, None
+        first = factors[0]
+        if ready is not None and first is not None:
+            if ctx.summed:
+                return *(None if g is None else _scale_(g, first) for g in ready), None, None, None
+            return ready.hidden.mul_(first[:, None]), None, None, None, None, None
         hidden, weight, bias = ctx.saved_tensors
-        if ctx.summed:
-            factors = (factors[0].expand(len(hidden)),)
+        if ctx.summed and first is not None:
+            factors = (first.expand(len(hidden)),)
         gradients = ctx.run(hidden, weight, bias, factors, Needs(*ctx.needs_input_grad[:3])).gradients
         return *gradients, None, None, None
 

@@ -69,14 +69,9 @@ def _merge_pair(a: RowState, b: RowState) -> RowState:
         )
 
     merged = [u + v for u, v in zip(rescaled(a), rescaled(b), strict=True)]
-    return RowState(
-        student_max,
-        *merged[:3],
-        torch.where(a.student_max >= b.student_max, a.student_top, b.student_top),
-        teacher_max,
-        *merged[3:],
-        torch.where(a.teacher_max >= b.teacher_max, a.teacher_top, b.teacher_top),
-    )
+    student_top = torch.where(a.student_max >= b.student_max, a.student_top, b.student_top)
+    teacher_top = torch.where(a.teacher_max >= b.teacher_max, a.teacher_top, b.teacher_top)
+    return RowState._make((student_max, *merged[:3], student_top, teacher_max, *merged[3:], teacher_top))
 
 
 def merge_row_states(parts: Iterable[RowState]) -> RowState:

@@ -52,7 +52,7 @@ def cut(rows: Rows, step: int) -> Iterator[Rows]:
         for start in range(rows.start, rows.stop, step):
             yield slice(start, min(start + step, rows.stop))
     else:
-        yield from rows.split(step)
+        yield from torch.split(rows, step)
 
 
 def length(rows: Rows) -> int:
@@ -68,7 +68,8 @@ class _Sink:
         self.tensor_cores = hidden.is_cuda and self.operand in HALF
         dtype = compute_dtype(hidden, weight)
         self.hidden_grad = torch.zeros_like(hidden) if needs.hidden else None
-        self.weight_grad = torch.zeros_like(weight) if needs.weight else None
+        self.weight_grad = torch.empty_like(weight) if needs.weight else None
+        self.weight_written = False
         self.bias_grad = torch.zeros_like(bias, dtype=dtype) if needs.bias and bias is not None else None
         self.bias_dtype = bias.dtype if bias is not None else dtype
         self.wide: Tensor | None = None
@@ -78,7 +79,7 @@ class _Sink:
         if self.weight_grad is None or self.weight_grad.dtype == dtype:
             return
         if not (self.tensor_cores and self.weight_grad.dtype == self.operand and groups <= DIRECT_ADDITIONS):
-            self.wide = torch.zeros_like(self.weight, dtype=dtype)
+            self.wide = torch.empty_like(self.weight, dtype=dtype)
 
     def add(self, rows: Rows, hidden: Tensor, gradient: Tensor) -> None:
         """Fold in one group: hidden [C, D], logit gradients [C, V]."""
@@ -100,18 +101,24 @@ class _Sink:
         return out
 
     def _add_weight(self, total: Tensor, hidden: Tensor, gradient: Tensor) -> None:
-        if not self.tensor_cores:
-            total.addmm_(gradient.t(), hidden.to(gradient.dtype))
-        elif total.dtype == self.operand:
-            total.addmm_(gradient.t(), hidden.to(self.operand))
-        else:
-            narrow = hidden.to(self.operand)
-            for block in cut(slice(0, self.columns), -(-self.columns // 8)):
-                total[block] += torch.mm(gradient[:, block].t(), narrow, out_dtype=torch.float32)
+        first, self.weight_written = not self.weight_written, True
+        if total.dtype == gradient.dtype:
+            operand = hidden.to(gradient.dtype)
+            # The first group stores, so that the gradient is never zeroed and read back.
+            torch.mm(gradient.t(), operand, out=total) if first else total.addmm_(gradient.t(), operand)
+            return
+        narrow = hidden.to(self.operand)
+        for block in cut(slice(0, self.columns), -(-self.columns // 8)):
+            part = torch.mm(gradient[:, block].t(), narrow, out_dtype=torch.float32)
+            total[block] = part if first else total[block].add_(part)
 
     def finish(self) -> Gradients:
-        if self.wide is not None and self.weight_grad is not None:
-            self.weight_grad[: self.columns] = self.wide
+        if self.weight_grad is not None:
+            if not self.weight_written:
+                self.weight_grad.zero_()
+            elif self.wide is not None:
+                self.weight_grad[: self.columns] = self.wide
+            self.weight_grad[self.columns :].zero_()
         bias_grad = None if self.bias_grad is None else self.bias_grad.to(self.bias_dtype)
         return Gradients(self.hidden_grad, self.weight_grad, bias_grad)
 

@@ -69,8 +69,8 @@ def row_segments(
 ) -> list[tuple[int, Rows]]:
     """``(teacher, rows)`` in teacher order; one teacher is number 0.
 
-    On a CPU, rows of weight zero are left out altogether. On a GPU that would cost a host sync, so they stay and the row
-    kernel skips them; a caller that knows its masked rows drops them before the call.
+    On a CPU, rows of weight zero are left out altogether. On a GPU that would cost a host sync, so they stay and the
+    row kernel skips them; a caller that knows its masked rows drops them before the call.
     """
     live = None
     if weights is not None and not weights.is_cuda and bool((weights == 0).any()):
@@ -82,7 +82,7 @@ def row_segments(
         return [(0, _as_rows(index, device))] if len(index) else []
     ids = row_teacher_ids.cpu()
     segments: list[tuple[int, Rows]] = []
-    for teacher in ids.unique().tolist():
+    for teacher in torch.unique(ids).tolist():
         chosen = ids == teacher
         index = (chosen if live is None else chosen & live).nonzero().flatten()
         if len(index):

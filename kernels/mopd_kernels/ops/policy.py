@@ -54,8 +54,8 @@ def policy_loss(
 
     Args:
         logprob: [N] float, the policy's, differentiable.
-        old_logprob: [N] at the start of the optimiser's window; None for ``logprob`` itself (r = 1 with gradient), which
-            together with ``sampler_logprob`` folds both ratios into ``w_t``, as MiMo and Nemotron do.
+        old_logprob: [N] at the start of the optimiser's window; None for ``logprob`` itself (r = 1 with gradient),
+            which together with ``sampler_logprob`` folds both ratios into ``w_t``, as MiMo and Nemotron do.
         sampler_logprob: [N] as sampled; None for ``old_logprob`` (rho = 1).
         advantage: [N] or None, constant.
         teacher_logprob: [N] or None, constant.
@@ -90,7 +90,9 @@ def policy_loss(
         assert sampler_logprob is not None
         kept = sequences_in_band(old, sampler_logprob, factor, sequence_ids, band)
     constants = (old_logprob, sampler_logprob, advantage, teacher_logprob, kept)
-    loss, sums = _PolicyLoss.apply(logprob, _detached(constants, logprob), factor, settings, chosen)  # type: ignore[no-untyped-call]
+    loss, sums = _PolicyLoss.apply(  # type: ignore[no-untyped-call]
+        logprob, _detached(constants, logprob), factor, settings, chosen
+    )
     return loss, named_metrics(sums)
 
 
@@ -132,7 +134,7 @@ def sequences_in_band(
     """[N] 1.0 where the geometric mean of rho over the sequence's live tokens lies in ``band``."""
     numbers = sequence_ids.long()
     slots = len(numbers)
-    _, compact = numbers.unique(return_inverse=True)
+    _, compact = torch.unique(numbers, return_inverse=True)
     live = (factor != 0).to(old.dtype)
     log_rho = torch.where(live != 0, old - sampler, 0)
     total = torch.zeros(slots, dtype=old.dtype, device=old.device).index_add_(0, compact, log_rho)
@@ -167,7 +169,8 @@ class _PolicyLoss(torch.autograd.Function):
         else:
             from mopd_kernels.torch_rows.policy import policy_rows
 
-        loss, derivative, sums = policy_rows(logprob, *constants, factor, settings)
+        old, sampler, advantage, teacher, kept = constants
+        loss, derivative, sums = policy_rows(logprob, old, sampler, advantage, teacher, kept, factor, settings)
         ctx.save_for_backward(derivative)
         ctx.mark_non_differentiable(sums)
         return loss.sum(), sums

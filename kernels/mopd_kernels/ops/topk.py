@@ -60,7 +60,7 @@ def topk_divergence(
         student_hidden: [N, D]; student_head: [V', D] or a :class:`Head`, trained when it requires grad.
         topk_ids: [N, k] int, distinct within a row; -1 marks an unused slot.
         topk_logprobs: [N, k] teacher log-probs of these tokens, normalised over the teacher's full vocabulary at the
-            same ``temperature`` (the stored values cannot be re-tempered; ``temperature`` divides the student's logits).
+            same ``temperature`` (stored values cannot be re-tempered; ``temperature`` divides the student's logits).
         mode: ``tail`` adds one bucket with both models' remaining mass. It never exceeds the full divergence, and k = V
             is the full divergence. ``renormalised`` compares both on the k tokens alone and needs k head rows a row, no
             [N, V] product. ``corrected`` sums ``q log(q/p) - q + p`` over the k tokens. ``truncated_biased`` is the

@@ -7,6 +7,9 @@ hold only part of the vocabulary.
 Axes: C rows of a chunk, V vocabulary, W columns of a part, B columns a program holds at once.
 """
 
+# A kernel is typed by the compiler that reads it, not by Python.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
 from __future__ import annotations
 
 import torch
@@ -92,7 +95,7 @@ def _scan_gradient(
 ):  # fmt: skip
     loss = 0.0
     tiles = tl.cdiv(V, B)
-    for i in range(0, tiles):
+    for i in range(tiles):
         o = (tiles - 1 - i) * B + tl.arange(0, B)
         inside = o < V
         x = load_logits(zs, bias_s, o, inside, scale_s, cap_s, temp_s, BIAS_S, CAP_S)
@@ -182,8 +185,8 @@ def _state_kernel(
     tl.store(states + 5 * C + row, sum_t)
     tl.store(states + 6 * C + row, gap_t)
     tl.store(states + 7 * C + row, drop_t)
-    tl.store(tops + row, (top_s + first_column).to(tl.int64))
-    tl.store(tops + C + row, (top_t + first_column).to(tl.int64))
+    tl.store(tops + row, top_s + first_column)
+    tl.store(tops + C + row, top_t + first_column)
 
 
 @triton.jit
@@ -242,6 +245,11 @@ def _normalisers(state: RowState) -> Tensor:
     return torch.stack((state.student_max, state.student_sum.log(), state.teacher_max, state.teacher_sum.log()))
 
 
+def _block(columns: int, form: Form) -> int:
+    """The mixtures' longer formulas spill registers at 4096 columns and two programs an SM; 2048 do not."""
+    return block_of(columns, 2048 if form.needs_mean else 4096)
+
+
 def fdiv_rows(
     zs: Tensor,
     zt: Tensor,
@@ -250,11 +258,25 @@ def fdiv_rows(
     teacher: Epilogue,
     coefficient: Tensor,
     gradient: Tensor | None,
-    *,
-    block: int | None = None,
-    warps: int = WARPS,
 ) -> tuple[Tensor, RowStats]:
     """As :func:`mopd_kernels.torch_rows.fdiv.fdiv_rows`; zs, zt [C, V] float32 with unit column stride."""
+    block = _block(zs.shape[1], form)
+    return launch_rows(zs, zt, form, student, teacher, coefficient, gradient, block=block, warps=WARPS)
+
+
+def launch_rows(
+    zs: Tensor,
+    zt: Tensor,
+    form: Form,
+    student: Epilogue,
+    teacher: Epilogue,
+    coefficient: Tensor,
+    gradient: Tensor | None,
+    *,
+    block: int,
+    warps: int,
+) -> tuple[Tensor, RowStats]:
+    """:func:`fdiv_rows` with the tile and the number of warps given, for tuning."""
     rows, columns = zs.shape
     losses = torch.zeros(rows, device=zs.device)
     stats = torch.zeros(STATS_FIELDS, rows, device=zs.device)
@@ -262,7 +284,7 @@ def fdiv_rows(
     _row_kernel[(rows,)](
         zs, zt, g, coefficient, losses, stats, rows, columns, zs.stride(0), zt.stride(0), g.stride(0),
         *_form_arguments(form), *_epilogues(student, teacher, zs, zt),
-        KIND=form.code, GRADIENT=gradient is not None, B=block or block_of(columns), num_warps=warps,
+        KIND=form.code, GRADIENT=gradient is not None, B=block, num_warps=warps,
     )  # fmt: skip
     return losses, RowStats(*stats)
 
@@ -276,18 +298,17 @@ def scan_state(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, fir
         zs, zt, states, tops, rows, columns, first_column, zs.stride(0), zt.stride(0),
         *_epilogues(student, teacher, zs, zt), B=block_of(columns), num_warps=WARPS,
     )  # fmt: skip
-    return RowState(*states[:4], tops[0], *states[4:], tops[1])
+    student_fields, teacher_fields = states[:4].unbind(), states[4:].unbind()
+    return RowState._make((*student_fields, tops[0], *teacher_fields, tops[1]))
 
 
-def scan_mean(
-    zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, state: RowState, form: Form
-) -> Tensor:
+def scan_mean(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, state: RowState, form: Form) -> Tensor:
     """As :func:`mopd_kernels.torch_rows.fdiv.scan_mean`."""
     rows, columns = zs.shape
     means = torch.empty(rows, device=zs.device)
     _mean_kernel[(rows,)](
         zs, zt, _normalisers(state), means, rows, columns, zs.stride(0), zt.stride(0), form.mu, form.log_mu,
-        *_epilogues(student, teacher, zs, zt), KIND=form.code, B=block_of(columns), num_warps=WARPS,
+        *_epilogues(student, teacher, zs, zt), KIND=form.code, B=_block(columns, form), num_warps=WARPS,
     )  # fmt: skip
     return means
 
@@ -310,6 +331,6 @@ def scan_gradient(
     _gradient_kernel[(rows,)](
         zs, zt, g, _normalisers(state), mean, coefficient, losses, rows, columns,
         zs.stride(0), zt.stride(0), g.stride(0), *_form_arguments(form), *_epilogues(student, teacher, zs, zt),
-        KIND=form.code, GRADIENT=gradient is not None, B=block_of(columns), num_warps=WARPS,
+        KIND=form.code, GRADIENT=gradient is not None, B=_block(columns, form), num_warps=WARPS,
     )  # fmt: skip
     return losses

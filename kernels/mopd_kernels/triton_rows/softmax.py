@@ -6,6 +6,9 @@ read and written outside. One read of the logits for the statistics, one read an
 Axes: C rows of a chunk, V vocabulary, B columns a program holds at once.
 """
 
+# A kernel is typed by the compiler that reads it, not by Python.
+# mypy: disable-error-code="untyped-decorator,no-untyped-def,no-untyped-call"
+
 from __future__ import annotations
 
 import torch
@@ -45,7 +48,7 @@ def _stats_kernel(
     tl.store(stats + row, maximum)
     tl.store(stats + C + row, log_sum)
     tl.store(stats + 2 * C + row, log_sum - drop / total)
-    tl.store(tops + row, top.to(tl.int64))
+    tl.store(tops + row, top)
 
 
 @triton.jit
@@ -61,7 +64,7 @@ def _gradient_kernel(
     log_sum = tl.load(log_sums + row)
     c = tl.load(softmax_coefficients + row)
     tiles = tl.cdiv(V, B)
-    for i in range(0, tiles):
+    for i in range(tiles):
         o = (tiles - 1 - i) * B + tl.arange(0, B)
         x = load_logits(z, bias, o, o < V, scale, cap, temperature, HAS_BIAS, HAS_CAP)
         log_q = (x - maximum) - log_sum
@@ -82,7 +85,7 @@ def softmax_rows(z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
         z, stats, tops, rows, columns, z.stride(0), *values,
         HAS_BIAS=has_bias, HAS_CAP=has_cap, B=block_of(columns), num_warps=WARPS,
     )  # fmt: skip
-    return SoftmaxRows(*stats, tops)
+    return SoftmaxRows(stats[0], stats[1], stats[2], tops)
 
 
 def softmax_gradient(
