@@ -11,10 +11,11 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -71,16 +72,22 @@ def plain(value: Any) -> Any:
 
 def print_table(table: pa.Table, *, limit: int) -> None:
     """An Arrow table as a terminal table, at most `limit` rows, and a note that says how many there are."""
-    shown = table.slice(0, limit)
-    grid = Table(header_style="bold", show_lines=False, pad_edge=False)
-    for field in table.schema:
-        numeric = str(field.type).startswith(("int", "uint", "float", "double", "decimal"))
-        grid.add_column(Text(one_line(field.name)), justify="right" if numeric else "left", overflow="fold")
-    for row in zip(*(column.to_pylist() for column in shown.columns), strict=True):
+    rows = zip(*(column.to_pylist() for column in table.slice(0, limit).columns), strict=True)
+    print_rows(table.column_names, rows)
+    more = f"; the first {limit} are shown, --limit N or --json shows more" if table.num_rows > limit else ""
+    note(f"{table.num_rows:,} {'row' if table.num_rows == 1 else 'rows'}{more}")
+
+
+def print_rows(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """Rows of values under their column names; columns of numbers stand to the right."""
+    body = [list(row) for row in rows]
+    grid = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for place, name in enumerate(head):
+        numeric = all(isinstance(row[place], int | float | None) for row in body)
+        grid.add_column(Text(one_line(name)), justify="right" if numeric and body else "left", overflow="fold")
+    for row in body:
         grid.add_row(*(Text(cell(value)) for value in row))
     stdout().print(grid)
-    more = f" (first {limit} shown; --limit N or --json for more)" if table.num_rows > limit else ""
-    note(f"{table.num_rows:,} {'row' if table.num_rows == 1 else 'rows'}{more}")
 
 
 def print_csv(table: pa.Table) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mopd_dataplane.cli.answers import StoreUri
-from mopd_dataplane.cli.output import note, plain, print_facts, print_json
+from mopd_dataplane.cli.output import note, plain, print_facts, print_json, print_rows
 from mopd_dataplane.cli.register import register
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -22,8 +22,11 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
     facts = plain(open_store(store).info())
     if as_json:
         print_json(facts)
-    else:
-        print_facts(facts)
+        return
+    tables = facts.pop("tables")
+    print_facts(facts)
+    rows = [[name, *(row[key] for key in ("rows", "bytes", "files", "version"))] for name, row in tables.items()]
+    print_rows(("table", "rows", "bytes", "files", "version"), rows)
 
 
 def verify(

@@ -69,16 +69,15 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
     prefix = uid.strip().lower()
     if not prefix or not _HEX.issuperset(prefix) or len(prefix) > 32:
         raise UnknownNameError(f"{uid!r} is not a sample uid (1 to 32 hex digits); {_LISTING}")
-    found = store.sql(f"select uid, row from (select uid, row_number() over () - 1 as row from samples) "
-                      f"where starts_with(uid, '{prefix}') limit {_CANDIDATES + 1}")  # fmt: skip
-    if found.num_rows == 1:
-        return found["uid"][0].as_py(), found["row"][0].as_py()
-    names = [name[:12] for name in found["uid"].to_pylist()]
-    if not names:
-        total = store.sql("select count(*) as n from samples")["n"][0].as_py()
-        raise UnknownNameError(f"no sample starts with {uid!r} among the {total:,} of {store.uri}; {_LISTING}")
-    shown = ", ".join(names[:_CANDIDATES]) + (", …" if len(names) > _CANDIDATES else "")
-    raise UnknownNameError(f"{uid!r} is the start of several samples: {shown}; give more digits")
+    uids = store.samples(columns=["uid"])["uid"]
+    rows = np.flatnonzero(pc.starts_with(uids, prefix).to_numpy())
+    if len(rows) == 1:
+        return uids[int(rows[0])].as_py(), int(rows[0])
+    if len(rows) == 0:
+        raise UnknownNameError(f"no sample starts with {uid!r} among the {len(uids):,} of {store.uri}; {_LISTING}")
+    shown = ", ".join(uids[int(row)].as_py()[: len(prefix) + 6] for row in rows[:_CANDIDATES])
+    more = f" and {len(rows) - _CANDIDATES} more" if len(rows) > _CANDIDATES else ""
+    raise UnknownNameError(f"{uid!r} is the start of {len(rows)} samples: {shown}{more}; give more digits")
 
 
 def sample_lineage(store: Store, uid: str) -> SampleLineage:
@@ -156,14 +155,8 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int) -> pa.Tabl
             ),
         }
     )
-    listed = ", ".join(map(str, rows.tolist()))
-    metadata = store.sql(
-        "select row as sample_row, * exclude row from (select *, row_number() over () - 1 as row from samples) "
-        f"where row in ({listed})"
-    )
-    place = pc.index_in(members["sample_row"], value_set=metadata["sample_row"].combine_chunks())
-    joined = metadata.take(place)
-    for name in ("teacher", "pack"):
+    joined = store.take_samples(rows)
+    for name in ("teacher", "pack", "sample_row"):
         joined = joined.add_column(1, name, members[name])
     return joined
 

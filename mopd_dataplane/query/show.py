@@ -13,9 +13,8 @@ from mopd_dataplane.query.decode import find_decoder
 from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
 
 if TYPE_CHECKING:
-    from mopd_dataplane.store.dataset import Store
-
     from mopd_dataplane.query.decode import Decoder, Numbers
+    from mopd_dataplane.store.dataset import Store
 
 BIN_EDGES = (0.1, 0.5, 1.0, 2.0)
 """Nats of |teacher − sampler| log-prob at which the colour of a token gets stronger."""

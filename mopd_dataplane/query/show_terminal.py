@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -90,13 +91,26 @@ def _legend(view: SampleView) -> Text:
 
 
 def _strongest(view: SampleView) -> Table:
-    table = Table(title="where teacher and sampler differ most", title_justify="left", header_style="bold")
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title="where teacher and sampler differ most",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+    )
     for name, justify in (("position", "right"), ("token", "left"), ("sampler", "right"), ("teacher", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("difference", justify="right")
     for token in disagreements(view.tokens, STRONGEST):
         table.add_row(*_strong_row(token))
     return table
+
+
+def _titled(title: str) -> Table:
+    return Table(
+        box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold", header_style="dim"
+    )
 
 
 def _strong_row(token: Token) -> list[Text]:
@@ -114,7 +128,14 @@ def _lineage(view: SampleView) -> list[RenderableType]:
     if not view.scores:
         signals: Table | Text = Text("signals: none; no teacher has scored this sample")
     else:
-        signals = Table(title="signals", title_justify="left", header_style="bold")
+        signals = Table(
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            title="signals",
+            title_justify="left",
+            title_style="bold",
+            header_style="dim",
+        )
         for name in ("teacher", "kind", "codec", "positions", "bytes", "reverse KL, nat/token"):
             signals.add_column(name, justify="left" if name in ("teacher", "kind", "codec") else "right")
         for row in view.scores:
@@ -122,7 +143,14 @@ def _lineage(view: SampleView) -> list[RenderableType]:
             signals.add_row(*(Text(one_line(v)) for v in [row["teacher"], row["kind"], row["codec"], *figures]))
     if not view.uses:
         return [signals, Text("trained on: not yet planned")]
-    uses = Table(title="trained on", title_justify="left", header_style="bold")
+    uses = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        title="trained on",
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+    )
     for name in ("stage", "window", "plan", "pack", "step", "from version"):
         uses.add_column(name, justify="left" if name in ("stage", "plan") else "right")
     for row in view.uses:

@@ -1,0 +1,164 @@
+"""The numbers of a report: one SQL statement each, all at one pinned snapshot of the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
+    from mopd_dataplane.store.dataset import Store
+
+Rows = list[dict[str, Any]]
+
+CURVE_POINTS = 400
+"""Most points of one line; longer step logs are averaged into this many stretches."""
+LENGTH_BINS = 24
+
+QUERIES: dict[str, str] = {
+    "accuracy": """
+        with latest as (select policy, max(policy_version) as policy_version, min(created_at) as since
+                        from evals group by policy)
+        select policy, policy_version, domain, avg(reward)::double as accuracy, count(reward) as answers
+        from evals join latest using (policy, policy_version)
+        group by policy, policy_version, domain, since having count(reward) > 0 order by since, policy, domain""",
+    "accuracy_by_version": """
+        select policy, policy_version, domain, avg(reward)::double as accuracy, count(reward) as answers
+        from evals group by policy, policy_version, domain having count(reward) > 0
+        order by policy, domain, policy_version""",
+    "heldout_kl": """
+        select policy, policy_version, domain, avg(reverse_kl)::double as reverse_kl, count(*) as answers
+        from evals where not isnan(reverse_kl) group by policy, policy_version, domain
+        order by policy, domain, policy_version""",
+    "routing": """
+        with counted as (
+            select run, domain, teacher, count(*) as samples
+            from samples join (select distinct uid, teacher from scores) using (uid) group by run, domain, teacher)
+        select run, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
+        from counted group by run, domain order by run, domain""",
+    "teacher_kl": """
+        select run, teacher, generation,
+               (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
+               sum(loss_tokens)::bigint as tokens
+        from samples join (
+            select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
+            from scores where not isnan(mean_reverse_kl) group by uid, teacher) using (uid)
+        where loss_tokens > 0 group by run, teacher, generation order by run, teacher, generation""",
+    "suitability": """
+        select domain, teacher, (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
+               count(*) as samples
+        from samples join (
+            select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
+            from scores where not isnan(mean_reverse_kl) group by uid, teacher) using (uid)
+        where loss_tokens > 0 group by domain, teacher order by domain, teacher""",
+    "rewards": """
+        select run, domain, generation, avg(reward)::double as reward, count(*) as samples
+        from samples join rewards using (uid) group by run, domain, generation order by run, domain, generation""",
+    "steps": f"""
+        with placed as (
+            select *, row_number() over (partition by stage order by step) - 1 as place,
+                   count(*) over (partition by stage) as total from steps)
+        select stage, max(step) as step, avg(reverse_kl) filter (not isnan(reverse_kl)) as reverse_kl,
+               avg(loss) as loss, avg(grad_norm) as grad_norm,
+               avg(staleness_mean)::double as staleness_mean, max(staleness_max) as staleness_max
+        from placed group by stage, place // greatest(1, (total + {CURVE_POINTS - 1}) // {CURVE_POINTS})
+        order by stage, step""",
+    "training": """
+        select stage, count(*) as steps, sum(tokens)::bigint as tokens, sum(step_time_s)::double as seconds,
+               sum(data_wait_s)::double as data_wait_s, max(staleness_max) as staleness_max
+        from steps group by stage order by min(created_at), stage""",
+    "lengths": f"""
+        with sampled as (select domain, response_len from samples where policy <> 'reference'),
+             width as (select greatest(1, ceil((max(response_len) + 1) / {LENGTH_BINS}.0))::int as w from sampled)
+        select domain, (response_len // w) * w as start, any_value(w) as width, count(*) as samples
+        from sampled, width group by domain, 2 order by domain, 2""",
+    "finish": """
+        select run, finish_reason, count(*) as samples, sum((interruptions > 0)::int)::bigint as interrupted
+        from samples group by run, finish_reason order by run, finish_reason""",
+    "times": """
+        select stage, coalesce(json_extract_string(detail, '$.action'), 'other') as action,
+               sum(value) as seconds, min(created_at) as since
+        from events where kind = 'stage_time' group by stage, action order by since, stage, action""",
+    "cost": """
+        select kind, codec, count(*) as samples, sum("rows")::bigint as tokens, sum(bytes)::bigint as bytes,
+               (sum(bytes) / greatest(sum("rows"), 1))::double as bytes_per_token
+        from scores group by kind, codec order by bytes_per_token""",
+    "totals": """
+        select count(*) as samples, count(distinct uid) as distinct_uids, coalesce(sum(response_len), 0)::bigint
+               as response_tokens, coalesce(sum((interruptions > 0)::int), 0)::bigint as interrupted from samples""",
+    "teachers": "select name, source from teachers order by name",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """Every number of a report. Each field but the first three is the answer of the query of that name."""
+
+    uri: str
+    snapshot: Snapshot
+    rows: dict[str, int]
+    """Rows of each table."""
+    accuracy: Rows
+    accuracy_by_version: Rows
+    heldout_kl: Rows
+    routing: Rows
+    teacher_kl: Rows
+    suitability: Rows
+    rewards: Rows
+    steps: Rows
+    training: Rows
+    lengths: Rows
+    finish: Rows
+    times: Rows
+    cost: Rows
+    totals: Rows
+    teachers: Rows
+
+    def numbers(self) -> dict[str, Any]:
+        """The measures and the recovery as plain values, for --json."""
+        facts = {"uri": self.uri, "versions": self.snapshot.versions, "digest": self.snapshot.digest, "rows": self.rows}
+        return {**facts, **{name: getattr(self, name) for name in QUERIES}, "recovery": recovery(self)}
+
+
+def measure(store: Store) -> Measures:
+    """Ask a store for the numbers of a report, at its present snapshot."""
+    snapshot = store.snapshot()
+    counts = " union all ".join(
+        f"select '{name}' as name, count(*) as n from {name}" for name in snapshot.versions if "/" not in name
+    )
+    rows = {row["name"]: row["n"] for row in store.sql(counts, snapshot=snapshot).to_pylist()}
+    answers = {name: store.sql(query, snapshot=snapshot).to_pylist() for name, query in QUERIES.items()}
+    return Measures(uri=store.uri, snapshot=snapshot, rows=rows, **answers)
+
+
+def teacher_policies(measures: Measures) -> dict[str, str]:
+    """Evaluated policy that each teacher is: the one its weights came from, or one of its name."""
+    evaluated = {row["policy"] for row in measures.accuracy}
+    policies = {}
+    for teacher in measures.teachers:
+        origin = teacher["source"].removeprefix("stage:").replace("\\", "/").split("/")
+        matches = [part for part in [*origin, teacher["name"]] if part in evaluated]
+        if matches:
+            policies[teacher["name"]] = matches[0]
+    return policies
+
+
+def recovery(measures: Measures) -> Rows:
+    """Share of each domain teacher's held-out accuracy that a student reaches on that domain.
+
+    One row per (student run, domain): `policy`, `domain`, `teacher`, `accuracy`, `teacher_accuracy`, `recovery`
+    (None where the teacher's own accuracy is 0). The domain's teacher is the one that scored the run's samples most.
+    """
+    accuracy = {(row["policy"], row["domain"]): row["accuracy"] for row in measures.accuracy}
+    policy_of = teacher_policies(measures)
+    rows = []
+    for route in measures.routing:
+        own = accuracy.get((route["run"], route["domain"]))
+        theirs = accuracy.get((policy_of.get(route["teacher"], ""), route["domain"]))
+        if own is None or theirs is None or policy_of[route["teacher"]] == route["run"]:
+            continue
+        rows.append({
+            "policy": route["run"], "domain": route["domain"], "teacher": route["teacher"], "accuracy": own,
+            "teacher_accuracy": theirs, "recovery": own / theirs if theirs else None,
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,205 @@
+"""The plots of a report: inline SVG in one look, readable on light and dark, with words for those who cannot see them.
+
+Colours are drawn as placeholders and leave as CSS variables, so that the page's theme decides them. Text stays text.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.query.text import one_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID = "#010101", "#020202", "#030303"
+SERIES = tuple(f"#0400{index:02x}" for index in range(8))
+DASHES = ("-", "--", ":")
+MOST_SERIES = len(SERIES) * len(DASHES)
+_VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)"} | {
+    colour: f"var(--series-{index})" for index, colour in enumerate(SERIES)
+}
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 9,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """A finished plot."""
+
+    svg: str
+    """<svg> element, safe to inline."""
+    omitted: str = ""
+    """Says how many series did not fit; empty when all did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One series of a line plot."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    level: float | None = None
+    """A value to hold against the line, drawn as a dashed level of its colour."""
+
+
+def line_plot(
+    key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False, log: bool = False
+) -> Plot:
+    """Lines over whole-numbered x. share: y is a share, shown in percent. `key` makes ids unique on the page."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes, figure = _axes()
+    for index, line in enumerate(lines[:MOST_SERIES]):
+        colour, dash = SERIES[index % len(SERIES)], DASHES[index // len(SERIES)]
+        marker = "o" if len(line.x) <= 40 else ""
+        values = [float("nan") if value is None else value for value in line.y]
+        axes.plot(line.x, values, color=colour, linestyle=dash, marker=marker, label=_name(line.name))
+        if line.level is not None:
+            axes.axhline(line.level, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+    if share:
+        _percent_axis(axes)
+    elif log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.set(xlabel=x, ylabel=y)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return _finish(key, alt, figure, axes, len(lines))
+
+
+def histogram(
+    key: str, alt: str, groups: dict[str, list[tuple[float, float]]], *, width: float, x: str, y: str
+) -> Plot:
+    """Stacked bars: group name -> (bin start, count)."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes, figure = _axes()
+    base: dict[float, float] = {}
+    for index, (name, bins) in enumerate(list(groups.items())[:MOST_SERIES]):
+        starts = [start for start, _ in bins]
+        bottoms = [base.get(start, 0.0) for start in starts]
+        axes.bar(
+            starts, [n for _, n in bins], width=width * 0.92, bottom=bottoms, align="edge",
+            color=SERIES[index % len(SERIES)], label=_name(name), alpha=1 - 0.3 * (index // len(SERIES)),
+        )  # fmt: skip
+        for start, n in bins:
+            base[start] = base.get(start, 0.0) + n
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel=x, ylabel=y)
+    return _finish(key, alt, figure, axes, len(groups))
+
+
+def bars(key: str, alt: str, rows: dict[str, dict[str, float]], *, x: str, labels: dict[str, str]) -> Plot:
+    """Stacked horizontal bars: row name -> part name -> value; `labels` stands at the end of each row."""
+    axes, figure = _axes(height=0.75 + 0.36 * len(rows))
+    parts = list(dict.fromkeys(part for row in rows.values() for part in row))
+    left = dict.fromkeys(rows, 0.0)
+    for index, part in enumerate(parts[:MOST_SERIES]):
+        values = [row.get(part, 0.0) for row in rows.values()]
+        axes.barh(
+            [_name(row) for row in rows], values, left=list(left.values()), height=0.62,
+            color=SERIES[index % len(SERIES)], label=_name(part), alpha=1 - 0.3 * (index // len(SERIES)),
+        )  # fmt: skip
+        left = {row: left[row] + rows[row].get(part, 0.0) for row in rows}
+    for place, row in enumerate(rows):
+        axes.annotate(
+            labels[row], (left[row], place), xytext=(4, 0), textcoords="offset points", va="center", color=MUTED
+        )
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.xaxis.set_ticks([])
+    axes.set_xlim(right=max(left.values(), default=0) * 1.18 or 1)
+    axes.tick_params(axis="y", colors=INK)
+    axes.set(xlabel=x)
+    return _finish(key, alt, figure, axes, len(parts), legend=len(parts) > 1)
+
+
+def _axes(height: float = 2.9) -> tuple[Axes, Figure]:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.8, height), layout="constrained")
+        return figure.subplots(), figure
+
+
+def _percent_axis(axes: Axes) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set_ylim(0, 1.03)
+
+
+def _name(text: str) -> str:
+    """A label: one harmless line that does not vanish from the legend by starting with an underscore."""
+    label = one_line(text, limit=28)
+    return "\u200a" + label if label.startswith("_") else label
+
+
+def _finish(key: str, alt: str, figure: Figure, axes: Axes, series: int, *, legend: bool = True) -> Plot:
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": key}):
+        if legend and axes.get_legend_handles_labels()[0]:
+            columns = 4 if series > 3 else max(series, 1)
+            figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4, columnspacing=1.4)
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    omitted = f"{series - MOST_SERIES} of {series} series do not fit and are left out." if series > MOST_SERIES else ""
+    return Plot(svg=_inline(key, alt, buffer.getvalue()), omitted=omitted)
+
+
+def _inline(key: str, alt: str, document: str) -> str:
+    """The <svg> element of a matplotlib document: themed, named, sized by the page, its ids unique on the page."""
+    svg = document[document.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{key}-\1)", svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{key}-\1"', svg)
+    svg = re.sub("|".join(_VARIABLES), lambda found: _VARIABLES[found.group()], svg)
+    head = re.match(r"<svg[^>]*>", svg)
+    assert head is not None
+    box = re.search(r'viewBox="[^"]+"', head.group())
+    assert box is not None
+    opening = f'<svg {box.group()} role="img" aria-labelledby="{key}-alt" xmlns:xlink="http://www.w3.org/1999/xlink">'
+    return f'{opening}<title id="{key}-alt">{escape(alt)}</title>{svg[head.end() :]}'
+
+
+def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows by the joined text of some columns, in order of first appearance."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(" · ".join(str(row[key]) for key in keys), []).append(row)
+    return groups

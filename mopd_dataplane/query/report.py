@@ -1,0 +1,104 @@
+"""One self-contained HTML page about a store: no scripts, no network, every text from a model escaped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.files import publish_file
+from mopd_dataplane.query.decode import find_decoder
+from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.measures import Measures, measure
+from mopd_dataplane.query.sections import cards, sections
+from mopd_dataplane.query.show import BIN_EDGES, SampleView, read_sample, strength
+from mopd_dataplane.query.text import number, visible
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+TEMPLATES = Path(__file__).parent / "templates"
+EXCERPT_DOMAINS = 6
+EXCERPT_TOKENS = 400
+"""Longest response shown in the page; `mopd show` shows all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpts:
+    """Samples and answers to read: what the numbers are made of."""
+
+    samples: list[SampleView]
+    answers: list[dict[str, Any]]
+    """Rows of `evals` joined with their prompt: one right and one wrong answer of each domain."""
+
+
+def write_report(
+    store: Store, out: str | Path, *, measures: Measures | None = None, tokenizer: Path | None = None
+) -> Path:
+    """Write the report of a store to one HTML file, and return its path.
+
+    measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
+    """
+    page = render(measures or measure(store), excerpts(store, tokenizer=tokenizer))
+    target = Path(out)
+    publish_file(target, page.encode())
+    return target
+
+
+def excerpts(store: Store, *, tokenizer: Path | None = None) -> Excerpts:
+    """For each domain the newest scored sample on which teacher and student differ most, and two held-out answers."""
+    chosen = store.sql(f"""
+        with scored as (
+            select uid, domain, generation, mean_reverse_kl from samples join scores using (uid)
+            where kind = 'logprob' and policy <> 'reference'),
+        newest as (select domain, max(generation) as generation from scored group by domain)
+        select domain, arg_max(uid, mean_reverse_kl) as uid from scored join newest using (domain, generation)
+        group by domain order by domain limit {EXCERPT_DOMAINS}""")["uid"].to_pylist()
+    decoder = find_decoder(store, tokenizer)
+    return Excerpts(samples=[read_sample(store, uid, decoder=decoder) for uid in chosen], answers=_answers(store))
+
+
+def _answers(store: Store) -> list[dict[str, Any]]:
+    """Held-out answers of the policy that was evaluated last, at its newest version."""
+    last = store.sql("select policy, max(policy_version) as version from evals group by policy "
+                     "order by max(created_at) desc, policy limit 1").to_pylist()  # fmt: skip
+    if not last:
+        return []
+    rows: list[dict[str, Any]] = store.sql(f"""
+        select domain, policy, policy_version, reward >= 0.5 as correct, reward, response, text as prompt, answer
+        from evals join prompts using (prompt_id, domain)
+        where policy = {literal(last[0]["policy"])} and policy_version = {last[0]["version"]} and reward is not null
+        qualify row_number() over (partition by domain, reward >= 0.5 order by prompt_id) = 1
+        order by domain, correct desc limit {2 * EXCERPT_DOMAINS}""").to_pylist()
+    return rows
+
+
+def render(measures: Measures, shown: Excerpts) -> str:
+    """The page as HTML text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"visible": visible, "strength": strength, "number": number}
+    return environment.get_template("report.html.j2").render(
+        name=measures.uri.rstrip("/").rpartition("/")[2],
+        measures=measures,
+        cards=cards(measures),
+        sections=sections(measures),
+        samples=shown.samples,
+        answers=shown.answers,
+        token_limit=EXCERPT_TOKENS,
+        bins=_legend(),
+    )
+
+
+def _legend() -> list[tuple[int, str]]:
+    """(strength, label) from most disliked to most liked by the teacher."""
+    edges = [f"{edge:g}" for edge in BIN_EDGES]
+    disliked = [(-4, f"below −{edges[3]}"), *((-level, f"−{edges[level - 1]}") for level in (3, 2, 1))]
+    return [*disliked, (0, "0"), *((level, edges[level - 1]) for level in (1, 2, 3)), (4, f"above {edges[3]}")]

@@ -1,0 +1,303 @@
+"""The sections of a report: measures in; sentences, plots and tables out. One without data says so in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mopd_dataplane.query.measures import Measures, Rows, recovery, teacher_policies
+from mopd_dataplane.query.plots import Line, Plot, bars, grouped, histogram, line_plot
+from mopd_dataplane.query.text import count, duration, number, percent, size
+
+Plots = list[tuple[str, Plot]]
+"""(caption, plot)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One table cell."""
+
+    text: str
+    heat: float | None = None
+    """Share in [0, 1] that tints the cell."""
+    note: str = ""
+    """Small print below the text."""
+    marked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """One table."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    words: int = 1
+    """Leading columns that hold words, not numbers."""
+    caption: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One part of the page."""
+
+    key: str
+    title: str
+    text: str = ""
+    plots: Plots = field(default_factory=list)
+    grids: Sequence[Grid] = ()
+    empty: str = ""
+    """The one line that stands for a section without data."""
+
+
+def sections(measures: Measures) -> list[Section]:
+    """Every section but the excerpts, in reading order."""
+    parts = (seesaw, learning, divergence, suitability, samples, staleness, times, cost, facts)
+    return [part(measures) for part in parts]
+
+
+def cards(measures: Measures) -> list[tuple[str, str, str]]:
+    """The figures on top: (name, value, remark)."""
+    totals = measures.totals[0]
+    trained = sum(row["steps"] for row in measures.training)
+    shown = [
+        ("samples", count(totals["samples"]), f"{count(totals['interrupted'])} interrupted and continued"),
+        ("response tokens", count(totals["response_tokens"]), ""),
+        ("optimizer steps", count(trained), _plural(len(measures.training), "stage")),
+    ]
+    recovered = [row["recovery"] for row in recovery(measures) if row["recovery"] is not None]
+    if recovered:
+        mean = sum(recovered) / len(recovered)
+        shown.append(("recovery", percent(mean), "student accuracy over each domain teacher's, mean over domains"))
+    seconds = sum(row["seconds"] for row in measures.training)
+    if seconds:
+        waiting = sum(row["data_wait_s"] for row in measures.training) / seconds
+        shown.append(("waiting for data", percent(waiting), "share of training step time"))
+    return shown
+
+
+def seesaw(measures: Measures) -> Section:
+    """Domain × policy: held-out accuracy of every policy's last version, and recovery against each domain's teacher."""
+    title = "Accuracy by domain and policy"
+    rows = measures.accuracy
+    if not rows:
+        return Section(key="accuracy", title=title, empty="No held-out answers with a reward are recorded.")
+    policies = {row["policy"]: row["policy_version"] for row in rows}
+    domains = sorted({row["domain"] for row in rows})
+    at = {(row["policy"], row["domain"]): row for row in rows}
+    recovered = {(row["policy"], row["domain"]): row for row in recovery(measures)}
+    own = {(policy, row["domain"]) for row in measures.routing for teacher, policy in teacher_policies(measures).items()
+           if teacher == row["teacher"]}  # fmt: skip
+    body = [
+        [Cell(text=domain), *(_accuracy_cell(at.get((p, domain)), recovered.get((p, domain)), (p, domain) in own)
+                              for p in policies)]
+        for domain in domains
+    ]  # fmt: skip
+    body.append([Cell(text="mean"), *(_mean_cell(rows, recovered, policy) for policy in policies)])
+    head = ["domain", *(f"{policy} v{version}" for policy, version in policies.items())]
+    caption = (
+        "Outlined: the domain's teacher. Percent of its accuracy that a student reaches stands below the student's."
+    )
+    text = "Verified accuracy on held-out prompts, last version of every policy."
+    return Section(key="accuracy", title=title, text=text, grids=[Grid(head=head, rows=body, caption=caption)])
+
+
+def _accuracy_cell(row: dict[str, Any] | None, recovered: dict[str, Any] | None, own: bool) -> Cell:
+    if row is None:
+        return Cell(text="–")
+    note = f"{percent(recovered['recovery'])} of {recovered['teacher']}" if recovered else ""
+    return Cell(text=percent(row["accuracy"]), heat=row["accuracy"], note=note, marked=own)
+
+
+def _mean_cell(rows: Rows, recovered: dict[tuple[str, str], dict[str, Any]], policy: str) -> Cell:
+    values = [row["accuracy"] for row in rows if row["policy"] == policy]
+    shares = [r["recovery"] for (name, _), r in recovered.items() if name == policy and r["recovery"] is not None]
+    mean = sum(values) / len(values)
+    note = f"{percent(sum(shares) / len(shares))} recovered" if shares else ""
+    return Cell(text=percent(mean), heat=mean, note=note)
+
+
+def learning(measures: Measures) -> Section:
+    """Accuracy per domain over policy versions, and reward of the rollouts over iterations."""
+    title = "Learning curves"
+    plots: Plots = []
+    theirs = {(r["policy"], r["domain"]): r["teacher_accuracy"] for r in recovery(measures)}
+    for policy, rows in grouped(measures.accuracy_by_version, "policy").items():
+        if len({row["policy_version"] for row in rows}) < 2:
+            continue
+        lines = [
+            _line(domain, part, "policy_version", "accuracy", level=theirs.get((policy, domain)))
+            for domain, part in grouped(rows, "domain").items()
+        ]
+        alt = f"Held-out accuracy of {policy} by version. {_ends(lines, percent)}"
+        dashed = " Dashed: the domain's teacher." if any(line.level is not None for line in lines) else ""
+        plot = line_plot(f"acc{len(plots)}", alt, lines, x="policy version", y="held-out accuracy", share=True)
+        plots.append((f"{policy}: held-out accuracy.{dashed}", plot))
+    for run, rows in grouped(measures.rewards, "run").items():
+        lines = [_line(d, part, "generation", "reward") for d, part in grouped(rows, "domain").items()]
+        if max(len(line.x) for line in lines) > 1:
+            alt = f"Mean reward of the rollouts of {run} by iteration. {_ends(lines, number)}"
+            plot = line_plot(f"rew{len(plots)}", alt, lines, x="iteration", y="mean reward")
+            plots.append((f"{run}: reward of its own rollouts.", plot))
+    empty = "" if plots else "No policy was evaluated, and no rollout rewarded, at more than one version."
+    return Section(key="learning", title=title, plots=plots, empty=empty)
+
+
+def divergence(measures: Measures) -> Section:
+    """Reverse KL: per teacher over iterations, per stage over steps, held out over versions."""
+    plots: Plots = []
+    for run, rows in grouped(measures.teacher_kl, "run").items():
+        lines = [_line(t, part, "generation", "reverse_kl") for t, part in grouped(rows, "teacher").items()]
+        if max(len(line.x) for line in lines) > 1:
+            alt = f"Reverse KL of {run} to each teacher by iteration. {_ends(lines, number)}"
+            plot = line_plot(f"kl{len(plots)}", alt, lines, x="iteration", y="nat per token")
+            plots.append((f"{run}: reverse KL to each teacher on its own rollouts.", plot))
+    for policy, rows in grouped(measures.heldout_kl, "policy").items():
+        lines = [_line(d, part, "policy_version", "reverse_kl") for d, part in grouped(rows, "domain").items()]
+        alt = f"Held-out reverse KL of {policy} by version. {_ends(lines, number)}"
+        plot = line_plot(f"kl{len(plots)}", alt, lines, x="policy version", y="nat per token")
+        plots.append((f"{policy}: reverse KL to the routed teacher on held-out prompts.", plot))
+    stages = grouped([row for row in measures.steps if row["reverse_kl"] is not None], "stage")
+    if stages:
+        lines = [_line(stage, rows, "step", "reverse_kl") for stage, rows in stages.items()]
+        alt = f"Reverse KL of the training batches by step. {_ends(lines, number)}"
+        plots.append(
+            ("Reverse KL of the training batches.", line_plot("klstep", alt, lines, x="step", y="nat per token"))
+        )
+    empty = "" if plots else "No reverse KL over iterations, versions or steps is recorded."
+    return Section(key="divergence", title="Reverse KL to the teachers", plots=plots, empty=empty)
+
+
+def suitability(measures: Measures) -> Section:
+    """Which teacher suits which domain: mean reverse KL where several teachers scored the same domain."""
+    title = "Which teacher suits which domain"
+    rows = measures.suitability
+    if not rows:
+        return Section(key="teachers", title=title, empty="No teacher has scored a sample.")
+    teachers = sorted({row["teacher"] for row in rows})
+    at = {(row["domain"], row["teacher"]): row for row in rows}
+    most = max(row["reverse_kl"] for row in rows) or 1.0
+    body = []
+    for domain in sorted({row["domain"] for row in rows}):
+        judged = [row["reverse_kl"] for row in rows if row["domain"] == domain]
+        best, rivals = min(judged), len(judged)
+        cells = [Cell(text=domain)]
+        for teacher in teachers:
+            row = at.get((domain, teacher))
+            heat = max(0.0, row["reverse_kl"] / most) if row else None
+            note = f"{count(row['samples'])} samples" if row else ""
+            text = number(row["reverse_kl"]) if row else "–"
+            marked = row is not None and rivals > 1 and row["reverse_kl"] == best
+            cells.append(Cell(text=text, heat=heat, note=note, marked=marked))
+        body.append(cells)
+    text = "Mean reverse KL in nat per token over all scored samples. Outlined: the closest of several teachers."
+    return Section(key="teachers", title=title, text=text, grids=[Grid(head=["domain", *teachers], rows=body)])
+
+
+def samples(measures: Measures) -> Section:
+    """Response lengths, and how generations ended."""
+    title = "Responses"
+    if not measures.lengths:
+        return Section(key="samples", title=title, empty="No sampled responses are stored.")
+    width = measures.lengths[0]["width"]
+    groups = {
+        domain: [(row["start"], row["samples"]) for row in rows]
+        for domain, rows in grouped(measures.lengths, "domain").items()
+    }
+    total = sum(row["samples"] for row in measures.lengths)
+    alt = f"Histogram of the length of {count(total)} responses, in tokens, by domain."
+    plot = histogram("lengths", alt, groups, width=width, x="response tokens", y="samples")
+    body = [
+        _plain(row["run"], row["finish_reason"], count(row["samples"]), count(row["interrupted"]))
+        for row in measures.finish
+    ]
+    grid = Grid(head=["stage", "finished by", "samples", "interrupted"], rows=body, words=2)
+    return Section(key="samples", title=title, plots=[("Length of sampled responses.", plot)], grids=[grid])
+
+
+def staleness(measures: Measures) -> Section:
+    """How many policy versions lay between sampling and training."""
+    title = "Staleness"
+    if not measures.steps:
+        return Section(key="staleness", title=title, empty="No training step is recorded.")
+    stale = [stage for stage, rows in grouped(measures.steps, "stage").items() if any(r["staleness_max"] for r in rows)]
+    if not stale:
+        text = "No token was older than the policy that trained on it: staleness is 0 versions on every step."
+        return Section(key="staleness", title=title, text=text)
+    lines = []
+    for stage, rows in grouped(measures.steps, "stage").items():
+        if stage in stale:
+            lines += [
+                _line(f"{stage} mean", rows, "step", "staleness_mean"),
+                _line(f"{stage} max", rows, "step", "staleness_max"),
+            ]
+    alt = f"Policy versions between sampling and training by step. {_ends(lines, number)}"
+    plot = line_plot("stale", alt, lines, x="step", y="versions")
+    return Section(key="staleness", title=title, plots=[("Versions between sampling and training.", plot)])
+
+
+def times(measures: Measures) -> Section:
+    """Wall time of every stage, split by action."""
+    if not measures.times:
+        return Section(key="time", title="Time per stage", empty="No stage times are recorded.")
+    rows: dict[str, dict[str, float]] = {}
+    for row in measures.times:
+        rows.setdefault(row["stage"], {})[row["action"]] = row["seconds"]
+    totals = {stage: sum(parts.values()) for stage, parts in rows.items()}
+    labels = {stage: duration(total) for stage, total in totals.items()}
+    alt = "Wall time by stage: " + ", ".join(f"{stage} {label}" for stage, label in labels.items()) + "."
+    plot = bars("time", alt, rows, x="", labels=labels)
+    text = f"{duration(sum(totals.values()))} in all."
+    return Section(key="time", title="Time per stage", text=text, plots=[("Wall time by stage and action.", plot)])
+
+
+def cost(measures: Measures) -> Section:
+    """What each fidelity of signal costs to keep."""
+    title = "Signal cost"
+    if not measures.cost:
+        return Section(key="cost", title=title, empty="No teacher signal is stored.")
+    body = [
+        _plain(row["kind"], row["codec"], count(row["samples"]), count(row["tokens"]), size(row["bytes"]),
+               number(row["bytes_per_token"], 1))
+        for row in measures.cost
+    ]  # fmt: skip
+    labels = {f"{row['kind']} {row['codec']}": f"{number(row['bytes_per_token'], 1)} B" for row in measures.cost}
+    values = {f"{row['kind']} {row['codec']}": {"bytes": row["bytes_per_token"]} for row in measures.cost}
+    alt = "Stored bytes per token by fidelity: " + ", ".join(f"{name} {label}" for name, label in labels.items()) + "."
+    plot = bars("cost", alt, values, x="", labels=labels)
+    grid = Grid(head=["signal", "codec", "samples", "tokens", "stored", "bytes/token"], rows=body, words=2)
+    return Section(
+        key="cost", title=title, plots=[("Stored bytes per token, before file compression.", plot)], grids=[grid]
+    )
+
+
+def facts(measures: Measures) -> Section:
+    """Where the numbers come from."""
+    versions = sorted(measures.snapshot.versions.items())
+    body = [
+        [
+            Cell(text=name),
+            Cell(text=count(measures.rows[name]) if name in measures.rows else "–"),
+            Cell(text=str(version)),
+        ]
+        for name, version in versions
+    ]
+    text = f"Every number on this page was read from {measures.uri} at snapshot {measures.snapshot.digest}."
+    return Section(key="store", title="Store", text=text, grids=[Grid(head=["table", "rows", "version"], rows=body)])
+
+
+def _line(name: str, rows: Rows, x: str, y: str, *, level: float | None = None) -> Line:
+    return Line(name=name, x=[row[x] for row in rows], y=[row[y] for row in rows], level=level)
+
+
+def _ends(lines: Sequence[Line], show: Any) -> str:
+    """First and last value of each line, in words."""
+    return "; ".join(f"{line.name} from {show(line.y[0])} to {show(line.y[-1])}" for line in lines if line.y) + "."
+
+
+def _plain(*texts: str) -> list[Cell]:
+    return [Cell(text=text) for text in texts]
+
+
+def _plural(number: int, thing: str) -> str:
+    return f"{count(number)} {thing}" + ("" if number == 1 else "s")

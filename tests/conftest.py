@@ -1,0 +1,174 @@
+"""A small but complete store, made through the public API: what a two-iteration MOPD run would leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mopd_dataplane import Prompt, Sample, Signal, Store, create_store
+from mopd_dataplane.records import PlanWindow, StepMetrics, Teacher, sample_uid
+
+DOMAINS = ("chain_sum", "spell_backward", "number_sorting")
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "\x1b", "é"]
+HOSTILE = "\x1b[31mred\x1b[0m <script>alert(1)</script> [bold]x[/bold] $a_b$ é"
+TOKENIZER = "0123456789abcdef"
+GENERATIONS = 4
+STEPS = 6
+"""Training steps of one iteration."""
+
+
+def encode(text: str) -> list[int]:
+    """One token per character."""
+    return [CHARACTERS.index(character) for character in text]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer.json with one token per character of CHARACTERS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({text: place for place, text in enumerate(CHARACTERS)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def demo_store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The demonstration store; tests read it and never write to it."""
+    return make_demo(tmp_path_factory.mktemp("stores") / "demo", prompts=8)
+
+
+@pytest.fixture(scope="session")
+def make_store() -> Callable[..., Store]:
+    """make_demo, for tests that need a store of their own."""
+    return make_demo
+
+
+def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
+    """A store with prompts per domain and split, one specialist per domain, a base and a student that recovers."""
+    noise = np.random.default_rng(seed)
+    store = create_store(str(root))
+    write_tokenizer(root / "policies" / "student" / "v1")
+    questions = [_prompt(domain, split, i) for domain in DOMAINS for split in ("train", "eval") for i in range(prompts)]
+    store.add_prompts(questions)
+    for domain in DOMAINS:
+        store.add_teacher(_teacher(domain))
+    for generation in range(GENERATIONS):
+        _iteration(store, [p for p in questions if p.split == "train"], generation, noise)
+    _evaluate(store, [p for p in questions if p.split == "eval"], noise)
+    return store
+
+
+def _prompt(domain: str, split: str, index: int) -> Prompt:
+    text = {"chain_sum": f"{index} + 4 =", "spell_backward": f"reverse: word{index}"}.get(domain, f"sort: {index} 3 1")
+    return Prompt(prompt_id=f"{domain}-{split}-{index}", domain=domain, text=text, answer=str(index + 4), split=split)
+
+
+def _teacher(domain: str) -> Teacher:
+    return Teacher(
+        name=f"{domain}-expert", source=f"stage:sft-{domain}", weights_digest="0" * 64, tokenizer_digest=TOKENIZER,
+        vocab_size=len(CHARACTERS), hidden_size=8, dtype="float32",
+        head_file=f"heads/{domain}-expert.safetensors", head_digest="1" * 64,
+    )  # fmt: skip
+
+
+def _iteration(store: Store, questions: list[Prompt], generation: int, noise: np.random.Generator) -> None:
+    samples = [_sample(question, generation, noise) for question in questions]
+    receipt = store.commit_samples(samples, writer="engine-0")
+    rows = dict(zip((s.uid for s in samples), (int(row) for row in receipt.rows), strict=True))
+    for domain in DOMAINS:
+        own = [sample for sample in samples if sample.domain == domain]
+        store.commit_signals(f"{domain}-expert", "logprob", [_logprobs(s, rows[s.uid], generation, noise) for s in own])
+        store.commit_signals(f"{domain}-expert", "hidden", [_hidden(s, rows[s.uid], noise) for s in own])
+    store.add_rewards([
+        {"uid": s.uid, "sample_row": rows[s.uid], "verifier": "reasoning-gym", "verifier_version": "0.1",
+         "reward": float(noise.random() < 0.3 + 0.2 * generation)}
+        for s in samples
+    ])  # fmt: skip
+    plan = _plan(store, list(rows.values()), generation)
+    store.add_plan(plan)
+    store.add_steps([_step(plan, generation, i, noise) for i in range(STEPS)])
+    for action, seconds in (("rollout", 31.0), ("score", 12.5), ("plan", 0.2), ("train", 22.0)):
+        store.add_event(
+            f"time/student/{generation}/{action}", "student", "stage_time", generation, seconds, {"action": action}
+        )
+
+
+def _sample(question: Prompt, generation: int, noise: np.random.Generator) -> Sample:
+    prompt = encode(question.text)
+    first = question.prompt_id.endswith("-0")
+    text = HOSTILE if first else "the answer is " + "9" * int(noise.integers(1, 30))
+    response = encode(text)
+    mask = np.ones(len(response), np.uint8)
+    mask[3:5] = 0 if first else 1
+    logprobs = (-noise.exponential(0.4, len(response))).astype(np.float32) * mask
+    middle = len(response) // 2
+    return Sample(
+        uid=sample_uid(0, "student", question.prompt_id, 0, generation), prompt_id=question.prompt_id,
+        group_id=f"{question.prompt_id}#{generation}", group_index=0, generation=generation, domain=question.domain,
+        run="student", writer="engine-0", writer_seq=0, policy="student", temperature=1.0, top_p=1.0, top_k=0,
+        prompt_len=len(prompt), tokens=np.array(prompt + response, np.int32), logprobs=logprobs, loss_mask=mask,
+        version_starts=np.array([0, middle] if first else [0], np.int32),
+        versions=np.array([generation, generation + 1] if first else [generation], np.int32),
+        finish_reason="stop", interruptions=int(first), resume="exact" if first else "none", tokenizer=TOKENIZER,
+    )  # fmt: skip
+
+
+def _logprobs(sample: Sample, row: int, generation: int, noise: np.random.Generator) -> Signal:
+    gap = noise.normal(-0.6 / (generation + 1), 0.5, sample.response_len)
+    judged = (np.minimum(sample.logprobs + gap, -1e-3) * sample.loss_mask).astype(np.float32)
+    kept = sample.loss_mask.astype(bool)
+    mean = float(np.mean(sample.logprobs[kept] - judged[kept]))
+    return Signal(uid=sample.uid, sample_row=row, kind="logprob", logprob=judged, mean_reverse_kl=mean)
+
+
+def _hidden(sample: Sample, row: int, noise: np.random.Generator) -> Signal:
+    payload = noise.integers(0, 256, (sample.loss_tokens, 16), dtype=np.uint8)
+    return Signal(uid=sample.uid, sample_row=row, kind="hidden", codec="bf16", hidden=payload)
+
+
+def _plan(store: Store, rows: list[int], generation: int) -> PlanWindow:
+    packs = np.linspace(0, len(rows), 2 * STEPS + 1).astype(np.int64)
+    return PlanWindow(
+        stage="student", window=generation, seed=0, settings={"pack_tokens": 256}, snapshot=store.snapshot(),
+        sample_rows=np.array(rows[::-1], np.int64), pack_starts=packs,
+        pack_teachers=np.array([i % 3 for i in range(2 * STEPS)], np.int16),
+        step_starts=np.arange(0, 2 * STEPS + 1, 2, dtype=np.int64),
+        teachers=[f"{domain}-expert" for domain in DOMAINS], stats={"density": 0.97}, digest=f"plan{generation:028d}",
+    )  # fmt: skip
+
+
+def _step(plan: PlanWindow, generation: int, order: int, noise: np.random.Generator) -> StepMetrics:
+    step = generation * STEPS + order
+    return StepMetrics(
+        stage="student", step=step, window=generation, plan_digest=plan.digest, policy_version=generation,
+        loss=1.0 / (step + 1), grad_norm=0.5, learning_rate=1e-3, samples=4, tokens=160, loss_tokens=80,
+        reverse_kl=0.5 / (step + 1) + 0.01 * noise.random(), staleness_mean=0.25 * (order % 2), staleness_max=order % 2,
+        step_time_s=0.4, data_wait_s=0.002,
+    )  # fmt: skip
+
+
+def _evaluate(store: Store, questions: list[Prompt], noise: np.random.Generator) -> None:
+    """The see-saw: the base is weak, a specialist knows its domain only, the student comes close to each specialist."""
+    rates = {("base", 1): dict.fromkeys(DOMAINS, 0.25)}
+    for domain in DOMAINS:
+        rates[f"sft-{domain}", 1] = {other: 0.97 if other == domain else 0.1 for other in DOMAINS}
+    for version in range(GENERATIONS + 1):
+        rates["student", version] = dict.fromkeys(DOMAINS, 0.25 + 0.17 * version)
+    for (policy, version), rate in rates.items():
+        store.add_evals([_answer(q, policy, version, rate[q.domain], noise) for q in questions])
+
+
+def _answer(question: Prompt, policy: str, version: int, rate: float, noise: np.random.Generator) -> dict[str, Any]:
+    kl = 0.6 / (version + 1) + 0.05 * noise.random()
+    share = (int(question.prompt_id.rpartition("-")[2]) + 0.5) / 8
+    return {
+        "policy": policy, "policy_version": version, "prompt_id": question.prompt_id, "domain": question.domain,
+        "reward": float(share % 1 < rate), "reverse_kl": kl if policy == "student" else None, "response": HOSTILE,
+        "response_len": len(HOSTILE), "finish_reason": "stop",
+    }  # fmt: skip
