@@ -102,7 +102,9 @@ class Wal(Section):
     group_commit_ms: float = Field(default=5.0, ge=0)
     segment_bytes: int = Field(default=64 << 20, ge=4096)
     durability: Literal["durable", "process"] = "durable"
-    """durable refuses file systems without fsync; process promises survival of the process only."""
+    """durable syncs, and says so where the file system cannot promise it; process leaves syncing to the kernel."""
+    full_disk_wait_s: float = Field(default=3600.0, ge=0)
+    """How long generation pauses for space before the run stops with its state kept."""
 
 
 class Rollout(Section):
@@ -226,7 +228,7 @@ class DivergenceTerm(Section):
     beta: Fraction = 0.5
     alpha: Fraction = 0.1
     temperature: float = Field(default=1.0, gt=0)
-    topk_mode: Literal["tail", "renormalised", "truncated_biased"] = "tail"
+    topk_mode: Literal["tail", "renormalised", "corrected", "truncated_biased"] = "tail"
     normaliser: Literal["token", "sequence", "sum"] = "token"
 
 

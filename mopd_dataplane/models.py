@@ -14,6 +14,7 @@ from mopd_dataplane.files import publish_folder
 
 if TYPE_CHECKING:
     import torch
+    from mopd_kernels.heads import Head
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DIGEST_FILE = "mopd_digest.json"
@@ -87,9 +88,16 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def save_policy(model: PreTrainedModel, tokenizer_folder: str | Path, folder: str | Path) -> None:
+def save_policy(
+    model: PreTrainedModel,
+    tokenizer_folder: str | Path,
+    folder: str | Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Write a policy folder (weights, config, tokenizer) durably: a temporary folder, then one rename.
 
+    state_dict: weights to write instead of the model's own, which may be shards or of another dtype.
     An existing folder of that name is kept: a policy version is written once.
     """
     target = Path(folder)
@@ -97,7 +105,7 @@ def save_policy(model: PreTrainedModel, tokenizer_folder: str | Path, folder: st
         return
     staging = target.with_name(f".{target.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
-    model.save_pretrained(staging, safe_serialization=True)
+    model.save_pretrained(staging, state_dict=state_dict)
     copy_tokenizer(tokenizer_folder, staging)
     publish_folder(staging, target)
 
@@ -116,6 +124,12 @@ def head_weight(model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
+def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, D] weight of the input embedding; the same tensor as the head's in a tied model."""
+    weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight
+
+
 def logit_softcap(model: PreTrainedModel) -> float:
     """Final-logit softcap of the architecture; 0 when it has none."""
     return float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
@@ -127,6 +141,14 @@ def logit_scale(model: PreTrainedModel) -> float:
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scaling = getattr(config, "logits_scaling", None)
     return scale / float(scaling) if scaling else scale
+
+
+def lm_head(model: PreTrainedModel) -> Head:
+    """LM head of a model as the kernels take it: weight, bias, and what the architecture does to its logits."""
+    from mopd_kernels.heads import Head
+
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    return Head(head_weight(model), bias, logit_softcap(model) or None, logit_scale(model))
 
 
 def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""Outcome rewards: one plug-in point for anything that turns (prompt, response) into a number.
+
+| name | reward |
+|---|---|
+| `reasoning-gym` | the verifier of the dataset the prompt came from |
+| `exact` | 1 when the stripped response is the stripped answer, else 0 |
+| `mine.judge:score` | any function (prompt, response) -> float that can be imported |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
+from mopd_dataplane.records import Prompt
+
+_log = logging.getLogger(__name__)
+_BUILT_IN = ("reasoning-gym", "exact")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A resolved reward function; call it with a prompt and the decoded response."""
+
+    name: str
+    """As the job file writes it; `rewards.verifier` in the store."""
+    version: str
+    """Version of the package it comes from; `rewards.verifier_version` in the store."""
+    score: Callable[[Prompt, str], float]
+
+    def __call__(self, prompt: Prompt, response: str) -> float:
+        """Reward of one response, by convention in [0, 1]. Raises EngineError when it is not a finite number."""
+        value = self.score(prompt, response)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise EngineError(
+                f"reward {self.name!r} returned {value!r} for prompt {prompt.prompt_id!r}; a finite number is needed"
+            )
+        return float(value)
+
+
+def resolve_reward(name: str) -> Reward:
+    """The reward function a job file names.
+
+    Raises UnknownNameError for a name that is neither built in nor an importable `package.module:function`.
+    """
+    if name == "reasoning-gym":
+        _require_reasoning_gym()
+        return Reward(name, importlib.metadata.version("reasoning-gym"), _reasoning_gym)
+    if name == "exact":
+        return Reward(name, importlib.metadata.version("mopd-dataplane"), _exact)
+    module_name, separator, function_name = name.partition(":")
+    if not separator:
+        raise UnknownNameError(f"no reward {name!r}; use {', '.join(_BUILT_IN)} or package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownNameError(f"reward {name!r}: cannot import {module_name!r}: {error}") from None
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UnknownNameError(f"reward {name!r}: {module_name!r} has no function {function_name!r}")
+    return Reward(name, _version(module), lambda prompt, response: function(prompt.text, response))
+
+
+def _exact(prompt: Prompt, response: str) -> float:
+    return float(response.strip() == prompt.answer.strip())
+
+
+def _reasoning_gym(prompt: Prompt, response: str) -> float:
+    data = _verifier_data(prompt)
+    verifier = _verifier(data["dataset"])
+    try:
+        return float(verifier(response.strip(), data["entry"]))
+    except Exception as error:
+        # The response is hostile text: some verifiers parse it and raise. What cannot be parsed is a wrong answer.
+        _log.warning("verifier %s refused a response to %s: %r", data["dataset"], prompt.prompt_id, error)
+        return 0.0
+
+
+def _verifier_data(prompt: Prompt) -> dict[str, Any]:
+    try:
+        data = json.loads(prompt.verifier_data)
+        return {"dataset": str(data["dataset"]), "entry": dict(data["entry"])}
+    except (ValueError, KeyError, TypeError):
+        raise PromptError(
+            f"prompt {prompt.prompt_id!r} has no reasoning-gym entry to verify against; "
+            "give its domain source 'reasoning-gym', or another reward"
+        ) from None
+
+
+def _require_reasoning_gym() -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UnknownNameError("reward 'reasoning-gym' needs the package: pip install 'mopd-dataplane[jobs]'")
+
+
+@cache
+def _verifier(dataset: str) -> Callable[[str, dict[str, Any]], float]:
+    import reasoning_gym
+
+    verifier: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
+    return verifier
+
+
+def _version(module: ModuleType) -> str:
+    """`__version__` of the module or its top package; for a loose file, 12 hex digits of its source."""
+    top = importlib.import_module(module.__name__.partition(".")[0])
+    for place in (module, top):
+        if version := getattr(place, "__version__", None):
+            return str(version)
+    source = Path(module.__file__ or "")
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:12] if source.is_file() else "unknown"

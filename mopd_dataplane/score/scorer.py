@@ -1,0 +1,187 @@
+"""Samples and a teacher in, signals out: one forward pass a batch serves every kind asked for.
+
+Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens, D hidden width, V vocabulary, K top-k.
+No [N, V] logits exist at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from mopd_kernels import Head, encode, token_logprob, topk_logprobs
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mopd_dataplane import jobfile, models
+from mopd_dataplane.errors import EngineError, MismatchError, nearest
+from mopd_dataplane.records import SIGNAL_KINDS, Signal
+from mopd_dataplane.score.teachers import TeacherPool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scorable:
+    """What a teacher needs to know of a sample."""
+
+    uid: str
+    sample_row: int
+    prompt_id: str
+    prompt_len: int
+    tokens: NDArray[np.int32]
+    """[P + R] the student's prompt, then the response."""
+    loss_mask: NDArray[np.uint8]
+    """[R]"""
+    logprobs: NDArray[np.float32] | None = None
+    """[R] as sampled; None when the text was not sampled."""
+    temperature: float = 1.0
+    """Of the sampler. Teacher log-probs are taken at the same temperature, so that equal models agree; 0 (greedy)
+    counts as 1."""
+
+
+PromptRenderer = Callable[[Scorable], Sequence[int]]
+"""Token ids of the prompt as the teacher reads it (privileged context); the response tokens follow unchanged."""
+
+
+def score_samples(
+    pool: TeacherPool,
+    teacher: str,
+    kinds: Sequence[str],
+    samples: Sequence[Scorable],
+    settings: jobfile.Score,
+    *,
+    render_prompt: PromptRenderer | None = None,
+) -> Iterator[Signal]:
+    """One Signal per sample and kind, in an order chosen for little padding; `uid` says which sample it speaks of.
+
+    kinds: of SIGNAL_KINDS. render_prompt: the teacher's prompt; default the student's own.
+    Raises EngineError naming teacher and sample when the teacher answers with NaN or infinity; MismatchError when a
+    sample has tokens the teacher does not know.
+    """
+    for kind in kinds:
+        if kind not in SIGNAL_KINDS:
+            raise MismatchError(f"unknown signal kind {kind!r}: {nearest(kind, SIGNAL_KINDS)}")
+    model = pool.model(teacher)
+    head = models.lm_head(model)
+    inputs = [_teacher_input(sample, render_prompt) for sample in samples]
+    for temperature, batch in _batches(inputs, settings.batch_tokens):
+        _check_vocabulary(teacher, batch, len(head.weight))
+        states = _predicting_states(model, batch)
+        _check_finite(teacher, batch, states)
+        for kind in kinds:
+            yield from _signals(kind, teacher, batch, states, head, temperature, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    sample: Scorable
+    tokens: NDArray[np.int64]
+    """[P + R] as the teacher reads it."""
+    masked: NDArray[np.int64]
+    """[M] positions of loss-masked tokens in `tokens`."""
+
+
+def _teacher_input(sample: Scorable, render_prompt: PromptRenderer | None) -> _Input:
+    prompt = sample.tokens[: sample.prompt_len] if render_prompt is None else np.asarray(render_prompt(sample))
+    tokens = np.concatenate([prompt, sample.tokens[sample.prompt_len :]]).astype(np.int64)
+    return _Input(sample, tokens, np.flatnonzero(sample.loss_mask) + len(prompt))
+
+
+def _batches(inputs: list[_Input], batch_tokens: int) -> Iterator[tuple[float, list[_Input]]]:
+    """Rectangles of at most `batch_tokens` tokens (padding counted; at least one sample), longest first."""
+    ordered = sorted(inputs, key=lambda item: (item.sample.temperature, -len(item.tokens), item.sample.uid))
+    for temperature, group in groupby(ordered, key=lambda item: item.sample.temperature):
+        batch: list[_Input] = []
+        for item in group:
+            if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
+                yield temperature or 1.0, batch
+                batch = []
+            batch.append(item)
+        yield temperature or 1.0, batch
+
+
+@torch.no_grad()
+def _predicting_states(model: PreTrainedModel, batch: list[_Input]) -> Tensor:
+    """[sum of M, D] final-norm state that predicts each loss-masked token, sample after sample.
+
+    Rows are padded on the right: under causal attention no real token sees the padding, so no mask is needed.
+    """
+    width = len(batch[0].tokens)
+    ids = torch.zeros(len(batch), width, dtype=torch.int64)
+    for row, item in enumerate(batch):
+        ids[row, : len(item.tokens)] = torch.from_numpy(item.tokens)
+    states = models.hidden_states(model, ids.to(model.device)).flatten(0, 1)
+    predictors = np.concatenate([row * width + item.masked - 1 for row, item in enumerate(batch)])
+    return states[torch.from_numpy(predictors).to(states.device)]
+
+
+def _signals(
+    kind: str,
+    teacher: str,
+    batch: list[_Input],
+    states: Tensor,
+    head: Head,
+    temperature: float,
+    settings: jobfile.Score,
+) -> Iterator[Signal]:
+    counts = [len(item.masked) for item in batch]
+    if kind == "hidden":
+        encoded = torch.split(encode(states, settings.hidden_codec).cpu(), counts)
+        for item, rows in zip(batch, encoded, strict=True):
+            yield _signal(item, kind, codec=settings.hidden_codec, hidden=rows.numpy().copy())
+    elif kind == "topk":
+        ids, logprobs = topk_logprobs(states, head, min(settings.topk, len(head.weight)))
+        parts = zip(batch, torch.split(ids.cpu(), counts), torch.split(logprobs.cpu(), counts), strict=True)
+        for item, item_ids, item_logprobs in parts:
+            yield _signal(
+                item, kind, topk_ids=item_ids.to(torch.int32).numpy().copy(), topk_logprobs=item_logprobs.numpy().copy()
+            )
+    else:
+        targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
+        with torch.no_grad():
+            found = token_logprob(states, head, targets, temperature=temperature)
+        assert isinstance(found, Tensor)
+        _check_finite(teacher, batch, found)
+        for item, values in zip(batch, torch.split(found.cpu(), counts), strict=True):
+            yield _logprob_signal(item, values.numpy())
+
+
+def _logprob_signal(item: _Input, values: NDArray[np.float32]) -> Signal:
+    sample = item.sample
+    mask = sample.loss_mask.astype(bool)
+    logprob = np.zeros(len(mask), dtype=np.float32)
+    logprob[mask] = values
+    reverse_kl = None
+    if sample.logprobs is not None and mask.any():
+        reverse_kl = float(np.mean(sample.logprobs[mask].astype(np.float64) - values))
+    return _signal(item, "logprob", logprob=logprob, mean_reverse_kl=reverse_kl)
+
+
+def _signal(item: _Input, kind: str, **payload: object) -> Signal:
+    return Signal(uid=item.sample.uid, sample_row=item.sample.sample_row, kind=kind, **payload)  # type: ignore[arg-type]
+
+
+def _check_finite(teacher: str, batch: list[_Input], values: Tensor) -> None:
+    """values: [sum of M] or [sum of M, D]."""
+    finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
+    for item, good in zip(batch, torch.split(finite, [len(item.masked) for item in batch]), strict=True):
+        if not bool(good.all()):
+            position = int((~good).nonzero()[0])
+            raise EngineError(
+                f"teacher {teacher!r} answered with NaN or infinity for sample {item.sample.uid} "
+                f"(trained token {position} of {len(good)}); nothing of this batch was written: "
+                "check the teacher's weights and dtype"
+            )
+
+
+def _check_vocabulary(teacher: str, batch: list[_Input], rows: int) -> None:
+    for item in batch:
+        highest = int(item.tokens.max(initial=0))
+        if highest >= rows:
+            raise MismatchError(
+                f"sample {item.sample.uid} has token {highest}, teacher {teacher!r} knows {rows} tokens; "
+                "its tokenizer is not the student's"
+            )

@@ -1,0 +1,149 @@
+"""The teacher pool: any number of teachers on disk, a bounded number in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mopd_dataplane import jobfile, models
+from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.files import fsync
+from mopd_dataplane.records import Teacher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """Where a teacher's weights lie and how the pool holds it."""
+
+    folder: Path
+    settings: jobfile.Teacher
+
+
+class TeacherPool:
+    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used.
+
+    student_tokenizer: digest every teacher's tokenizer must have. Used as
+
+        pool = TeacherPool({"math": TeacherSpec(folder, settings)}, student_tokenizer=digest)
+        record = pool.register("math", store_root)      # checks, then writes heads/math.safetensors once
+        model = pool.model("math")
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TeacherSpec],
+        *,
+        student_tokenizer: str,
+        max_resident: int = 1,
+        device: str = "cpu",
+    ) -> None:
+        self._specs = dict(specs)
+        self._student_tokenizer = student_tokenizer
+        self._max_resident = max_resident
+        self._device = device
+        self._resident: OrderedDict[str, PreTrainedModel] = OrderedDict()
+        self.loads: dict[str, int] = {}
+        """How often each teacher was read from disk."""
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Teachers in memory, least recently used first."""
+        return tuple(self._resident)
+
+    def model(self, name: str) -> PreTrainedModel:
+        """The teacher in evaluation mode, in its own dtype. Raises UnknownNameError, MismatchError."""
+        if name not in self._resident:
+            spec = self._checked(name)
+            while len(self._resident) >= self._max_resident:
+                self._resident.popitem(last=False)
+                gc.collect()
+            self._resident[name] = models.load_model(spec.folder, dtype=spec.settings.dtype, device=self._device)
+            self.loads[name] = self.loads.get(name, 0) + 1
+        self._resident.move_to_end(name)
+        return self._resident[name]
+
+    def register(self, name: str, root: Path) -> Teacher:
+        """Check a teacher and write its LM head to `root/heads/<name>.safetensors` unless it is there.
+
+        Returns the row for `teachers`. Raises MismatchError, with nothing written, when the tokenizer differs from
+        the student's or a head of other weights has the name; UnknownNameError for an unknown name or folder.
+        """
+        spec = self._checked(name)
+        weights = models.weights_digest(spec.folder)
+        file = root / "heads" / f"{name}.safetensors"
+        if not file.is_file():
+            write_head(file, self.model(name), weights)
+        shape, metadata = _read_header(file)
+        if metadata["weights_digest"] != weights:
+            raise MismatchError(
+                f"{file} is the head of weights {metadata['weights_digest'][:16]}, teacher {name!r} now has "
+                f"{weights[:16]}; signals of both cannot share a name: give the new teacher another name"
+            )
+        return Teacher(
+            name=name,
+            source=spec.settings.source,
+            weights_digest=weights,
+            tokenizer_digest=self._student_tokenizer,
+            vocab_size=shape[0],
+            hidden_size=shape[1],
+            dtype=spec.settings.dtype,
+            norm_placement=metadata["norm_placement"],
+            logit_softcap=float(metadata["logit_softcap"]),
+            logit_scale=float(metadata["logit_scale"]),
+            head_file=str(file.relative_to(root)),
+            head_digest=models.file_digest(file),
+        )
+
+    def _checked(self, name: str) -> TeacherSpec:
+        if name not in self._specs:
+            raise UnknownNameError(f"no teacher {name!r} in the pool: {nearest(name, self._specs)}")
+        spec = self._specs[name]
+        digest = models.tokenizer_digest(models.load_tokenizer(spec.folder))
+        models.check_same_tokenizer(self._student_tokenizer, digest, name=name)
+        return spec
+
+
+def write_head(file: Path, model: PreTrainedModel, weights: str) -> None:
+    """Write the LM head durably, under a temporary name first: a half-written head never has the name.
+
+    Tensors `weight` [V, D] and `bias` [V] if any, in the model's dtype; what the architecture does to its logits is
+    in the file's metadata, so the file alone says how to turn stored hidden states into logits.
+    """
+    from safetensors.torch import save_file
+
+    head = models.lm_head(model)
+    tensors = {"weight": head.weight.detach().cpu().contiguous()}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.detach().cpu().contiguous()
+    metadata = {
+        "weights_digest": weights,
+        "norm_placement": "post",
+        "logit_softcap": repr(head.softcap or 0.0),
+        "logit_scale": repr(head.logit_scale),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    staging = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    save_file(tensors, staging, metadata=metadata)
+    fsync(staging)
+    staging.replace(file)
+    fsync(file.parent)
+
+
+def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
+    """[V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stored:
+            rows, width = stored.get_slice("weight").get_shape()
+            return (int(rows), int(width)), dict(stored.metadata() or {})
+    except SafetensorError as error:
+        raise DamagedError(f"{file} is not a readable head file ({error}); delete it and score again") from None

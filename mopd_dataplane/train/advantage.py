@@ -1,0 +1,85 @@
+"""The advantage of a sampled token.
+
+    A_t = teacher_coef * clip(G_t) + reward_coef * (group-relative outcome advantage of the sample)
+    g_t = log pi_T - log pi_S + (lambda - 1) (log pi_T - log pi_ref)                    per trained token
+    G_t = sum over later trained tokens j >= t of gamma^(j - t) g_j                     discount gamma, 0 by default
+
+pi_S is the sampler (Thinking Machines) or the current policy (MiMo, arXiv 2601.02780 eq. 8); lambda other than 1 is
+ExOPD (arXiv 2602.12125). Each g_t is clipped to +-advantage_clip before it is discounted. Tool and prompt tokens have
+no g and stay out of the loss, but they do count in the distance j - t, as in the tinker cookbook.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.jobfile import PolicyGradientTerm
+from mopd_dataplane.train.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class TokenAdvantage:
+    """The advantage as the policy kernel takes it: a constant, and a target to compare with the current policy."""
+
+    constant: Tensor | None
+    """[M] f32"""
+    target: Tensor | None
+    """[M] f32; the kernel adds teacher_coef * clip(target - log pi_current)."""
+
+
+def token_advantage(term: PolicyGradientTerm, batch: MicroBatch, current: Tensor | None = None) -> TokenAdvantage:
+    """Advantage of every trained token.
+
+    current: [M] log-probs under the policy being trained, needed only for a discounted gap to it.
+    Raises MismatchError when teacher or reference log-probs are missing.
+    """
+    constant = None
+    if term.reward_coef:
+        constant = term.reward_coef * batch.advantages[batch.sequence]
+    if not term.teacher_coef:
+        return TokenAdvantage(torch.zeros_like(batch.sampler_logprobs) if constant is None else constant, None)
+    target = _target(term, batch)
+    if term.student_logprob == "current" and not term.discount:
+        return TokenAdvantage(constant, target)
+    student = batch.sampler_logprobs if current is None else current
+    gap = target - student
+    if term.advantage_clip:
+        gap = gap.clamp(-term.advantage_clip, term.advantage_clip)
+    if term.discount:
+        gap = discounted(gap, batch.sequence, batch.position, term.discount)
+    gap = term.teacher_coef * gap
+    return TokenAdvantage(gap if constant is None else constant + gap, None)
+
+
+def discounted(gap: Tensor, sequence: Tensor, position: Tensor, discount: float) -> Tensor:
+    """Discounted sum of later gaps inside each sequence.
+
+    gap [M] f32, sequence and position [M] int64, tokens of a sequence in rising position. Returns [M] f32.
+    """
+    if not len(gap):
+        return gap
+    sequences, width = int(sequence.max()) + 1, int(position.max()) + 1
+    grid = gap.new_zeros(sequences, width)
+    grid[sequence, position] = gap
+    for column in range(width - 2, -1, -1):
+        grid[:, column] += discount * grid[:, column + 1]
+    return grid[sequence, position]
+
+
+def _target(term: PolicyGradientTerm, batch: MicroBatch) -> Tensor:
+    """[M] log pi_T + (lambda - 1) (log pi_T - log pi_ref)."""
+    if batch.teacher_logprobs is None:
+        raise MismatchError("the objective compares with a teacher, the batch has no teacher log-probs; score it first")
+    if term.extrapolation == 1.0:
+        return batch.teacher_logprobs
+    if batch.reference_logprobs is None:
+        raise MismatchError(
+            f"extrapolation {term.extrapolation} needs log-probs of the reference policy {term.reference!r}; "
+            "score the samples with it, or set extrapolation to 1"
+        )
+    extra = batch.teacher_logprobs - batch.reference_logprobs
+    return batch.teacher_logprobs + (term.extrapolation - 1.0) * extra

@@ -1,0 +1,85 @@
+"""Teacher heads: at most one on the device, the next one read ahead by a thread. Teacher models are not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from mopd_kernels.heads import Head
+from safetensors import SafetensorError, safe_open
+
+from mopd_dataplane.errors import DamagedError, UnknownNameError, nearest
+from mopd_dataplane.models import file_digest
+from mopd_dataplane.train.spec import HeadFile
+
+
+class TeacherHeads:
+    """Heads by teacher name, from the head files that scoring left behind.
+
+    `get` drops the head that was resident; `prefetch` reads the next one into host memory while the device works.
+    """
+
+    def __init__(self, files: Mapping[str, HeadFile], device: torch.device) -> None:
+        self._files = dict(files)
+        self._device = device
+        self._resident: tuple[str, Head] | None = None
+        self._ahead: tuple[str, Future[Head]] | None = None
+        self._verified: set[str] = set()
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher-head")
+        self.switches = 0
+        """Times a head became resident."""
+
+    def get(self, teacher: str) -> Head:
+        """The head of a teacher, frozen, on the device. Raises UnknownNameError, DamagedError."""
+        if self._resident is not None and self._resident[0] == teacher:
+            return self._resident[1]
+        self._resident = None
+        if self._ahead is None or self._ahead[0] != teacher:
+            self.prefetch(teacher)
+        assert self._ahead is not None
+        head = _on_device(self._ahead[1].result(), self._device)
+        self._resident, self._ahead = (teacher, head), None
+        self.switches += 1
+        return head
+
+    def prefetch(self, teacher: str) -> None:
+        """Start reading a head that will be asked for soon; nothing happens when it is already here or on its way."""
+        if any(place is not None and place[0] == teacher for place in (self._resident, self._ahead)):
+            return
+        if teacher not in self._files:
+            raise UnknownNameError(f"no head file for teacher {teacher!r}: {nearest(teacher, self._files)}")
+        self._ahead = (teacher, self._reader.submit(self._read, teacher))
+
+    def close(self) -> None:
+        """Stop the reader thread and let go of every head."""
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._resident = self._ahead = None
+
+    def _read(self, teacher: str) -> Head:
+        entry = self._files[teacher]
+        path = Path(entry.path)
+        try:
+            if teacher not in self._verified:
+                _verify(path, entry.digest)
+                self._verified.add(teacher)
+            with safe_open(path, framework="pt") as stored:
+                metadata = stored.metadata() or {}
+                # get_tensor maps the file; the clone reads it here, in the thread.
+                tensors = {name: stored.get_tensor(name).clone() for name in stored.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(f"head of teacher {teacher!r}: {error}; score again to rewrite it") from None
+        softcap = float(metadata.get("logit_softcap", 0.0)) or None
+        return Head(tensors["weight"], tensors.get("bias"), softcap, float(metadata.get("logit_scale", 1.0)))
+
+
+def _verify(path: Path, digest: str) -> None:
+    found = file_digest(path)
+    if found != digest:
+        raise DamagedError(f"{path} has sha256 {found[:16]}…, the store recorded {digest[:16]}…; restore the file")
+
+
+def _on_device(head: Head, device: torch.device) -> Head:
+    bias = None if head.bias is None else head.bias.to(device)
+    return Head(head.weight.to(device), bias, head.softcap, head.logit_scale)

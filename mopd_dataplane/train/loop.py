@@ -1,0 +1,231 @@
+"""One optimizer step: packs in, gradients of the declared objective, an update, and what happened.
+
+The loss is a sum of per-micro-batch losses, each already divided by counts of the whole global step, so the number of
+packs in a forward pass, and of ranks, changes memory and speed but never the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from mopd_kernels.heads import Head
+from torch import Tensor
+
+from mopd_dataplane.errors import EngineError
+from mopd_dataplane.jobfile import Train
+from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.train.heads import TeacherHeads
+from mopd_dataplane.train.microbatch import MicroBatch, build, group_packs
+from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
+from mopd_dataplane.train.optimizer import learning_rate, make_optimizer
+from mopd_dataplane.train.ranks import Ranks
+from mopd_dataplane.train.spec import Window
+from mopd_dataplane.train.student import Student
+
+Release = Callable[[Pack], None]
+"""Gives a pack's memory back; called as soon as nothing reads it any more."""
+
+
+class LoadedBatch(Protocol):
+    """records.Batch whose memory can be given back."""
+
+    stage: str
+    window: int
+    step: int
+    packs: list[Pack]
+    loss_tokens: int
+    sequences: int
+
+    def release(self) -> None:
+        """Give back what is still held."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from: the loader's client, or anything that behaves like it."""
+
+    def batches(self, stage: str, window: int, start_step: int) -> Iterator[LoadedBatch]:
+        """Batches of a window from step `start_step` of the window on."""
+
+
+@dataclass
+class Trainer:
+    """A student, its optimizer and its objective."""
+
+    student: Student
+    objective: ObjectiveLoss
+    settings: Train
+    ranks: Ranks
+    heads: TeacherHeads | None = None
+    teachers: Sequence[str] = ()
+    total_steps: int = 0
+    seed: int = 0
+    proximal: Student | None = None
+    """The policy at the window's start, where the objective compares with it."""
+
+    def __post_init__(self) -> None:
+        self.optimizer = make_optimizer(self.student, self.settings)
+
+    def step(
+        self, batch: LoadedBatch, window: Window, step: int, *, release: Release, waited_s: float = 0.0
+    ) -> StepMetrics:
+        """One update from one batch. step: ordinal inside the stage.
+
+        Raises EngineError, with the update not applied, when loss or gradient is not finite.
+        """
+        started = time.perf_counter()
+        torch.manual_seed(hash((self.seed, step, self.ranks.rank)) & 0x7FFFFFFF)
+        rate = learning_rate(self.settings, step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = self._gradients(batch, window, release)
+        norm = self._clip()
+        totals = sums.over_ranks(self.ranks)
+        if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
+            raise EngineError(
+                f"stage {batch.stage!r} step {step}: loss {totals['loss']}, gradient norm {norm}; the update was not "
+                "applied and the last checkpoint is intact: lower learning_rate, or look at the samples of this step"
+            )
+        self.optimizer.step()
+        metrics = StepMetrics(
+            stage=batch.stage,
+            step=step,
+            window=batch.window,
+            plan_digest=window.plan_digest,
+            policy_version=window.policy_version,
+            loss=totals["loss"],
+            grad_norm=norm,
+            learning_rate=rate,
+            samples=int(totals["samples"]),
+            tokens=int(totals["tokens"]),
+            loss_tokens=int(totals["loss_tokens"]),
+            reverse_kl=_mean(totals.get("reverse_kl", math.nan), totals["loss_tokens"]),
+            staleness_mean=totals["staleness"] / max(1.0, totals["stale_tokens"]),
+            staleness_max=int(totals["stalest"]),
+            step_time_s=time.perf_counter() - started + waited_s,
+            data_wait_s=waited_s,
+            extra=sums.extra(totals),
+        )
+        return metrics
+
+    def _gradients(self, batch: LoadedBatch, window: Window, release: Release) -> _StepSums:
+        totals = Totals(batch.loss_tokens, batch.sequences)
+        sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
+        groups = list(group_packs(batch.packs, self.settings.micro_batch_packs))
+        (passes,) = self.ranks.max(len(groups))
+        for number, packs in enumerate(groups):
+            teacher_head = self._teacher_head(packs, groups[(number + 1) % len(groups)])
+            micro = build(packs, self.student.layout).to(self.ranks.device)
+            loss = self._backward(micro, totals, teacher_head, sums)
+            sums.count(micro, loss, window.policy_version)
+            del micro
+            for pack in packs:
+                release(pack)
+        for _ in range(passes - len(groups)):
+            # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
+            self.student(_no_tokens(self.ranks.device), _zero).backward()
+        return sums
+
+    def _backward(self, micro: MicroBatch, totals: Totals, teacher_head: Head | None, sums: _StepSums) -> Tensor:
+        proximal = None
+        if self.proximal is not None:
+            with torch.no_grad():
+                proximal = self.proximal(micro, lambda hidden, head: self.objective.logprob(hidden, head, micro))
+
+        def judge(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
+            return self.objective(hidden, head, micro, totals, teacher_head=teacher_head, proximal_logprobs=proximal)
+
+        loss, found = self.student(micro, judge)
+        loss.backward()
+        sums.add(found, micro)
+        detached: Tensor = loss.detach()
+        return detached
+
+    def _teacher_head(self, packs: list[Pack], following: list[Pack]) -> Head | None:
+        if not self.objective.needs_head or self.heads is None:
+            return None
+        head = self.heads.get(packs[0].teacher)
+        self.heads.prefetch(following[0].teacher)
+        return head
+
+    def _clip(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.settings.grad_clip)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+class _StepSums:
+    """Sums of one step, laid out the same on every rank so that one all-reduce adds them."""
+
+    def __init__(self, names: Sequence[str], teachers: Sequence[str], device: torch.device) -> None:
+        self._terms = list(names)
+        self._teachers = list(teachers) if "reverse_kl" in names else []
+        counts = ("loss", "samples", "tokens", "loss_tokens", "stale_tokens", "staleness", "rewarded", "reward")
+        teacher_names = [f"teacher/{t}/{what}" for t in self._teachers for what in ("reverse_kl", "tokens")]
+        self._index = {name: i for i, name in enumerate([*counts, *self._terms, *teacher_names])}
+        self._sums = torch.zeros(len(self._index), dtype=torch.float64, device=device)
+        self._stalest = 0
+
+    def add(self, found: TermSums, micro: MicroBatch) -> None:
+        for name, value in found.values.items():
+            self._add(name, value)
+        if micro.teacher in self._teachers and "reverse_kl" in found.values:
+            self._add(f"teacher/{micro.teacher}/reverse_kl", found.values["reverse_kl"])
+            self._add(f"teacher/{micro.teacher}/tokens", len(micro.targets))
+
+    def count(self, micro: MicroBatch, loss: Tensor, policy_version: int) -> None:
+        self._add("loss", loss.double())
+        self._add("samples", len(micro.loss_counts))
+        self._add("tokens", micro.tokens)
+        self._add("loss_tokens", len(micro.targets))
+        sampled = micro.policy_versions[micro.policy_versions >= 0]
+        age = policy_version - sampled
+        self._add("stale_tokens", len(sampled))
+        self._add("staleness", age.sum())
+        self._stalest = max(self._stalest, int(age.max()) if len(age) else 0)
+        rewards = micro.rewards[~micro.rewards.isnan()]
+        self._add("rewarded", len(rewards))
+        self._add("reward", rewards.double().sum())
+
+    def _add(self, name: str, value: Tensor | float) -> None:
+        self._sums[self._index[name]] += value
+
+    def over_ranks(self, ranks: Ranks) -> dict[str, float]:
+        values = ranks.sum(self._sums).tolist()
+        (stalest,) = ranks.max(self._stalest)
+        return {name: values[i] for name, i in self._index.items()} | {"stalest": stalest}
+
+    def extra(self, totals: dict[str, float]) -> dict[str, float]:
+        """Means that have no field of their own in StepMetrics."""
+        tokens = totals["loss_tokens"]
+        extra = {name: _mean(totals[name], tokens) for name in self._terms if name != "reverse_kl"}
+        for teacher in self._teachers:
+            if count := totals[f"teacher/{teacher}/tokens"]:
+                extra[f"teacher/{teacher}/reverse_kl"] = totals[f"teacher/{teacher}/reverse_kl"] / count
+        if totals["rewarded"]:
+            extra["reward"] = totals["reward"] / totals["rewarded"]
+        return extra
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
+
+
+def _zero(hidden: Tensor, head: Head) -> Tensor:
+    return hidden.sum() * 0.0 + head.weight.sum() * 0.0
+
+
+def _no_tokens(device: torch.device) -> MicroBatch:
+    """Two tokens of which none is trained."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    empty = torch.zeros(0, device=device)
+    two = torch.tensor([[0, 0]], device=device)
+    return MicroBatch(
+        teacher="", input_ids=two, position_ids=torch.tensor([[0, 1]], device=device), predictors=none, targets=none,
+        sequence=none, position=none, sampler_logprobs=empty, policy_versions=none, loss_counts=none,
+        advantages=empty, rewards=empty, tokens=0,
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+"""Packs become the tensors of one forward pass.
+
+Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, in the order of
+the packs. A trained token at column t of a row is predicted by the hidden state at column t - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.records import Pack
+
+Layout = Literal["packed", "rows"]
+"""packed: a row is a pack, sequences side by side. rows: a row is one sequence, padded on the right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One forward pass: what the body reads, and what the objective needs of every trained token."""
+
+    teacher: str
+    """Teacher of every sequence; empty when the objective needs none."""
+    input_ids: Tensor
+    """[B, W] int64; padding is token 0"""
+    position_ids: Tensor
+    """[B, W] int64, restarting at 0 in every sequence; padding is 0"""
+    predictors: Tensor
+    """[M] int64 index into the flattened [B * W] hidden states"""
+    targets: Tensor
+    """[M] int64 token ids"""
+    sequence: Tensor
+    """[M] int64 sequence of each trained token"""
+    position: Tensor
+    """[M] int64 place of each trained token in its sequence"""
+    sampler_logprobs: Tensor
+    """[M] f32"""
+    policy_versions: Tensor
+    """[M] int64"""
+    loss_counts: Tensor
+    """[S] int64 trained tokens of each sequence"""
+    advantages: Tensor
+    """[S] f32"""
+    rewards: Tensor
+    """[S] f32, NaN where there is none"""
+    tokens: int
+    """Real tokens, padding excluded."""
+    teacher_logprobs: Tensor | None = None
+    """[M] f32"""
+    reference_logprobs: Tensor | None = None
+    """[M] f32"""
+    topk_ids: Tensor | None = None
+    """[M, K] int64"""
+    topk_logprobs: Tensor | None = None
+    """[M, K] f32"""
+    hidden: Tensor | None = None
+    """[M, row_bytes] uint8"""
+    hidden_codec: str = ""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same micro-batch on a device."""
+        if device.type == "cpu":
+            return self
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in values.items():
+            if torch.is_tensor(value):
+                values[name] = value.to(device, non_blocking=True)
+        return MicroBatch(**values)
+
+
+def group_packs(packs: Sequence[Pack], size: int) -> Iterator[list[Pack]]:
+    """Consecutive packs of one teacher, at most `size` at a time."""
+    group: list[Pack] = []
+    for pack in packs:
+        if group and (len(group) == size or pack.teacher != group[0].teacher):
+            yield group
+            group = []
+        group.append(pack)
+    if group:
+        yield group
+
+
+def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
+    """Gather packs of one teacher; copies what is per token, keeps a single pack's hidden states as a view.
+
+    Raises MismatchError when the first token of a sequence is marked as trained: nothing predicts it.
+    """
+    parts = [_PackView(pack) for pack in packs]
+    rows, columns, sequence, base_row, base_sequence = [], [], [], 0, 0
+    for part in parts:
+        own = part.sequence_of_token
+        rows.append((own if layout == "rows" else torch.zeros_like(own)) + base_row)
+        columns.append(part.positions if layout == "rows" else torch.arange(part.length))
+        sequence.append(own + base_sequence)
+        base_row += part.sequences if layout == "rows" else 1
+        base_sequence += part.sequences
+    row, column = torch.cat(rows), torch.cat(columns)
+    width = int(column.max()) + 1
+    mask = torch.cat([part.mask for part in parts])
+    positions = torch.cat([part.positions for part in parts])
+    tokens = torch.cat([part.tokens for part in parts])
+    if bool((mask & (positions == 0)).any()):
+        raise MismatchError("the first token of a sequence is marked as trained; every sample needs a prompt token")
+    input_ids = torch.zeros(base_row, width, dtype=torch.int64)
+    input_ids[row, column] = tokens
+    position_ids = torch.zeros_like(input_ids)
+    position_ids[row, column] = positions
+    trained_sequence = torch.cat(sequence)[mask]
+
+    def trained(name: str) -> Tensor | None:
+        values = [part.field(name) for part in parts]
+        return None if values[0] is None else torch.cat(values)[mask]  # type: ignore[arg-type]
+
+    def joined(name: str) -> Tensor | None:
+        values = [part.field(name) for part in parts]
+        if values[0] is None:
+            return None
+        return values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type]
+
+    topk_ids = joined("topk_ids")
+    return MicroBatch(
+        teacher=packs[0].teacher,
+        input_ids=input_ids,
+        position_ids=position_ids,
+        predictors=(row * width + column)[mask] - 1,
+        targets=tokens[mask],
+        sequence=trained_sequence,
+        position=positions[mask],
+        sampler_logprobs=_required(trained("sampler_logprobs")),
+        policy_versions=_required(trained("policy_versions")).long(),
+        loss_counts=torch.bincount(trained_sequence, minlength=base_sequence),
+        advantages=_required(joined("advantages")),
+        rewards=_required(joined("rewards")),
+        tokens=len(tokens),
+        teacher_logprobs=trained("teacher_logprobs"),
+        reference_logprobs=trained("reference_logprobs"),
+        topk_ids=None if topk_ids is None else topk_ids.long(),
+        topk_logprobs=joined("topk_logprobs"),
+        hidden=joined("hidden"),
+        hidden_codec=packs[0].hidden_codec,
+    )
+
+
+class _PackView:
+    """A pack's arrays as tensors, without a copy where the dtype allows."""
+
+    def __init__(self, pack: Pack) -> None:
+        self._pack = pack
+        self.tokens = torch.as_tensor(pack.tokens).long()
+        self.positions = torch.as_tensor(pack.position_ids).long()
+        self.mask = torch.as_tensor(pack.loss_mask).bool()
+        lengths = torch.as_tensor(pack.cu_seqlens).long().diff()
+        self.length, self.sequences = len(self.tokens), len(lengths)
+        self.sequence_of_token = torch.repeat_interleave(torch.arange(self.sequences), lengths)
+
+    def field(self, name: str) -> Tensor | None:
+        value = getattr(self._pack, name)
+        return None if value is None else torch.as_tensor(value)
+
+
+def _required(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value

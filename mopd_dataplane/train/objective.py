@@ -1,0 +1,265 @@
+"""The loss of a micro-batch: a sum of declared terms over its trained tokens (docs/objectives.md).
+
+    loss = sum over terms of  term.weight * sum over tokens of  n_t * u * l_t
+
+n_t is the normaliser, from counts of the whole global step, so that neither micro-batches nor ranks change the loss;
+u is the weight of the token's teacher; l_t is
+
+    policy gradient   -w_t min(r_t A_t, clip(r_t) A_t)   (advantage.py says what A_t is)
+    divergence        D(student | teacher) over the vocabulary, or over a stored top-k
+    cross entropy     -log pi(y_t)
+
+No [N, V] tensor exists: every term is an op of mopd_kernels on hidden states and heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+from mopd_kernels import decode, divergence, fused_policy_loss, token_logprob, topk_divergence
+from mopd_kernels.heads import Head
+from torch import Tensor
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.jobfile import DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.train.advantage import token_advantage
+from mopd_dataplane.train.microbatch import MicroBatch
+
+Normaliser = Literal["token", "sequence", "sum"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counts of one optimizer step over all ranks and micro-batches."""
+
+    loss_tokens: int
+    sequences: int
+
+
+@dataclass
+class TermSums:
+    """Sums over trained tokens of what a term reports; divided by counts once the step is complete."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add a scalar or the sum of a vector."""
+        total = value.detach().double().sum()
+        self.values[name] = self.values[name] + total if name in self.values else total
+
+
+class ObjectiveLoss:
+    """A declared objective as a function of hidden states and the student's head.
+
+    temperature: of the sampler; log-probs of the policy-gradient term are taken at it.
+    """
+
+    def __init__(self, objective: Objective, *, temperature: float = 1.0) -> None:
+        self.objective = objective
+        self._temperature = temperature
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether a micro-batch is judged through its teacher's LM head."""
+        term = self.objective.divergence
+        return term is not None and term.signal == "hidden"
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether log-probs under the policy at the window's start are needed: PPO's clip compares with them when a
+        correction already compares them with the sampler (GLM-5, arXiv 2602.15763)."""
+        term = self.objective.policy_gradient
+        return term is not None and term.clip is not None and term.correction != "none"
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Every metric the terms report, in a fixed order; the same on all ranks."""
+        names: list[str] = []
+        if self.objective.policy_gradient is not None:
+            names += ["dropped", "clipped", "advantage", "entropy", "sampler_gap"]
+            names += ["reverse_kl"] if self._samples_reverse_kl else []
+        if self.objective.divergence is not None:
+            names += _divergence_metrics(self.objective.divergence)
+        if self.objective.cross_entropy is not None:
+            names.append("nll")
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def _samples_reverse_kl(self) -> bool:
+        """Whether reverse KL is estimated from sampled tokens, for want of an exact one."""
+        term, exact = self.objective.policy_gradient, self.objective.divergence
+        if term is None or not term.teacher_coef:
+            return False
+        return exact is None or "reverse_kl" not in _divergence_metrics(exact)
+
+    def logprob(self, hidden: Tensor, head: Head, batch: MicroBatch) -> Tensor:
+        """[M] log-prob of each trained token at the sampling temperature."""
+        return _logprob(hidden, head, batch, self._temperature)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        head: Head,
+        batch: MicroBatch,
+        totals: Totals,
+        *,
+        teacher_head: Head | None = None,
+        proximal_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, TermSums]:
+        """Loss (0-dim, differentiable) and metric sums of one micro-batch.
+
+        hidden [M, D]: the student's states that predict the trained tokens. proximal_logprobs [M].
+        Raises MismatchError when the batch lacks a signal the objective needs.
+        """
+        sums = TermSums()
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        objective = self.objective
+        if objective.policy_gradient is not None:
+            term = objective.policy_gradient
+            weights = self._weights(term.normaliser, batch, totals)
+            loss = loss + term.weight * self._policy(term, hidden, head, batch, weights, proximal_logprobs, sums)
+        if objective.divergence is not None:
+            divergence_term = objective.divergence
+            weights = self._weights(divergence_term.normaliser, batch, totals)
+            if divergence_term.signal == "hidden":
+                value = _hidden_divergence(divergence_term, hidden, head, batch, weights, teacher_head, sums)
+            else:
+                value = _topk_divergence(divergence_term, hidden, head, batch, weights, sums)
+            loss = loss + divergence_term.weight * value
+        if objective.cross_entropy is not None:
+            ce = objective.cross_entropy
+            weights = self._weights(ce.normaliser, batch, totals)
+            loss = loss + ce.weight * _cross_entropy(hidden, head, batch, weights, sums)
+        return loss, sums
+
+    def _weights(self, normaliser: Normaliser, batch: MicroBatch, totals: Totals) -> Tensor:
+        """[M] f32: n_t times the teacher's weight."""
+        weight = self.objective.teacher_weights.get(batch.teacher, 1.0)
+        if normaliser == "sequence":
+            return weight / (batch.loss_counts[batch.sequence].float() * totals.sequences)
+        scale = weight / totals.loss_tokens if normaliser == "token" else weight
+        return torch.full((len(batch.targets),), scale, device=batch.targets.device)
+
+    def _policy(
+        self,
+        term: PolicyGradientTerm,
+        hidden: Tensor,
+        head: Head,
+        batch: MicroBatch,
+        weights: Tensor,
+        proximal: Tensor | None,
+        sums: TermSums,
+    ) -> Tensor:
+        current = None
+        if term.discount and term.student_logprob == "current":
+            with torch.no_grad():
+                current = self.logprob(hidden, head, batch)
+        advantage = token_advantage(term, batch, current)
+        if term.correction == "none":
+            old, sampler = batch.sampler_logprobs, None
+        elif term.clip is None:
+            old, sampler = None, batch.sampler_logprobs
+        else:
+            old, sampler = _present(proximal, "proximal log-probs"), batch.sampler_logprobs
+        result = fused_policy_loss(
+            hidden,
+            head,
+            batch.targets,
+            advantage=advantage.constant,
+            teacher_logprob=advantage.target,
+            distill_coefficient=term.teacher_coef,
+            distill_clip=term.advantage_clip or None,
+            old_logprob=old,
+            sampler_logprob=sampler,
+            clip=term.clip,
+            correction=term.correction,
+            band=term.band,
+            weights=weights,
+            temperature=self._temperature,
+        )
+        tokens = result.metrics["tokens"]
+        for name in ("dropped", "clipped", "advantage"):
+            sums.add(name, result.metrics[name] * tokens)
+        sums.add("entropy", result.entropy)
+        sums.add("sampler_gap", (result.logprob - batch.sampler_logprobs).abs())
+        if self._samples_reverse_kl and batch.teacher_logprobs is not None:
+            sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
+        return result.loss
+
+
+def _hidden_divergence(
+    term: DivergenceTerm,
+    hidden: Tensor,
+    head: Head,
+    batch: MicroBatch,
+    weights: Tensor,
+    teacher: Head | None,
+    sums: TermSums,
+) -> Tensor:
+    teacher = _present(teacher, f"the LM head of teacher {batch.teacher!r}")
+    encoded = _present(batch.hidden, "hidden states")
+    states = decode(encoded, batch.hidden_codec, teacher.weight.shape[1], teacher.weight.dtype)
+    loss, stats = divergence(
+        hidden,
+        head,
+        states,
+        teacher,
+        kind=term.kind,
+        beta=term.beta,
+        alpha=term.alpha,
+        temperature=term.temperature,
+        weights=weights,
+        reduction="sum",
+        return_stats=True,
+    )
+    sums.add("reverse_kl", stats.reverse_kl)
+    sums.add("forward_kl", stats.forward_kl)
+    sums.add("student_entropy", stats.student_entropy)
+    sums.add("teacher_entropy", stats.teacher_entropy)
+    sums.add("top1_agreement", stats.top1_agreement)
+    return loss
+
+
+def _divergence_metrics(term: DivergenceTerm) -> list[str]:
+    if term.signal == "hidden":
+        return ["reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement"]
+    return ["reverse_kl" if term.kind == "reverse" else f"{term.kind}_divergence"]
+
+
+def _topk_divergence(
+    term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums
+) -> Tensor:
+    rows = topk_divergence(
+        hidden,
+        head,
+        _present(batch.topk_ids, "top-k token ids"),
+        _present(batch.topk_logprobs, "top-k log-probs"),
+        mode=term.topk_mode,
+        kind=term.kind,
+        beta=term.beta,
+        alpha=term.alpha,
+        temperature=term.temperature,
+    )
+    sums.add(_divergence_metrics(term)[0], rows)
+    return (rows * weights).sum()
+
+
+def _cross_entropy(hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
+    logprob = _logprob(hidden, head, batch, 1.0)
+    sums.add("nll", -logprob)
+    return -(logprob * weights).sum()
+
+
+def _logprob(hidden: Tensor, head: Head, batch: MicroBatch, temperature: float) -> Tensor:
+    found = token_logprob(hidden, head, batch.targets, temperature=temperature)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _present(value: T | None, what: str) -> T:
+    if value is None:
+        raise MismatchError(f"the objective needs {what}, the batch has none; score the samples with this signal first")
+    return value

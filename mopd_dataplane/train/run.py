@@ -1,0 +1,178 @@
+"""Train the windows of a spec: resume, step, checkpoint, publish.
+
+A run that is interrupted anywhere continues from its last checkpoint and takes the same steps an uninterrupted run
+would have taken. `latest` always names a complete checkpoint, and metrics.jsonl never runs behind it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from mopd_dataplane.models import save_policy
+from mopd_dataplane.records import Pack
+from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
+from mopd_dataplane.train.heads import TeacherHeads
+from mopd_dataplane.train.loop import BatchSource, LoadedBatch, Trainer
+from mopd_dataplane.train.metrics import MetricsLog, Tracker, open_tracker
+from mopd_dataplane.train.objective import ObjectiveLoss
+from mopd_dataplane.train.ranks import Ranks, whole
+from mopd_dataplane.train.spec import TrainSpec, Window
+from mopd_dataplane.train.student import Student, load_student
+
+
+class Run:
+    """One stage's training in this process."""
+
+    def __init__(self, spec: TrainSpec, source: BatchSource, ranks: Ranks) -> None:
+        self.spec = spec
+        self._source = source
+        self._ranks = ranks
+        if spec.train.threads:
+            torch.set_num_threads(spec.train.threads)
+        objective = ObjectiveLoss(spec.objective, temperature=spec.temperature)
+        self._heads = TeacherHeads(spec.heads, ranks.device) if objective.needs_head else None
+        self._trainer = Trainer(
+            self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,
+            total_steps=spec.total_steps, seed=spec.seed,
+        )  # fmt: skip
+        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, keep=spec.keep_checkpoints)
+        self._position = self._resume()
+        self._log = MetricsLog(Path(spec.checkpoint_dir), steps_done=self._position.step) if ranks.leads else None
+        self._tracker: Tracker | None = None
+        if ranks.leads:
+            self._tracker = open_tracker(spec.track, Path(spec.checkpoint_dir), name=spec.stage)
+
+    @property
+    def position(self) -> Position:
+        """Where training stands."""
+        return self._position
+
+    def train(self, stop: Callable[[], bool]) -> bool:
+        """Train what is left of every window. Returns False when `stop` ended it early, at a checkpoint."""
+        for window in self.spec.windows:
+            if window.window >= self._position.window:
+                if not self._train_window(window, stop):
+                    return False
+                self._position = Position(step=self._position.step, window=window.window + 1)
+                self._save(window)
+            self._publish(window)
+        return True
+
+    def close(self) -> None:
+        """Flush metrics and stop the head reader."""
+        if self._log is not None:
+            self._log.close()
+        if self._tracker is not None:
+            self._tracker.close()
+        if self._heads is not None:
+            self._heads.close()
+
+    def _train_window(self, window: Window, stop: Callable[[], bool]) -> bool:
+        """All remaining passes over a window; False when stopped."""
+        if self._position.window != window.window:
+            self._position = Position(step=self._position.step, window=window.window)
+        if self._trainer.objective.needs_proximal:
+            self._trainer.proximal = self._load(self._version_folder(window.policy_version)).eval()
+        for epoch in range(self._position.epoch, self.spec.train.epochs):
+            first = self._position.window_step if epoch == self._position.epoch else 0
+            for batch, waited in _timed(self._source.batches(self.spec.stage, window.window, first)):
+                self._step(batch, window, waited)
+                self._advance(window)
+                (stopping,) = self._ranks.max(int(stop()))
+                due = self._position.step % self.spec.train.checkpoint_steps == 0
+                if self._position.epoch < self.spec.train.epochs and (stopping or due):
+                    self._save(window)
+                    if stopping:
+                        return False
+        return True
+
+    def _step(self, batch: LoadedBatch, window: Window, waited: float) -> None:
+        metrics = self._trainer.step(batch, window, self._position.step, release=_keep, waited_s=waited)
+        batch.release()
+        if self._log is not None:
+            self._log.write(metrics)
+        if self._tracker is not None:
+            self._tracker.write(metrics)
+
+    def _advance(self, window: Window) -> None:
+        at = self._position
+        wrapped = at.window_step + 1 == window.steps
+        self._position = Position(
+            step=at.step + 1,
+            window=at.window,
+            epoch=at.epoch + wrapped,
+            window_step=0 if wrapped else at.window_step + 1,
+        )
+
+    def _save(self, window: Window) -> None:
+        if self._log is not None:
+            self._log.sync()
+        self._checkpoints.save(self._position, self._identity(window), self._trainer.student, self._trainer.optimizer)
+
+    def _resume(self) -> Position:
+        saved = self._checkpoints.latest()
+        if saved is None:
+            return Position(window=self.spec.windows[0].window)
+        position, identity = saved
+        inside = [window for window in self.spec.windows if window.window == position.window]
+        mid_window = bool(position.epoch or position.window_step)
+        wanted = self._identity(inside[0] if inside else self.spec.windows[0])
+        check_identity(identity, wanted, self._checkpoints.folder, inside_window=mid_window and bool(inside))
+        self._checkpoints.restore(self._trainer.student, self._trainer.optimizer)
+        return position
+
+    def _identity(self, window: Window) -> Identity:
+        return Identity(
+            stage=self.spec.stage,
+            objective=self.spec.objective.model_dump(mode="json"),
+            plan_digest=window.plan_digest,
+            snapshot_digest=window.snapshot_digest,
+        )
+
+    def _publish(self, window: Window) -> None:
+        """Write the version that a finished window leads to, unless it is there."""
+        folder = self._version_folder(window.policy_version + 1)
+        if not folder.exists():
+            weights = full_weights(self._trainer.student)
+            if self._ranks.leads:
+                save_policy(self._trainer.student.model, self.spec.start, folder, state_dict=weights)
+        self._ranks.barrier()
+
+    def _version_folder(self, version: int) -> Path:
+        return Path(self.spec.start) if version == 0 else Path(self.spec.policy_dir) / f"v{version}"
+
+    def _load(self, folder: Path) -> Student:
+        return load_student(
+            folder, self._ranks, dtype=getattr(torch, self.spec.dtype), freeze_head=self.spec.train.freeze_head,
+            gradient_checkpointing=self.spec.train.gradient_checkpointing,
+        )  # fmt: skip
+
+
+def full_weights(student: Student) -> dict[str, torch.Tensor]:
+    """State dict of the whole model on the CPU in the student's dtype; tied tensors stay one tensor."""
+    seen: dict[int, torch.Tensor] = {}
+    weights = {}
+    for name, tensor in student.model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            value = whole(tensor).cpu()
+            seen[id(tensor)] = value.to(student.dtype) if value.is_floating_point() else value
+        weights[name] = seen[id(tensor)]
+    return weights
+
+
+def _timed(batches: Iterator[LoadedBatch]) -> Iterator[tuple[LoadedBatch, float]]:
+    """Each batch with the seconds spent waiting for it."""
+    while True:
+        started = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - started
+
+
+def _keep(pack: Pack) -> None:
+    """Packs go back with their batch."""

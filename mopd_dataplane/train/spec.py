@@ -1,0 +1,74 @@
+"""What the trainer process is told: one JSON file, written by the job, checked before torch is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.jobfile import Objective, Section, Train
+
+
+class HeadFile(Section):
+    """A teacher's LM head on disk."""
+
+    path: str
+    digest: str
+    """sha256 of the file."""
+
+
+class Window(Section):
+    """One planned window to train on."""
+
+    window: int
+    plan_digest: str
+    snapshot_digest: str
+    steps: int = Field(ge=1)
+    """Optimizer steps of one pass."""
+    policy_version: int = Field(ge=0)
+    """Version the window starts from; its end publishes the next one."""
+
+
+class TrainSpec(Section):
+    """One trainer process (or one per rank, all reading the same file)."""
+
+    stage: str
+    start: str
+    """Policy folder the stage starts from (weights, config, tokenizer)."""
+    policy_dir: str
+    """`policies/<stage>`: versions are published as `v<n>` below it."""
+    checkpoint_dir: str
+    """`checkpoints/<stage>`: checkpoints and metrics.jsonl."""
+    socket: str
+    """Unix socket of the loader."""
+    windows: tuple[Window, ...]
+    train: Train
+    objective: Objective
+    heads: dict[str, HeadFile] = Field(default_factory=dict)
+    teachers: tuple[str, ...] = ()
+    """Teachers of the stage; metrics are reported for each."""
+    total_steps: int = Field(default=0, ge=0)
+    """Optimizer steps of the whole stage, for the schedule; 0 when unknown (schedule must then be constant)."""
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward pass; weights and optimizer state stay float32."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature: log-probs of the policy-gradient term are taken at it."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """Longest wait for the loader."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+
+
+def load_spec(path: str | Path) -> TrainSpec:
+    """Read and check a spec. Raises InputError naming the file and the key."""
+    try:
+        return TrainSpec.model_validate_json(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"no train spec at {path}: {error.strerror}") from None
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+        raise InputError(f"{path}: {problems}") from None

@@ -1,0 +1,93 @@
+"""The policy as a module whose forward pass ends in a loss, not in logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from mopd_kernels.heads import Head
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from mopd_dataplane.models import embedding_weight, head_weight, hidden_states, lm_head, load_model
+from mopd_dataplane.train.microbatch import Layout, MicroBatch
+from mopd_dataplane.train.ranks import Ranks
+
+Result = TypeVar("Result")
+
+
+class Student(nn.Module):
+    """A causal LM that answers with the hidden states of trained tokens.
+
+    The head is used inside `forward`, so that sharded parameters are whole while an op reads them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, freeze_head: bool = False
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+        self.freeze_head = freeze_head
+        self.layout: Layout = "packed" if packs_apart(model) else "rows"
+
+    def forward(self, batch: MicroBatch, judge: Callable[[Tensor, Head], Result]) -> Result:
+        """judge(hidden [M, D], head): the states that predict the trained tokens, in the order of `batch.targets`."""
+        device = batch.input_ids.device.type
+        lower = torch.autocast(device, self.dtype) if self.dtype != torch.float32 else nullcontext()
+        with lower:
+            states = hidden_states(self.model, batch.input_ids, position_ids=batch.position_ids)
+        rows = states.flatten(0, 1)[batch.predictors].to(self.dtype)
+        head = lm_head(self.model)
+        weight = head.weight.to(self.dtype)
+        if self.freeze_head:  # not through requires_grad: a tied matrix is the embedding too, which still learns
+            weight = weight.detach()
+        return judge(rows, Head(weight, head.bias, head.softcap, head.logit_scale))
+
+
+def load_student(
+    folder: Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype = torch.float32,
+    freeze_head: bool = False,
+    gradient_checkpointing: bool = False,
+) -> Student:
+    """A policy folder as a trainable module: float32 weights, forward pass in `dtype`, sharded over the ranks."""
+    model = load_model(folder, device=str(ranks.device))
+    student = Student(model, dtype=dtype, freeze_head=freeze_head)
+    head = head_weight(model)
+    if freeze_head and head is not embedding_weight(model):
+        head.requires_grad_(False)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    student.train()
+    ranks.shard(student, _layers(model), dtype=dtype)
+    return student
+
+
+@torch.no_grad()
+def packs_apart(model: PreTrainedModel) -> bool:
+    """Whether sequences side by side in one row do not see each other, given position ids that restart.
+
+    transformers builds a block-diagonal mask from such position ids for most attention models; recurrent ones and some
+    attention back-ends ignore them. This asks the model itself, with two short sequences, packed and apart.
+    """
+    training = model.training
+    model.train(False)
+    device = model.device
+    ids = (torch.arange(12, device=device) * 7919 + 1) % len(embedding_weight(model))
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).to(device)
+    packed = hidden_states(model, ids[None], position_ids=positions[None])[0]
+    apart = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:5], ids[5:])])
+    model.train(training)
+    error = (packed - apart).float().norm() / apart.float().norm()
+    return bool(error < 1e-2)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    layers = getattr(model.base_model, "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) else []

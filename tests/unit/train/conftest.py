@@ -1,0 +1,132 @@
+"""A tiny student, in-memory batches and a source that behaves like the loader's client."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_dataplane.jobfile import Student as StudentSettings
+from mopd_dataplane.records import Pack
+from mopd_dataplane.run.student import make_student
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture(scope="session")
+def make_policy(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a tiny random causal LM; keyword arguments replace keys of its config."""
+
+    def make(seed: int = 0, **changes: Any) -> Path:
+        folder = tmp_path_factory.mktemp("policy") / "start"
+        return make_student(StudentSettings(config=CONFIG | changes), folder, seed=seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def policy(make_policy: Callable[..., Path]) -> Path:
+    """The tiny student's start."""
+    return make_policy()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass(kw_only=True)
+class MemoryBatch:
+    """A batch held in ordinary memory; remembers that it was released."""
+
+    stage: str
+    window: int
+    step: int
+    packs: list[Pack]
+    loss_tokens: int
+    sequences: int
+    released: bool = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+@dataclass
+class MemorySource:
+    """Batches by window, served like the loader's client serves them."""
+
+    windows: dict[int, list[MemoryBatch]]
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def batches(self, stage: str, window: int, start_step: int) -> Iterator[MemoryBatch]:
+        self.asked.append((window, start_step))
+        yield from self.windows[window][start_step:]
+
+
+def random_pack(
+    lengths: list[int], *, seed: int, teacher: str = "math", prompt: int = 3, vocabulary: int = 99, index: int = 0
+) -> Pack:
+    """Sequences of the given lengths with random tokens, a hole in every loss mask, and plausible log-probs."""
+    rng = np.random.default_rng(seed)
+    total = sum(lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths]).astype(np.int32)
+    mask = (positions >= prompt).astype(np.uint8)
+    mask[positions == prompt + 2] = 0
+    sampled = np.where(mask, -rng.gamma(2.0, 0.5, total), 0).astype(np.float32)
+    shift = rng.normal(0, 0.4, total)
+    return Pack(
+        index=index,
+        teacher=teacher,
+        tokens=rng.integers(4, vocabulary, total).astype(np.int32),
+        position_ids=positions,
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        loss_mask=mask,
+        sampler_logprobs=sampled,
+        policy_versions=np.where(positions >= prompt, 0, -1).astype(np.int32),
+        sample_rows=np.arange(len(lengths), dtype=np.int64),
+        rewards=rng.integers(0, 2, len(lengths)).astype(np.float32),
+        advantages=rng.normal(size=len(lengths)).astype(np.float32),
+        teacher_logprobs=np.where(mask, sampled + shift, 0).astype(np.float32),
+        reference_logprobs=np.where(mask, sampled - shift, 0).astype(np.float32),
+    )
+
+
+def as_batch(packs: list[Pack], *, step: int = 0, window: int = 0) -> MemoryBatch:
+    """A whole step of one rank."""
+    return MemoryBatch(
+        stage="student",
+        window=window,
+        step=step,
+        packs=packs,
+        loss_tokens=int(sum(pack.loss_mask.sum() for pack in packs)),
+        sequences=sum(len(pack.cu_seqlens) - 1 for pack in packs),
+    )
+
+
+@pytest.fixture(scope="session")
+def pack() -> Callable[..., Pack]:
+    return random_pack
+
+
+@pytest.fixture(scope="session")
+def batch() -> Callable[..., MemoryBatch]:
+    return as_batch
+
+
+@pytest.fixture(scope="session")
+def source() -> type[MemorySource]:
+    return MemorySource

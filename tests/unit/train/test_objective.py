@@ -1,0 +1,307 @@
+"""Every term of the objective against the formula it stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mopd_kernels import encode, token_logprob, topk_logprobs
+from mopd_kernels.heads import Head
+from torch import Tensor
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.jobfile import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.records import Pack
+from mopd_dataplane.train.microbatch import MicroBatch, build
+from mopd_dataplane.train.objective import ObjectiveLoss, Totals
+
+V, D = 41, 16
+
+
+def policy_gradient(**settings: Any) -> Objective:
+    return Objective(policy_gradient=PolicyGradientTerm(**settings))
+
+
+class Case:
+    """A micro-batch with hidden states and a head that both want gradients."""
+
+    def __init__(self, make_pack: Callable[..., Pack], seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.batch = build([make_pack([9, 14], seed=seed, vocabulary=V), make_pack([7], seed=seed + 1, vocabulary=V)])
+        self.hidden = torch.randn(len(self.batch.targets), D, requires_grad=True)
+        self.weight = torch.randn(V, D, requires_grad=True)
+        self.totals = Totals(len(self.batch.targets), len(self.batch.loss_counts))
+
+    @property
+    def head(self) -> Head:
+        return Head(self.weight)
+
+    @property
+    def logprob(self) -> Tensor:
+        """Differentiable log-probs, straight from logits."""
+        logits = (self.hidden @ self.weight.T).log_softmax(-1)
+        return logits.gather(1, self.batch.targets[:, None])[:, 0]
+
+    def with_(self, **changes: Any) -> MicroBatch:
+        return dataclasses.replace(self.batch, **changes)
+
+    def loss(self, objective: Objective, batch: MicroBatch | None = None, **kwargs: Any) -> Tensor:
+        loss, _ = ObjectiveLoss(objective)(self.hidden, self.head, batch or self.batch, self.totals, **kwargs)
+        return loss
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = torch.autograd.grad(loss, [self.hidden, self.weight])
+        return hidden, weight
+
+    def same(self, found: Tensor, wanted: Tensor) -> None:
+        """Equal values and equal gradients."""
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+        for a, b in zip(self.gradients(found), self.gradients(wanted), strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+@pytest.fixture
+def case(pack: Callable[..., Pack]) -> Case:
+    return Case(pack)
+
+
+def test_sampler_form_is_the_published_importance_sampling_loss(case: Case) -> None:
+    """tinker-cookbook: -sum exp(log pi - log mu) (log pi_T - log mu), summed over tokens, no clip."""
+    mu, teacher = case.batch.sampler_logprobs, case.batch.teacher_logprobs
+    wanted = -((case.logprob - mu).exp() * (teacher - mu)).sum()
+    case.same(case.loss(policy_gradient(normaliser="sum")), wanted)
+
+
+def test_icepop_keeps_the_ratio_as_weight_in_the_band_and_drops_outside(case: Case) -> None:
+    """MiMo eq. 7-9; the denominator stays the sequence length whatever is dropped."""
+    ratio = torch.tensor([0.4, 0.5001, 0.8, 1.0, 1.9999, 2.1]).repeat(9)[: len(case.batch.targets)]
+    batch = case.with_(sampler_logprobs=(case.logprob - ratio.log()).detach())
+    advantage = (case.batch.teacher_logprobs - case.logprob).detach()
+    weight = torch.where((ratio >= 0.5) & (ratio <= 2.0), ratio, 0.0)
+    lengths = case.batch.loss_counts[case.batch.sequence]
+    per_token = -weight * advantage * case.logprob / lengths / case.totals.sequences
+    objective = policy_gradient(student_logprob="current", correction="icepop", band=(0.5, 2.0), normaliser="sequence")
+    found = case.gradients(case.loss(objective, batch))
+    for a, b in zip(found, case.gradients(per_token.sum()), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-4)
+    _, sums = ObjectiveLoss(objective)(case.hidden, case.head, batch, case.totals)
+    assert float(sums.values["dropped"]) == pytest.approx(float((weight == 0).sum()))
+
+
+def test_correction_with_clip_compares_three_policies(case: Case) -> None:
+    """GLM-5: pop(pi_old / mu) min(r A, clip(r) A) with r = pi / pi_old."""
+    proximal = (case.logprob + 0.3 * torch.randn(len(case.batch.targets))).detach()
+    mu = (proximal + 0.5 * torch.randn(len(proximal))).detach()
+    advantage = (case.batch.teacher_logprobs - mu).detach()
+    rho, r = (proximal - mu).exp(), (case.logprob - proximal).exp()
+    weight = torch.where((rho >= 0.5) & (rho <= 2.0), rho, 0.0)
+    bounded = torch.minimum(r * advantage, r.clamp(0.8, 1.28) * advantage)
+    wanted = -(weight * bounded).sum() / case.totals.loss_tokens
+    objective = policy_gradient(correction="icepop", band=(0.5, 2.0), clip=(0.2, 0.28))
+    assert ObjectiveLoss(objective).needs_proximal
+    batch = case.with_(sampler_logprobs=mu)
+    case.same(case.loss(objective, batch, proximal_logprobs=proximal), wanted)
+    with pytest.raises(MismatchError, match="proximal"):
+        case.loss(objective, batch)
+
+
+def test_sampled_gradient_in_expectation_is_the_full_vocabulary_gradient(pack: Callable[..., Pack]) -> None:
+    """sum over y of p(y) grad[-sg(log q_y - log p_y) log p_y] = grad KL(p | q), at every position."""
+    case = Case(pack)
+    teacher = Head(torch.randn(V, 24))
+    states = torch.randn(len(case.batch.targets), 24)
+    full = Objective(divergence=DivergenceTerm(normaliser="sum"))
+    batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
+    wanted = case.gradients(case.loss(full, batch, teacher_head=teacher))
+    sampled = policy_gradient(student_logprob="current", correction="icepop", normaliser="sum")
+    total = [torch.zeros_like(gradient) for gradient in wanted]
+    probabilities = (case.hidden @ case.weight.T).softmax(-1).detach()
+    log_q = (states @ teacher.weight.T).log_softmax(-1)
+    for token in range(V):
+        drawn = torch.full_like(case.batch.targets, token)
+        now = token_logprob(case.hidden, case.head, drawn).detach()
+        # The draw's probability p(y) enters as the weight pi / mu that IcePop keeps.
+        batch = case.with_(
+            targets=drawn, teacher_logprobs=log_q[:, token], sampler_logprobs=now - probabilities[:, token].log()
+        )
+        wide = sampled.model_copy(
+            update={"policy_gradient": sampled.policy_gradient.model_copy(update={"band": (0.0, 10.0)})}
+        )
+        for part, gradient in zip(total, case.gradients(case.loss(wide, batch)), strict=True):
+            part += gradient
+    for found, gradient in zip(total, wanted, strict=True):
+        torch.testing.assert_close(found, gradient, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd", "skew_forward", "skew_reverse"])
+def test_a_teacher_equal_to_the_student_teaches_nothing(case: Case, kind: Any) -> None:
+    batch = case.with_(hidden=encode(case.hidden.detach(), "fp32"), hidden_codec="fp32")
+    teacher = Head(case.weight.detach().clone())
+    loss = case.loss(Objective(divergence=DivergenceTerm(kind=kind)), batch, teacher_head=teacher)
+    assert 0 <= float(loss.detach()) < 1e-9
+    assert all(gradient.abs().max() < 1e-7 for gradient in case.gradients(loss))
+    other = Head(torch.randn(V, D))
+    far = case.loss(Objective(divergence=DivergenceTerm(kind=kind)), batch, teacher_head=other)
+    assert float(far.detach()) > 0.01
+
+
+def test_a_teacher_equal_to_the_student_gives_no_policy_gradient(case: Case) -> None:
+    now = case.logprob.detach()
+    batch = case.with_(teacher_logprobs=now, sampler_logprobs=now)
+    for gradient in case.gradients(case.loss(policy_gradient(student_logprob="current"), batch)):
+        assert gradient.abs().max() < 1e-6
+
+
+def test_divergence_matches_direct_logits(case: Case) -> None:
+    states, teacher = torch.randn(len(case.batch.targets), 24), Head(torch.randn(V, 24))
+    batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
+    p = (case.hidden @ case.weight.T).log_softmax(-1)
+    q = (states @ teacher.weight.T).log_softmax(-1)
+    lengths = case.batch.loss_counts[case.batch.sequence]
+    wanted = ((p.exp() * (p - q)).sum(-1) / lengths).sum() / case.totals.sequences
+    case.same(
+        case.loss(Objective(divergence=DivergenceTerm(normaliser="sequence")), batch, teacher_head=teacher), wanted
+    )
+
+
+def test_topk_of_the_whole_vocabulary_is_the_full_divergence(case: Case) -> None:
+    states, teacher = torch.randn(len(case.batch.targets), 24), Head(torch.randn(V, 24))
+    ids, logprobs = topk_logprobs(states, teacher, V)
+    full = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
+    topk = case.with_(topk_ids=ids, topk_logprobs=logprobs)
+    term = DivergenceTerm(signal="topk")
+    wanted = case.loss(Objective(divergence=DivergenceTerm()), full, teacher_head=teacher)
+    case.same(case.loss(Objective(divergence=term), topk), wanted)
+
+
+@pytest.mark.parametrize("student", ["sampler", "current"])
+def test_extrapolation_of_one_is_plain_distillation(case: Case, student: Any) -> None:
+    plain = policy_gradient(student_logprob=student)
+    one = policy_gradient(student_logprob=student, extrapolation=1.0, reference="base")
+    case.same(case.loss(one), case.loss(plain))
+
+
+@pytest.mark.parametrize("student", ["sampler", "current"])
+def test_extrapolation_moves_past_the_teacher(case: Case, student: Any) -> None:
+    """ExOPD: A = (log pi_T - log pi_S) + (lambda - 1) (log pi_T - log pi_ref)."""
+    b = case.batch
+    baseline = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
+    advantage = (b.teacher_logprobs - baseline) + 0.25 * (b.teacher_logprobs - b.reference_logprobs)
+    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(student_logprob=student, extrapolation=1.25, reference="base")), wanted)
+
+
+@pytest.mark.parametrize("student", ["sampler", "current"])
+def test_discount_sums_later_gaps_of_the_same_sequence_only(case: Case, student: Any) -> None:
+    b, gamma = case.batch, 0.7
+    baseline = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
+    gap = (b.teacher_logprobs - baseline).clamp(-0.5, 0.5)
+    advantage = torch.tensor(
+        [
+            sum(
+                gamma ** float(b.position[j] - b.position[t]) * float(gap[j])
+                for j in range(len(gap))
+                if b.sequence[j] == b.sequence[t] and b.position[j] >= b.position[t]
+            )
+            for t in range(len(gap))
+        ]
+    )
+    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(student_logprob=student, discount=gamma, advantage_clip=0.5)), wanted)
+
+
+@pytest.mark.parametrize("student", ["sampler", "current"])
+def test_outcome_advantage_is_added_to_the_teachers(case: Case, student: Any) -> None:
+    b = case.batch
+    baseline = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
+    advantage = 0.6 * (b.teacher_logprobs - baseline).clamp(-0.3, 0.3) + 0.4 * b.advantages[b.sequence]
+    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    settings = {"teacher_coef": 0.6, "reward_coef": 0.4, "advantage_clip": 0.3, "student_logprob": student}
+    case.same(case.loss(policy_gradient(**settings)), wanted)
+
+
+def test_pure_reinforcement_needs_no_teacher(case: Case) -> None:
+    """GRPO with PPO's clip, DAPO's token mean."""
+    b = case.with_(teacher_logprobs=None)
+    ratio, advantage = (case.logprob - b.sampler_logprobs).exp(), b.advantages[b.sequence]
+    wanted = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(teacher_coef=0.0, reward_coef=1.0, clip=(0.2, 0.28)), b), wanted)
+
+
+@pytest.mark.parametrize("normaliser", ["token", "sequence", "sum"])
+def test_cross_entropy_under_each_normaliser(case: Case, normaliser: Any) -> None:
+    share = {
+        "token": torch.full((len(case.batch.targets),), 1 / case.totals.loss_tokens),
+        "sequence": 1 / case.batch.loss_counts[case.batch.sequence] / case.totals.sequences,
+        "sum": torch.ones(len(case.batch.targets)),
+    }[normaliser]
+    objective = Objective(
+        cross_entropy=CrossEntropyTerm(weight=0.5, normaliser=normaliser), teacher_weights={"math": 3}
+    )
+    case.same(case.loss(objective), 1.5 * -(case.logprob * share).sum())
+
+
+def test_terms_add_up_with_their_weights(case: Case) -> None:
+    pg, ce = PolicyGradientTerm(weight=0.3), CrossEntropyTerm(weight=2.0)
+    parts = case.loss(Objective(policy_gradient=pg)) + case.loss(Objective(cross_entropy=ce))
+    case.same(case.loss(Objective(policy_gradient=pg, cross_entropy=ce)), parts)
+
+
+def test_sampling_temperature_divides_the_students_logits(case: Case) -> None:
+    objective = policy_gradient(normaliser="sum")
+    logits = case.hidden @ case.weight.T / 0.7
+    logprob = logits.log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
+    mu, teacher = case.batch.sampler_logprobs, case.batch.teacher_logprobs
+    found, _ = ObjectiveLoss(objective, temperature=0.7)(case.hidden, case.head, case.batch, case.totals)
+    case.same(found, -((logprob - mu).exp() * (teacher - mu)).sum())
+
+
+@pytest.mark.parametrize(
+    ("objective", "missing"),
+    [
+        (policy_gradient(), "teacher log-probs"),
+        (policy_gradient(extrapolation=1.2, reference="base"), "reference"),
+        (Objective(divergence=DivergenceTerm(signal="topk")), "top-k"),
+    ],
+)
+def test_a_missing_signal_is_named(case: Case, objective: Objective, missing: str) -> None:
+    teacher = case.batch.teacher_logprobs if "reference" in missing else None
+    with pytest.raises(MismatchError, match=missing):
+        case.loss(objective, case.with_(teacher_logprobs=teacher, reference_logprobs=None))
+
+
+def test_every_reported_metric_is_announced(case: Case) -> None:
+    """Ranks lay their sums out by `metric_names`, so a term may report nothing else."""
+    ids, logprobs = topk_logprobs(torch.randn(len(case.batch.targets), 24), Head(torch.randn(V, 24)), 4)
+    hidden = encode(torch.randn(len(case.batch.targets), D), "int8")
+    batch = case.with_(topk_ids=ids, topk_logprobs=logprobs, hidden=hidden, hidden_codec="int8")
+    for divergence in (
+        None,
+        DivergenceTerm(),
+        DivergenceTerm(signal="topk"),
+        DivergenceTerm(signal="topk", kind="jsd"),
+    ):
+        for pg in (None, PolicyGradientTerm(), PolicyGradientTerm(teacher_coef=0, reward_coef=1)):
+            for ce in (None, CrossEntropyTerm()):
+                if divergence or pg or ce:
+                    loss = ObjectiveLoss(Objective(policy_gradient=pg, divergence=divergence, cross_entropy=ce))
+                    _, sums = loss(case.hidden, case.head, batch, case.totals, teacher_head=Head(torch.randn(V, D)))
+                    assert set(sums.values) == set(loss.metric_names)
+
+
+def test_reported_reverse_kl_is_exact_for_hidden_states_and_sampled_for_log_probs(case: Case) -> None:
+    states, teacher = torch.randn(len(case.batch.targets), 24), Head(torch.randn(V, 24))
+    batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
+    p, q = (case.hidden @ case.weight.T).log_softmax(-1), (states @ teacher.weight.T).log_softmax(-1)
+    _, sums = ObjectiveLoss(Objective(divergence=DivergenceTerm()))(
+        case.hidden, case.head, batch, case.totals, teacher_head=teacher
+    )
+    assert float(sums.values["reverse_kl"]) == pytest.approx(float((p.exp() * (p - q)).sum().detach()), rel=1e-4)
+    _, sums = ObjectiveLoss(policy_gradient())(case.hidden, case.head, case.batch, case.totals)
+    wanted = float((case.logprob - case.batch.teacher_logprobs).sum().detach())
+    assert float(sums.values["reverse_kl"]) == pytest.approx(wanted, rel=1e-4)
+    assert np.isfinite(float(sums.values["entropy"]))
