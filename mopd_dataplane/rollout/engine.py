@@ -82,7 +82,7 @@ class Engine(Protocol):
         """Decode one token in every live slot. Raises EngineError on non-finite logits; then no slot advances."""
 
     def release(self, slot: int) -> None:
-        """Forget a live slot."""
+        """Forget what a slot holds; a free slot stays free."""
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the weights; every slot must be free."""

@@ -222,7 +222,8 @@ class HfEngine:
 
     def release(self, slot: int) -> None:
         """See Engine.release."""
-        self._leave(int(np.flatnonzero(self._slot[: len(self._requests)] == slot)[0]))
+        for row in np.flatnonzero(self._slot[: len(self._requests)] == slot):
+            self._leave(int(row))
 
     def _leave(self, row: int) -> None:
         """Free a row; the last row moves into it."""

@@ -25,7 +25,8 @@ class SlotCache(Cache):
         """[n] column that each row of the coming forward pass writes"""
         self.width = 0
         """Columns that the coming forward pass reads."""
-        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+        self._slots = [_SlotLayer(self) for _ in range(layers)]
+        super().__init__(layers=list(self._slots))
 
     def place(self, columns: Tensor) -> Tensor:
         """Announce a decode step of n rows; returns its attention mask, bool [n, 1, 1, width]."""
@@ -35,23 +36,25 @@ class SlotCache(Cache):
 
     def fill(self, rows: Tensor, prefill: Cache) -> None:
         """Copy the keys and values of a prefill pass over right-padded sequences into rows."""
-        for layer, source in zip(self.layers, prefill.layers, strict=True):
-            layer.fill(rows, source.keys, source.values)
+        for layer, source in zip(self._slots, prefill.layers, strict=True):
+            layer.fill(rows, source.keys, source.values)  # type: ignore[union-attr,arg-type]
 
     def move(self, source: int, target: int, width: int) -> None:
         """Copy the first `width` columns of one row over another."""
-        for layer in self.layers:
+        for layer in self._slots:
             layer.keys[target, :, :width] = layer.keys[source, :, :width]
             layer.values[target, :, :width] = layer.values[source, :, :width]
 
 
-class _SlotLayer(CacheLayerMixin):
+class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """[rows, heads, columns, head_dim] keys and values of one layer."""
 
     is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, cache: SlotCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -77,10 +77,13 @@ class SlotNoise:
             self._noise[slot] = gumbel(keys[row], int(positions[row]), self._ahead, self._vocab)
             self._first[slot] = positions[row]
             offset[row] = 0
-        return self._noise[slots, offset]
+        noise: Floats = self._noise[slots, offset]
+        return noise
 
 
-def log_distribution(logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Floats:
+def log_distribution(
+    logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
+) -> Floats:
     """[B, V] log q for each row; -inf outside the cut. temperature, top_k, top_p are [B]; temperature 0 counts as 1."""
     scaled = logits.astype(np.float64)
     scaled /= np.where(temperature > 0, temperature, 1.0)[:, None]
@@ -90,7 +93,8 @@ def log_distribution(logits: NDArray[np.float32], temperature: Floats, top_k: ND
     for row in np.flatnonzero(top_p < 1):
         _keep_nucleus(scaled[row], float(top_p[row]))
     scaled -= np.log(np.exp(scaled).sum(axis=1, keepdims=True))
-    return np.minimum(scaled, 0.0, out=scaled)
+    np.minimum(scaled, 0.0, out=scaled)
+    return scaled
 
 
 def choose(

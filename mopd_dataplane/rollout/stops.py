@@ -27,12 +27,15 @@ class StopText:
 
     def extend(self, ids: Iterable[int]) -> bool:
         """Add ids; True when a stop string is complete somewhere in the text they end."""
-        return any([self._add(token) for token in ids])
+        seen = False
+        for token in ids:
+            seen |= self._add(token)
+        return seen
 
     def _add(self, token: int) -> bool:
         self._ids.append(token)
-        known = self._tokenizer.decode(self._ids[self._context : self._read])
-        text = self._tokenizer.decode(self._ids[self._context :])
+        known = str(self._tokenizer.decode(self._ids[self._context : self._read]))
+        text = str(self._tokenizer.decode(self._ids[self._context :]))
         if text.endswith("\ufffd"):
             return False  # half a character; its other bytes are still to come
         window = self._tail + text[len(known) :]

@@ -1,0 +1,151 @@
+"""Finished samples into the store, off the decode path.
+
+    FINISH durable  ->  commit(samples)  ->  their handles come back, and the runner logs COMMIT
+
+The queue is bounded: when the store is slower than the engine, handing over waits. A full disk under the store pauses
+the commit, not the samples; a commit is exactly once by uid, so repeating one is safe.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mopd_dataplane.errors import DeadlineError, ResourceError
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.records import Sample
+from mopd_dataplane.rollout.wal import TokenLog
+
+BATCH = 64
+"""Samples per commit, at most."""
+WINDOW_S = 0.2
+"""Longest wait for a batch to fill."""
+_QUEUE = 4 * BATCH
+_SPACE_POLL_S = 0.5
+_DEADLINE_S = 600.0
+"""Longest time one commit may take."""
+
+
+class Finished(NamedTuple):
+    """A finished sample, and the lsn of its FINISH record."""
+
+    handle: int
+    lsn: int
+    sample: Sample
+
+
+class Committer:
+    """One thread that commits batches in admission order."""
+
+    def __init__(
+        self,
+        log: TokenLog,
+        commit: Callable[[list[Sample]], object],
+        *,
+        full_disk_wait_s: float,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._log = log
+        self._commit = commit
+        self._full_disk_wait_s = full_disk_wait_s
+        self._notice = notice
+        self._waiting: queue.Queue[Finished | None] = queue.Queue(maxsize=_QUEUE)
+        self._done: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
+        self._thread.start()
+
+    def hand_over(self, finished: Finished) -> None:
+        """Queue a finished sample. Raises what the commit raised, once it has failed."""
+        self._put(finished)
+
+    def committed(self) -> list[list[int]]:
+        """Handles of the batches committed since the last call. Raises what the commit raised."""
+        batches = []
+        while not self._done.empty():
+            batches.append(self._done.get())
+        if not batches and self._failure is not None:
+            raise self._failure
+        return batches
+
+    def drain(self) -> None:
+        """Commit everything that was handed over and end the thread."""
+        self._put(None)
+        self._thread.join(timeout=_DEADLINE_S)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"a commit to the store has not returned in {_DEADLINE_S:.0f} s; the log keeps its samples"
+            )
+
+    def _put(self, item: Finished | None) -> None:
+        deadline = time.monotonic() + _DEADLINE_S + self._full_disk_wait_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                return self._waiting.put(item, timeout=1.0)
+            except queue.Full:
+                continue
+        if self._thread.is_alive():
+            raise DeadlineError(f"the store took no sample for {_DEADLINE_S:.0f} s; the log keeps them")
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            ended = False
+            while not ended:
+                batch, ended = self._collect()
+                if batch:
+                    self._commit_batch(batch)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _collect(self) -> tuple[list[Finished], bool]:
+        """The next batch, and whether it is the last."""
+        item = self._waiting.get()
+        batch: list[Finished] = []
+        deadline = time.monotonic() + WINDOW_S
+        while item is not None:
+            batch.append(item)
+            left = deadline - time.monotonic()
+            if len(batch) == BATCH or left <= 0:
+                return batch, False
+            try:
+                item = self._waiting.get(timeout=left)
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _commit_batch(self, batch: list[Finished]) -> None:
+        batch.sort(key=lambda finished: finished.handle)
+        self._log.wait_durable(max(finished.lsn for finished in batch))
+        checkpoint("rollout.commit")
+        samples = [finished.sample for finished in batch]
+        since = time.monotonic()
+        while True:
+            try:
+                self._commit(samples)
+                break
+            except OSError as error:
+                if not _is_full(error):
+                    raise
+                self._wait_for_space(since, error)
+        checkpoint("rollout.committed")
+        self._done.put([finished.handle for finished in batch])
+
+    def _wait_for_space(self, since: float, error: OSError) -> None:
+        if time.monotonic() - since >= self._full_disk_wait_s:
+            raise ResourceError(
+                f"the store's disk has been full for {self._full_disk_wait_s:g} s ({error}); "
+                "free some space and run again: every finished sample is in the token log"
+            ) from error
+        self._notice("the store's disk is full: commits pause until there is space")
+        time.sleep(min(_SPACE_POLL_S, self._full_disk_wait_s))
+
+
+def _is_full(error: OSError) -> bool:
+    """Whether an error means that the disk is full; Lance says it in words."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)

@@ -1,0 +1,126 @@
+"""The messages of a token log, replayed.
+
+The runner applies every message it appends, and recovery applies every message it reads: the state of a live process
+and the state rebuilt from its log come out of the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.draft import Draft
+from mopd_dataplane.rollout.engine import GOING
+
+_RUN = 1 << 16
+"""Tokens per checkpoint record: 9 bytes each, well below the record limit."""
+
+
+class Ledger:
+    """Samples that are not yet in the store, by handle in admission order."""
+
+    def __init__(self) -> None:
+        self.drafts: dict[int, Draft] = {}
+        self.next_handle = 0
+
+    def unfinished(self) -> dict[int, Draft]:
+        """Samples without a FINISH record."""
+        return {handle: draft for handle, draft in self.drafts.items() if not draft.finish_reason}
+
+    def finished(self) -> dict[int, Draft]:
+        """Samples that wait for their commit."""
+        return {handle: draft for handle, draft in self.drafts.items() if draft.finish_reason}
+
+    def apply(self, message: messages.Any) -> None:
+        """Replay one message. Raises ValueError when it contradicts what came before."""
+        match message:
+            case messages.Step():
+                self._step(message)
+            case messages.Open():
+                self._open(message)
+            case messages.Span(handle, position, version, digest):
+                self._at(handle, position).spans.append((position, version, digest))
+            case messages.Tokens():
+                self._tokens(message)
+            case messages.Resume(handle, exact, _):
+                draft = self._open_draft(handle)
+                draft.interruptions += 1
+                draft.resume = "exact" if exact and draft.resume != "statistical" else "statistical"
+            case messages.Finish(handle, count, digest, reason):
+                draft = self._at(handle, count)
+                if draft.digest() != digest:
+                    raise ValueError(f"sample {draft.opening.uid}: digest {draft.digest()}, FINISH says {digest}")
+                draft.finish_reason = reason
+            case messages.Commit(handles):
+                for handle in handles:
+                    del self.drafts[handle]
+            case messages.Abandon(handle, _):
+                del self.drafts[handle]
+            case messages.Base(samples, next_handle):
+                if len(self.drafts) != samples:
+                    raise ValueError(f"checkpoint carries {len(self.drafts)} samples, BASE says {samples}")
+                self.next_handle = next_handle
+
+    def checkpoint(self) -> Iterator[messages.Any]:
+        """Messages from which an empty ledger becomes this one."""
+        for handle, draft in self.drafts.items():
+            yield messages.Open(handle, draft.opening, draft.interruptions, draft.resume)
+            yield from _carried(handle, draft)
+        yield messages.Base(len(self.drafts), self.next_handle)
+
+    def _open(self, message: messages.Open) -> None:
+        if message.handle in self.drafts:
+            raise ValueError(f"handle {message.handle} is opened twice")
+        draft = Draft(opening=message.opening, interruptions=message.interruptions, resume=message.resume)
+        self.drafts[message.handle] = draft
+        self.next_handle = max(self.next_handle, message.handle + 1)
+
+    def _step(self, message: messages.Step) -> None:
+        drafts = self.drafts
+        columns = (message.handles, message.positions, message.tokens, message.logprobs, message.ended)
+        for handle, position, token, logprob, ended in zip(*(column.tolist() for column in columns), strict=True):
+            draft = drafts[handle]
+            if position != len(draft.tokens) or draft.ended or draft.finish_reason:
+                raise ValueError(f"sample {draft.opening.uid}: token {position} follows token {len(draft) - 1}")
+            draft.tokens.append(token)
+            draft.logprobs.append(logprob)
+            draft.loss_mask.append(1)
+            draft.ended = ended
+
+    def _tokens(self, message: messages.Tokens) -> None:
+        draft = self._at(message.handle, message.position)
+        draft.tokens.frombytes(message.tokens.astype(np.int32).tobytes())
+        draft.logprobs.frombytes(message.logprobs.astype(np.float32).tobytes())
+        draft.loss_mask += message.loss_mask.astype(np.uint8).tobytes()
+        draft.ended = message.ended
+
+    def _at(self, handle: int, position: int) -> Draft:
+        draft = self._open_draft(handle)
+        if position != len(draft):
+            raise ValueError(f"sample {draft.opening.uid}: position {position}, {len(draft)} tokens so far")
+        return draft
+
+    def _open_draft(self, handle: int) -> Draft:
+        draft = self.drafts[handle]
+        if draft.finish_reason:
+            raise ValueError(f"sample {draft.opening.uid} goes on after its FINISH")
+        return draft
+
+
+def _carried(handle: int, draft: Draft) -> Iterator[messages.Any]:
+    """A draft's spans, tokens and FINISH, in an order that replays."""
+    tokens, logprobs = draft.response, np.array(draft.logprobs, np.float32)
+    mask = np.array(draft.loss_mask, np.uint8)
+    cuts = sorted({*range(0, len(tokens), _RUN), *(start for start, _, _ in draft.spans), len(tokens)})
+    for begin, end in zip(cuts, [*cuts[1:], len(tokens)], strict=True):
+        for span in draft.spans:
+            if span[0] == begin:
+                yield messages.Span(handle, *span)
+        if end > begin:
+            ended = draft.ended if end == len(tokens) else GOING
+            part = slice(begin, end)
+            yield messages.Tokens(handle, begin, tokens[part], logprobs[part], mask[part], ended)
+    if draft.finish_reason:
+        yield messages.Finish(handle, len(draft), draft.digest(), draft.finish_reason)

@@ -1,0 +1,201 @@
+"""The decode loop: keep the slots busy, log every step, pass finished samples on.
+
+    a step:  engine.step -> append to the log -> apply to the ledger -> finished samples to the committer
+
+The ledger is the only state of a sample; what is kept here is which slot works for which sample.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.committer import Committer, Finished
+from mopd_dataplane.rollout.draft import Draft, Opening
+from mopd_dataplane.rollout.engine import FINISH_REASON, LENGTH, STOP, Engine, Request, check_step
+from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.report import RolloutReport
+from mopd_dataplane.rollout.wal import TokenLog
+
+Environment = Callable[[Prompt, list[int]], list[int] | None]
+"""Called when the policy ends a turn, with the prompt and the response so far, every token of it durable. Returns the
+environment's tokens, or None when the conversation is over."""
+
+_REFILL = 8
+"""Admit when a share 1/_REFILL of the slots is free: one prefill for many samples."""
+_PROGRESS_S = 0.2
+
+
+class RolloutLoop:
+    """Decodes until its work is done or somebody asks to stop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        log: TokenLog,
+        ledger: Ledger,
+        committer: Committer,
+        report: RolloutReport,
+        *,
+        prompts: Mapping[str, Prompt],
+        environment: Environment | None,
+        progress: Callable[..., None],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._engine = engine
+        self._log = log
+        self._ledger = ledger
+        self._committer = committer
+        self._report = report
+        self._prompts = prompts
+        self._environment = environment
+        self._progress = progress
+        self._stopping = stopping
+        self._free = list(range(engine.slots))[::-1]
+        self._handle = np.zeros(engine.slots, np.uint32)
+        self._work: deque[int | Opening] = deque()
+        self._interrupted: set[int] = set()
+        self._began = time.monotonic()
+        self._shown = 0.0
+
+    def settle(self, already: Collection[str]) -> None:
+        """Deal with recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
+        drafts = self._ledger.drafts
+        stored = tuple(handle for handle, draft in drafts.items() if draft.opening.uid in already)
+        if stored:
+            self._say(messages.Commit(stored))
+        for handle, draft in list(drafts.items()):
+            if draft.finish_reason:
+                self._hand_over(handle, self._log.synced_lsn)
+            else:
+                self._interrupted.add(handle)
+                if draft.ended:
+                    self._turn_ended(handle)
+
+    def run(self, work: Iterable[int | Opening]) -> None:
+        """Decode samples of the ledger (by handle) and new ones, admitted in this order."""
+        self._work.extend(work)
+        refill = max(1, self._engine.slots // _REFILL)
+        while not self._stopping():
+            live = self._engine.slots - len(self._free)
+            if self._work and (len(self._free) >= refill or not live):
+                self._admit()
+            elif not live:
+                return
+            self._step()
+            self.collect_commits()
+            if self._log.full:
+                self._log.rotate(self._ledger)
+            self._show()
+
+    def let_go(self) -> None:
+        """Free the engine's slots."""
+        for slot in set(range(self._engine.slots)) - set(self._free):
+            self._engine.release(slot)
+
+    def collect_commits(self) -> None:
+        """Log what the store has taken since the last look."""
+        for handles in self._committer.committed():
+            for handle in handles:
+                self._report.committed(self._ledger.drafts[handle].finish_reason)
+            self._say(messages.Commit(tuple(handles)))
+
+    def _admit(self) -> None:
+        admitted: list[tuple[int, Request]] = []
+        while self._work and self._free:
+            item = self._work.popleft()
+            handle = self._open(item) if isinstance(item, Opening) else item
+            slot = self._free.pop()
+            self._handle[slot] = handle
+            admitted.append((slot, self._ledger.drafts[handle].request()))
+        rescored = self._engine.admit(admitted)
+        for slot, _ in admitted:
+            handle = int(self._handle[slot])
+            if handle in self._interrupted:
+                self._interrupted.discard(handle)
+                self._resume(handle, rescored.get(slot, np.zeros(0, np.float32)))
+
+    def _open(self, opening: Opening) -> int:
+        handle = self._ledger.next_handle
+        self._say(messages.Open(handle, opening))
+        self._say(messages.Span(handle, 0, self._engine.policy_version, self._engine.policy_digest))
+        return handle
+
+    def _resume(self, handle: int, rescored: NDArray[np.float32]) -> None:
+        """Record how an interrupted sample goes on, and by which policy."""
+        draft = self._ledger.drafts[handle]
+        same_policy = bool(draft.spans) and draft.spans[-1][2] == self._engine.policy_digest
+        exact, drift = _compare(draft, rescored) if same_policy else (False, 0.0)
+        self._say(messages.Resume(handle, exact, drift))
+        if not same_policy:
+            self._say(messages.Span(handle, len(draft), self._engine.policy_version, self._engine.policy_digest))
+        self._report.resumed += 1
+        self._report.exact += exact
+        self._report.max_drift = max(self._report.max_drift, drift)
+
+    def _step(self) -> None:
+        output = self._engine.step()
+        check_step(output, self._engine.vocab_size)
+        handles = self._handle[output.slots]
+        columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
+        self._say(messages.Step(handles, *columns, output.logprobs, output.finished))
+        checkpoint("rollout.step")
+        self._report.tokens += len(handles)
+        for row in np.flatnonzero(output.finished):
+            self._free.append(int(output.slots[row]))
+            self._turn_ended(int(handles[row]))
+
+    def _turn_ended(self, handle: int) -> None:
+        """The policy stopped writing: ask the environment for more, or finish the sample."""
+        draft = self._ledger.drafts[handle]
+        said = self._ask_environment(draft) if draft.ended == STOP else None
+        if said and len(said) < draft.budget_left:
+            ids = np.array(said, np.int32)
+            silent = np.zeros(len(ids))
+            self._say(messages.Tokens(handle, len(draft), ids, silent.astype(np.float32), silent.astype(np.uint8)))
+            self._work.appendleft(handle)
+            return
+        reason = FINISH_REASON[LENGTH if said else draft.ended]
+        lsn = self._say(messages.Finish(handle, len(draft), draft.digest(), reason))
+        self._interrupted.discard(handle)
+        checkpoint("rollout.finish")
+        self._hand_over(handle, lsn)
+
+    def _ask_environment(self, draft: Draft) -> list[int] | None:
+        if self._environment is None:
+            return None
+        self._log.wait_durable(self._log.appended_lsn)
+        return self._environment(self._prompts[draft.opening.prompt_id], list(draft.tokens))
+
+    def _hand_over(self, handle: int, lsn: int) -> None:
+        self._committer.hand_over(Finished(handle, lsn, self._ledger.drafts[handle].sample()))
+
+    def _say(self, message: messages.Any) -> int:
+        """Log a message, then apply it, as recovery will."""
+        lsn = self._log.append(message)
+        self._ledger.apply(message)
+        return lsn
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._shown >= _PROGRESS_S:
+            self._shown = now
+            rate = self._report.tokens / (now - self._began)
+            self._progress(self._report.samples, rate=f"{rate:,.0f} tok/s")
+
+
+def _compare(draft: Draft, rescored: NDArray[np.float32]) -> tuple[bool, float]:
+    """Whether the engine gives the newest tokens of its own the same log-prob bits as logged, and the largest gap."""
+    first = len(draft) - len(rescored)
+    logged = np.array(draft.logprobs, np.float32)[first:]
+    own = np.array(draft.loss_mask, bool)[first:] & (np.arange(first, len(draft)) >= draft.spans[-1][0])
+    if not own.any():
+        return True, 0.0
+    return bool(np.array_equal(logged[own], rescored[own])), float(np.abs(logged[own] - rescored[own]).max())

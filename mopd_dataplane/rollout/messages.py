@@ -1,0 +1,287 @@
+"""What the token log says: one class per record kind, each with its bytes.
+
+A sample is named by a handle, a number that is unique in one writer's log. Text fields travel as JSON, per-token
+fields as little-endian columns; log-probs as float32 bits, so what is read back is what was sampled, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.rollout.draft import Opening
+
+
+class Message(Protocol):
+    """A record body."""
+
+    kind: ClassVar[int]
+
+    def encode(self) -> bytes:
+        """Bytes of the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sample is admitted, or carried into this segment by a checkpoint."""
+
+    kind: ClassVar[int] = 1
+    handle: int
+    opening: Opening
+    interruptions: int = 0
+    resume: str = "none"
+
+    def encode(self) -> bytes:
+        fields = asdict(self.opening)
+        prompt = np.array(fields.pop("prompt_ids"), "<i4")
+        fields |= {"interruptions": self.interruptions, "resume": self.resume}
+        text = json.dumps(fields).encode()
+        return struct.pack("<II", self.handle, len(text)) + text + prompt.tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Open:
+        handle, size = struct.unpack_from("<II", body)
+        fields = json.loads(body[8 : 8 + size])
+        interruptions, resume = fields.pop("interruptions"), fields.pop("resume")
+        fields["stop"] = tuple(fields["stop"])
+        prompt = tuple(np.frombuffer(body, "<i4", offset=8 + size).tolist())
+        return cls(handle, Opening(**fields, prompt_ids=prompt), interruptions, resume)
+
+
+_STEP = np.dtype([("handle", "<u4"), ("position", "<u4"), ("token", "<u4"), ("logprob", "<f4"), ("ended", "u1")])
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step: a token of each of B samples, column by column."""
+
+    kind: ClassVar[int] = 2
+    handles: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
+    tokens: NDArray[np.uint32]
+    logprobs: NDArray[np.float32]
+    ended: NDArray[np.uint8]
+
+    def encode(self) -> bytes:
+        return b"".join(
+            (
+                self.handles.astype("<u4").tobytes(),
+                self.positions.astype("<u4").tobytes(),
+                self.tokens.astype("<u4").tobytes(),
+                self.logprobs.astype("<f4").tobytes(),
+                self.ended.astype("u1").tobytes(),
+            )
+        )
+
+    @classmethod
+    def decode(cls, body: bytes) -> Step:
+        count = len(body) // _STEP.itemsize
+        if len(body) != count * _STEP.itemsize:
+            raise ValueError(f"step body of {len(body)} bytes is not a multiple of {_STEP.itemsize}")
+        columns = []
+        offset = 0
+        for name in _STEP.names or ():
+            columns.append(np.frombuffer(body, _STEP[name], count=count, offset=offset))
+            offset += columns[-1].nbytes
+        return cls(*columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From `position` on, tokens come from this policy version."""
+
+    kind: ClassVar[int] = 3
+    handle: int
+    position: int
+    version: int
+    policy_digest: str
+
+    def encode(self) -> bytes:
+        return struct.pack("<IIi", self.handle, self.position, self.version) + self.policy_digest.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Span:
+        handle, position, version = struct.unpack_from("<IIi", body)
+        return cls(handle, position, version, body[12:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A run of tokens of one sample: what an environment said (mask 0), or a prefix carried by a checkpoint."""
+
+    kind: ClassVar[int] = 4
+    handle: int
+    position: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]
+    ended: int = 0
+
+    def encode(self) -> bytes:
+        head = struct.pack("<IIIB3x", self.handle, self.position, len(self.tokens), self.ended)
+        columns = (self.tokens.astype("<i4"), self.logprobs.astype("<f4"), self.loss_mask.astype("u1"))
+        return head + b"".join(column.tobytes() for column in columns)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Tokens:
+        handle, position, count, ended = struct.unpack_from("<IIIB3x", body)
+        tokens = np.frombuffer(body, "<i4", count=count, offset=16)
+        logprobs = np.frombuffer(body, "<f4", count=count, offset=16 + 4 * count)
+        loss_mask = np.frombuffer(body, "u1", count=count, offset=16 + 8 * count)
+        return cls(handle, position, tokens, logprobs, loss_mask, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """An interrupted sample continues; `drift` is max |new - logged log-prob| over the tokens scored again."""
+
+    kind: ClassVar[int] = 5
+    handle: int
+    exact: bool
+    drift: float
+
+    def encode(self) -> bytes:
+        return struct.pack("<I?3xd", self.handle, self.exact, self.drift)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Resume:
+        return cls(*struct.unpack("<I?3xd", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The sample is complete: n tokens with this digest."""
+
+    kind: ClassVar[int] = 6
+    handle: int
+    count: int
+    digest: int
+    reason: str
+
+    def encode(self) -> bytes:
+        return struct.pack("<III", self.handle, self.count, self.digest) + self.reason.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Finish:
+        handle, count, digest = struct.unpack_from("<III", body)
+        return cls(handle, count, digest, body[12:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """These samples are in the store and synced there; the log may forget them."""
+
+    kind: ClassVar[int] = 7
+    handles: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return np.array(self.handles, "<u4").tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Commit:
+        return cls(tuple(np.frombuffer(body, "<u4").tolist()))
+
+
+ABANDON_REASONS = ("tool_in_doubt", "tool_diverged", "prompt_withdrawn")
+"""Why a sample may be given up. None of them looks at what the sample says or how long it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The sample is given up for a reason that is blind to its content."""
+
+    kind: ClassVar[int] = 8
+    handle: int
+    reason: str
+
+    def encode(self) -> bytes:
+        return struct.pack("<I", self.handle) + self.reason.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Abandon:
+        (handle,) = struct.unpack_from("<I", body)
+        return cls(handle, body[4:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The checkpoint is complete: nothing before this segment is needed any more. `samples` are carried."""
+
+    kind: ClassVar[int] = 9
+    samples: int
+    next_handle: int
+
+    def encode(self) -> bytes:
+        return struct.pack("<II", self.samples, self.next_handle)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Base:
+        return cls(*struct.unpack("<II", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Carries the watermark when nothing else does."""
+
+    kind: ClassVar[int] = 10
+
+    def encode(self) -> bytes:
+        return b""
+
+    @classmethod
+    def decode(cls, body: bytes) -> Sync:
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """First record of an epoch: where the log before it ends. Bytes behind that place are void for ever.
+
+    epoch 0 means that there was no log before.
+    """
+
+    kind: ClassVar[int] = 11
+    epoch: int
+    segment: int
+    offset: int
+
+    def encode(self) -> bytes:
+        return struct.pack("<QQQ", self.epoch, self.segment, self.offset)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Fence:
+        return cls(*struct.unpack("<QQQ", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Last record of a segment that was ended on purpose."""
+
+    kind: ClassVar[int] = 12
+
+    def encode(self) -> bytes:
+        return b""
+
+    @classmethod
+    def decode(cls, body: bytes) -> Close:
+        return cls()
+
+
+Any = Open | Step | Span | Tokens | Resume | Finish | Commit | Abandon | Base | Sync | Fence | Close
+_KINDS: dict[int, type[Any]] = {
+    message.kind: message
+    for message in (Open, Step, Span, Tokens, Resume, Finish, Commit, Abandon, Base, Sync, Fence, Close)
+}
+
+
+def decode(kind: int, body: bytes) -> Any:
+    """The message of a record. Raises ValueError (struct.error, KeyError included) for what no writer wrote."""
+    try:
+        return _KINDS[kind].decode(body)
+    except (KeyError, TypeError, struct.error) as error:
+        raise ValueError(f"record kind {kind}: {error!r}") from None

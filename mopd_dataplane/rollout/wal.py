@@ -1,0 +1,249 @@
+"""The token log of one engine replica: what is appended here survives the process that wrote it.
+
+    log, recovered = TokenLog.open(folder, settings)     # takes the lock, recovers, starts a new epoch
+    lsn = log.append(message)                            # `logged`: survives SIGKILL
+    log.wait_durable(lsn)                                # `durable`: survives power loss
+    log.append(Commit(handles))                          # `committed`: the log may forget them
+    if log.full:
+        log.rotate(ledger)                               # a new segment begins with a checkpoint; older ones go
+    log.close()
+
+Layout: `<folder>/LOCK`, `<folder>/epoch/<n>.json`, `<folder>/<epoch:08x>/<segment:016x>.wal`. Every segment begins with
+a checkpoint of the samples that are not committed, so only the newest complete segment is ever needed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.filesystem import Level, Mount, mount_of
+from mopd_dataplane.rollout.flusher import Flusher
+from mopd_dataplane.rollout.framing import SegmentHeader, pack_record
+from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.ownership import claim_epoch, claim_file, make_folder, take_lock
+from mopd_dataplane.rollout.recovery import Recovered, epoch_folders, recover, segment_files
+from mopd_dataplane.rollout.segmentfile import SegmentFile
+
+
+class TokenLog:
+    """Writer of one log; `open` is the way to get one."""
+
+    def __init__(
+        self, folder: Path, settings: jobfile.Wal, recovered: Recovered, lock: int, notice: Callable[[str], None]
+    ) -> None:
+        self.folder = folder
+        self.mount: Mount = mount_of(folder)
+        self._settings = settings
+        self._syncs = settings.durability == "durable"
+        self._lock = lock
+        self._notice = notice
+        self._uuid = secrets.token_bytes(16)
+        self._segment = -1
+        self._next_lsn = recovered.next_lsn
+        self._last_crc = 0
+        self._stated = 0
+        self._appending = threading.Lock()
+        self._flusher = Flusher(settings.group_commit_ms / 1000, self._sync_file, self._state_watermark)
+        self.epoch = claim_epoch(folder, recovered.newest_epoch + 1)
+        make_folder(self._epoch_folder)
+        checkpoint("wal.epoch")
+        self._begin_segment(previous=0)
+        try:
+            self._write(recovered.fence)
+            self._checkpoint(recovered.ledger)
+        except BaseException:
+            self._file.close()
+            raise
+        if self._syncs:
+            self._flusher.start()
+
+    @classmethod
+    def open(
+        cls, folder: Path, settings: jobfile.Wal, *, notice: Callable[[str], None] = lambda text: None
+    ) -> tuple[TokenLog, Recovered]:
+        """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
+
+        notice: told in one line when the disk is full and when it no longer is.
+        Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
+        """
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = take_lock(folder)
+        try:
+            recovered = recover(folder)
+            return cls(folder, settings, recovered, lock, notice), recovered
+        except BaseException:
+            os.close(lock)
+            raise
+
+    @property
+    def level(self) -> Level:
+        """Best acknowledgement level this log can promise, on its file system and with its settings."""
+        return self.mount.level if self._syncs else "logged"
+
+    @property
+    def synced_lsn(self) -> int:
+        """Newest record known to be on disk."""
+        return self._flusher.synced
+
+    @property
+    def appended_lsn(self) -> int:
+        """Newest record written."""
+        return self._next_lsn - 1
+
+    @property
+    def full(self) -> bool:
+        """Whether the segment has reached its size."""
+        return self._file.size >= self._settings.segment_bytes
+
+    @property
+    def sync_seconds(self) -> list[float]:
+        """Duration of every sync of the current segment."""
+        return self._file.sync_seconds
+
+    def append(self, message: messages.Any) -> int:
+        """Write one record and return its lsn: it is `logged`.
+
+        A full disk pauses here until there is space again. Raises ResourceError when that takes longer than
+        `full_disk_wait_s`, or when the log is dead; a dead log takes nothing more.
+        """
+        with self._appending:
+            self._flusher.check()
+            checkpoint("wal.append")
+            lsn = self._write(message)
+            checkpoint("wal.appended")
+        self._flusher.wrote(lsn)
+        return lsn
+
+    def wait_durable(self, lsn: int) -> None:
+        """Return when a record is `durable`; at once where the settings leave syncing to the kernel.
+
+        Raises ResourceError when the log is dead, DeadlineError when the disk does not answer.
+        """
+        if self._syncs:
+            self._flusher.wait(lsn)
+
+    def rotate(self, ledger: Ledger) -> None:
+        """End the segment, begin the next with a checkpoint of the ledger, and delete what is no longer needed."""
+        with self._appending, self._flusher.paused():
+            self._flusher.check()
+            try:
+                self._end_segment()
+                self._begin_segment(previous=self._last_crc)
+                self._checkpoint(ledger)
+            except ResourceError as failure:
+                self._flusher.fail(failure)
+                raise
+
+    def close(self, *, forget: bool = False) -> None:
+        """End the log cleanly. forget: every sample is committed, so the segments go too."""
+        self._flusher.stop()
+        try:
+            self._flusher.check()
+            self._end_segment()
+            checkpoint("wal.closed")
+            if forget:
+                shutil.rmtree(self._epoch_folder)
+        finally:
+            self._file.close()
+            os.close(self._lock)
+
+    def abort(self) -> None:
+        """Let go without writing another byte, as a dying process would."""
+        self._flusher.stop()
+        self._file.close()
+        os.close(self._lock)
+
+    @property
+    def _epoch_folder(self) -> Path:
+        return self.folder / f"{self.epoch:08x}"
+
+    def _begin_segment(self, *, previous: int) -> None:
+        self._segment += 1
+        header = SegmentHeader(self.epoch, self._uuid, self._segment, self._next_lsn, previous)
+        self._salt = header.salt
+        self._file = SegmentFile(
+            self._epoch_folder / f"{self._segment:016x}.wal",
+            header.pack(),
+            syncs=self._syncs,
+            full_disk_wait_s=self._settings.full_disk_wait_s,
+            notice=self._notice,
+        )
+
+    def _end_segment(self) -> None:
+        self._write(messages.Close())
+        self._file.sync()
+        self._mark_synced()
+        self._file.close()
+
+    def _checkpoint(self, ledger: Ledger) -> None:
+        """Carry what is not committed into this segment; when that is durable, older segments may go."""
+        for message in ledger.checkpoint():
+            self._write(message)
+        checkpoint("wal.base")
+        self._file.sync()
+        self._mark_synced()
+        checkpoint("wal.base.synced")
+        self._write(messages.Sync())
+        self._retire()
+
+    def _retire(self) -> None:
+        for file in segment_files(self._epoch_folder):
+            if file != self._file.path:
+                file.unlink()
+                checkpoint("wal.retire")
+        for epoch, folder in sorted(epoch_folders(self.folder).items()):
+            if epoch < self.epoch:
+                shutil.rmtree(folder)
+                claim_file(self.folder, epoch).unlink(missing_ok=True)
+                checkpoint("wal.retire")
+
+    def _write(self, message: messages.Any) -> int:
+        lsn = self._next_lsn
+        synced = self._flusher.synced
+        record = pack_record(self._salt, lsn, synced, self.epoch, message.kind, message.encode())
+        try:
+            self._file.write(record)
+        except ResourceError as failure:
+            self._flusher.fail(failure)
+            raise
+        self._last_crc = int.from_bytes(record[:4], "little")
+        self._next_lsn = lsn + 1
+        self._stated = synced
+        return lsn
+
+    def _sync_file(self) -> None:
+        checkpoint("wal.sync")
+        self._check_not_fenced()
+        self._file.sync()
+        checkpoint("wal.synced")
+
+    def _check_not_fenced(self) -> None:
+        """Where locks do not hold, a newer writer may have taken over: its fence has made our bytes void."""
+        mine, next_one = claim_file(self.folder, self.epoch), claim_file(self.folder, self.epoch + 1)
+        if next_one.exists() or not mine.exists():
+            raise ResourceError(
+                f"another process took over the log {self.folder} after epoch {self.epoch}; this one stops. "
+                "Its unsynced tokens are drawn again by the new owner, the same way"
+            )
+
+    def _mark_synced(self) -> None:
+        """Everything written is on disk, and says so."""
+        if self._syncs:
+            self._flusher.synced = self._flusher.written = self._next_lsn - 1
+
+    def _state_watermark(self) -> None:
+        """Write the watermark unless a record already has, or somebody is just writing one."""
+        if self._stated < self._flusher.synced and self._appending.acquire(blocking=False):
+            try:
+                self._write(messages.Sync())
+            finally:
+                self._appending.release()
