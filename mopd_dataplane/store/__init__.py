@@ -8,7 +8,8 @@
     barrier.py    a commit is durable only after its files are synced
     rows.py       records <-> Arrow rows
     commit.py     samples: payload first, metadata last
-    signals.py    what teachers say: payload, then `scores`; hidden states by byte range
+    signals.py    what teachers say: payload, then `scores`
+    reading.py    payload by row number; hidden states by byte range
     snapshot.py   pinned versions
     maintain.py   counts, compaction, clean-up
     verify.py     the audit

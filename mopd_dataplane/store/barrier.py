@@ -1,58 +1,80 @@
-"""A Lance commit is atomic but not durable: Lance syncs nothing. The barrier syncs what a version consists of.
+"""A Lance commit is atomic but not durable: Lance syncs nothing. The barrier does, in two steps around the commit.
 
-It covers the manifest, its transaction, every data file and blob sidecar the manifest names, and their directories,
-also those another process committed and did not live to sync. Files synced before are remembered and skipped.
+    sync_data      before the commit: the files a version will name. A version never points to bytes a power cut
+                   can take away.
+    sync_version   after it: manifest, transaction, directories, and data another process did not live to sync.
+
+Files synced before are remembered and skipped. A failed sync is never repeated: the kernel drops the dirty pages, and
+a second fsync reports success without having written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import lance
+from lance.fragment import FragmentMetadata
 
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.files import fsync
 
 _LAST_VERSION = (1 << 64) - 1
+_MANIFEST_END = b"LANC"
 
 
 class Barrier:
-    """Makes versions of one local dataset durable."""
+    """Makes commits to one local dataset durable."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._synced: set[str] = set()
+        self._synced: set[Path] = set()
 
-    def make_durable(self, dataset: lance.LanceDataset) -> None:
-        """Return only when this version survives a power cut.
+    def sync_data(self, fragments: Iterable[FragmentMetadata]) -> None:
+        """Sync data files and blob sidecars; ResourceError when the disk cannot take them."""
+        paths: list[Path] = []
+        for fragment in fragments:
+            for data_file in fragment.files:
+                path = self._root / "data" / data_file.path
+                if path in self._synced:
+                    continue
+                sidecar = path.with_suffix("")
+                paths += [path, *([*sidecar.iterdir(), sidecar] if sidecar.is_dir() else [])]
+        self._sync(paths)
 
-        Raises ResourceError when the kernel could not write: the version must then be treated as not durable, and the
-        sync is never repeated, because a second fsync after a failed one reports success without having written.
-        """
-        fresh = [path for path in self._files_of(dataset) if str(path) not in self._synced]
-        folders = sorted({path.parent for path in fresh} | {self._root, self._root.parent})
+    def sync_version(self, dataset: lance.LanceDataset) -> None:
+        """Return only when this version survives a power cut; ResourceError when it may not."""
+        self.sync_data(fragment.metadata for fragment in dataset.get_fragments())
+        paths = [self._root / "_versions" / f"{_LAST_VERSION - dataset.version:020d}.manifest"]
+        transaction = dataset.read_transaction(dataset.version)
+        if transaction is not None:
+            name = f"{transaction.read_version}-{transaction.uuid}.txn"
+            paths += [path] if (path := self._root / "_transactions" / name).exists() else []
+        self._sync([path for path in paths if path not in self._synced])
+
+    def _sync(self, paths: list[Path]) -> None:
+        above = set() if self._synced else {self._root, self._root.parent}
         try:
-            for path in [*fresh, *folders]:
+            for path in [*paths, *sorted({path.parent for path in paths} | above)]:
                 fsync(path)
         except OSError as error:
             raise ResourceError(
-                f"{self._root}: sync failed ({error}); version {dataset.version} may not survive a power cut; "
-                "check the disk, then start again: what was acknowledged before is safe"
+                f"{self._root}: sync failed ({error}); what was acknowledged before is safe, this commit may not "
+                "survive a power cut; check the disk, then start again"
             ) from error
-        self._synced.update(str(path) for path in fresh)
+        self._synced.update(paths)
 
-    def _files_of(self, dataset: lance.LanceDataset) -> list[Path]:
-        files = [self._root / "_versions" / f"{_LAST_VERSION - dataset.version:020d}.manifest"]
-        files += self._transaction_of(dataset)
-        for fragment in dataset.get_fragments():
-            for data_file in fragment.data_files():
-                path = self._root / "data" / data_file.path
-                files.append(path)
-                if str(path) not in self._synced and (sidecar := path.with_suffix("")).is_dir():
-                    files += [*sidecar.iterdir(), sidecar]
-        return files
 
-    def _transaction_of(self, dataset: lance.LanceDataset) -> list[Path]:
-        transaction = dataset.read_transaction(dataset.version)
-        path = self._root / "_transactions" / f"{transaction.read_version}-{transaction.uuid}.txn"
-        return [path] if path.exists() else []
+def set_aside_torn_manifest(root: Path) -> Path | None:
+    """Rename the newest manifest of a local dataset to *.torn when its end was never written; the new name, or None.
+
+    Only a power cut between a commit and its barrier leaves such a file, so nothing in it was acknowledged. A
+    manifest of full length that does not parse is damage, and is left alone.
+    """
+    manifests = sorted((root / "_versions").glob("*.manifest"))
+    if len(manifests) < 2 or manifests[0].read_bytes()[-len(_MANIFEST_END) :] == _MANIFEST_END:
+        return None
+    torn = manifests[0].with_suffix(".torn")
+    manifests[0].rename(torn)
+    fsync(torn.parent)
+    return torn

@@ -65,7 +65,7 @@ def commit_samples(
     if len(absent):
         orphans = with_payload.count_rows() > samples.open().count_rows()
         payload_rows[absent], with_payload = _place_payload(
-            tokens, [batch[i] for i in absent], [crcs[i] for i in absent], adopt=orphans
+            tokens, [batch[i] for i in absent.tolist()], [crcs[i] for i in absent.tolist()], adopt=orphans
         )
         tokens.make_durable(with_payload)
         checkpoint("commit.payload.durable")

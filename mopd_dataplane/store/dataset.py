@@ -8,23 +8,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import lance
 import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
-from mopd_dataplane.store import commit, maintain, signals
+from mopd_dataplane.store import commit, maintain, reading, signals
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.layout import check_format
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.rows import PAYLOAD, list_crcs, list_views, plan_of, plan_record, to_rows
-from mopd_dataplane.store.signals import HiddenReader
+from mopd_dataplane.store.reading import HiddenReader, take_rows
+from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 
@@ -57,7 +57,7 @@ class Store:
         place = Place(uri, storage_options)
         mark = place.read_json(MARK)
         if mark is None:
-            raise UnknownNameError(f"no store at {place.uri} (it has no {MARK}); create one with create_store or mopd run")
+            raise UnknownNameError(f"no store at {place.uri} (it has no {MARK}); create one with create_store")
         check_format(int(mark["format_version"]), place.uri)
         return cls(place)
 
@@ -114,7 +114,8 @@ class Store:
         dataset = self.dataset(name, snapshot)
         for column in columns or ():
             if column not in dataset.schema.names:
-                raise UnknownNameError(f"table {name!r} has no column {column!r}: {nearest(column, dataset.schema.names)}")
+                known = nearest(column, dataset.schema.names)
+                raise UnknownNameError(f"table {name!r} has no column {column!r}: {known}")
         return dataset.to_table(columns=None if columns is None else list(columns), filter=filter, limit=limit)
 
     def samples(
@@ -127,7 +128,7 @@ class Store:
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None
     ) -> pa.Table:
         """Metadata of given rows of `samples`, in the asked order."""
-        return _take(self.dataset("samples", snapshot), sample_rows, columns)
+        return take_rows(self.dataset("samples", snapshot), sample_rows, columns)
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:
         """One read-only SQL statement over the tables (DuckDB); see query/sql.py."""
@@ -149,13 +150,9 @@ class Store:
         differs.
         """
         wanted = list(columns) if columns is not None else list(TABLES["tokens"].schema.names)
-        metadata = self.take_samples(sample_rows, ["uid", "payload_row", "payload_crc"], snapshot)
-        read = [*dict.fromkeys(["uid", *wanted, *(PAYLOAD if verify else ())])]
-        payload = _take(self.dataset("tokens", snapshot), metadata["payload_row"].to_numpy(), read)
-        _check_echo("tokens", metadata, payload)
-        if verify:
-            _check_crcs("tokens", metadata, list_crcs(payload, PAYLOAD))
-        return payload.select(wanted)
+        return reading.read_tokens(
+            self.dataset("samples", snapshot), self.dataset("tokens", snapshot), sample_rows, wanted, verify=verify
+        )
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 
@@ -185,7 +182,8 @@ class Store:
         Raises MismatchError (shapes), EngineError (impossible log-probs), ResourceError (fenced, disk full).
         """
         with committing(self._place, "samples"):
-            return commit.commit_samples(self._table("samples"), self._table("tokens"), batch, writer=writer, epoch=epoch)
+            samples, tokens = self._table("samples"), self._table("tokens")
+            return commit.commit_samples(samples, tokens, batch, writer=writer, epoch=epoch)
 
     def fence(self, writer: str, epoch: int) -> None:
         """Refuse every later commit of `writer` with an epoch below this one."""
@@ -220,7 +218,8 @@ class Store:
     def missing_signals(self, teacher: str, kind: str, sample_rows: ArrayLike) -> Rows:
         """[m] those of the given rows of `samples` that lack this signal, in the asked order."""
         rows = np.asarray(sample_rows, np.int64)
-        return rows[~np.isin(rows, self._scored(teacher, kind, None)["sample_row"].to_numpy())]
+        have = reading.scored_rows(self.dataset("scores"), teacher, kind)["sample_row"].to_numpy()
+        return rows[~np.isin(rows, have)]
 
     def signal_rows(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
@@ -229,67 +228,28 @@ class Store:
 
         Raises UnknownNameError naming the first sample that lacks it.
         """
-        scored = self._scored(teacher, kind, snapshot)
-        order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
-        have = scored["sample_row"].to_numpy()[order]
-        rows = np.asarray(sample_rows, np.int64)
-        place = np.searchsorted(have, rows)
-        missing = (place >= len(have)) | (have[np.minimum(place, len(have) - 1)] != rows) if len(have) else rows >= 0
-        if missing.any():
-            raise UnknownNameError(
-                f"{int(missing.sum())} samples lack signal {kind!r} of teacher {teacher!r}, the first in row "
-                f"{rows[missing][0]}; score them first"
-            )
-        return scored.take(pa.array(order[place]))
+        return reading.signal_rows(self.dataset("scores", snapshot), teacher, kind, sample_rows)
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
         return HiddenReader(self.dataset(signal_table(teacher, "hidden"), snapshot))
 
-    @overload
     def read_signal(
-        self, teacher: str, kind: Literal["topk"], sample_rows: ArrayLike, snapshot: Snapshot | None = None
-    ) -> list[tuple[NDArray[np.int32], NDArray[np.float32]]]: ...
-    @overload
-    def read_signal(
-        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
-    ) -> list[NDArray[Any]]: ...
-    def read_signal(
-        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
+        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None, *, verify: bool = False
     ) -> list[Any]:
         """One entry per sample row, in the asked order.
 
         logprob: [R] f32. topk: ([M, K] int32 ids, [M, K] f32 log-probs). hidden: [M, row_bytes] uint8 codec bytes.
+        Raises DamagedError when a payload row is not the sample's or, with `verify`, when its checksum differs.
         """
         found = self.signal_rows(teacher, kind, sample_rows, snapshot)
-        payload_rows = found["payload_row"].to_numpy()
         dataset = self.dataset(signal_table(teacher, kind), snapshot)
-        columns = {"logprob": ["uid", "logprob"], "topk": ["uid", "k", "ids", "logprobs"], "hidden": ["uid", "row_bytes"]}
-        payload = _take(dataset, payload_rows, columns[kind])
-        _check_echo(signal_table(teacher, kind), found, payload)
-        if kind == "logprob":
-            return list_views(payload["logprob"])
-        if kind == "topk":
-            pairs = zip(list_views(payload["ids"]), list_views(payload["logprobs"]), payload["k"].to_pylist(), strict=True)
-            return [(ids.reshape(-1, k), logprobs.reshape(-1, k)) for ids, logprobs, k in pairs]
-        reader, states = HiddenReader(dataset), []
-        for row, size, width in zip(
-            payload_rows.tolist(), found["bytes"].to_pylist(), payload["row_bytes"].to_pylist(), strict=True
-        ):
-            buffer = np.empty(size, np.uint8)
-            reader.read_into(row, 0, memoryview(buffer))
-            states.append(buffer.reshape(-1, width))
-        return states
-
-    def _scored(self, teacher: str, kind: str, snapshot: Snapshot | None) -> pa.Table:
-        columns = ["uid", "teacher", "kind", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes"]
-        rows = self.table("scores", columns, snapshot=snapshot)
-        return rows.filter((pa.compute.field("teacher") == teacher) & (pa.compute.field("kind") == kind))
+        return reading.read_signal(dataset, kind, found, verify=verify)
 
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 
     def add_rewards(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Add rows of `rewards` (uid, sample_row, verifier, verifier_version, reward, detail); returns how many are new."""
+        """Add rows of `rewards`, dicts by column name; returns how many are new."""
         return self._insert("rewards", rows)
 
     def add_steps(self, steps: Iterable[StepMetrics]) -> int:
@@ -301,7 +261,7 @@ class Store:
         return self._insert("steps", records)
 
     def add_evals(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Add rows of `evals`."""
+        """Add rows of `evals`, dicts by column name; returns how many are new."""
         return self._insert("evals", rows)
 
     def add_event(
@@ -322,7 +282,7 @@ class Store:
         dataset = self.dataset("plans")
         keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
         row = int(self._table("plans").find(keys)[0])
-        return None if row < 0 else plan_of(_take(dataset, [row], None))
+        return None if row < 0 else plan_of(take_rows(dataset, [row], None))
 
     def plans(self, stage: str) -> list[int]:
         """Windows recorded for a stage, in order."""
@@ -380,7 +340,7 @@ class Store:
         columns = list(compare or (column for column in rows.column_names if column != "created_at"))
         found = self._table(name).find(rows)
         known = np.flatnonzero(found >= 0)
-        stored = _take(self.dataset(name), found[known], columns).to_pylist()
+        stored = take_rows(self.dataset(name), found[known], columns).to_pylist()
         for place, old in zip(known.tolist(), stored, strict=True):
             new = rows.slice(place, 1).select(columns).to_pylist()[0]
             for column in columns:
@@ -391,31 +351,3 @@ class Store:
                         "use another name or another store"
                     )
         return int(self._insert_rows(name, rows).new.sum())
-
-
-def _take(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
-    """Rows by number, in the asked order; InputError for a row that does not exist."""
-    wanted = np.asarray(rows, np.int64)
-    total = dataset.count_rows()
-    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < total:
-        raise InputError(f"{dataset.uri} has rows 0 to {total - 1}, asked for {wanted.min()} to {wanted.max()}")
-    names = list(columns) if columns is not None else dataset.schema.names
-    if not len(wanted):
-        return dataset.to_table(columns=names, limit=0)
-    return dataset.take(wanted.tolist(), columns=names)
-
-
-def _check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
-    if metadata["uid"].equals(payload["uid"]):
-        return
-    pairs = zip(metadata["uid"].to_pylist(), payload["uid"].to_pylist(), metadata["payload_row"].to_pylist(), strict=True)
-    uid, other, row = next(pair for pair in pairs if pair[0] != pair[1])
-    raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
-
-
-def _check_crcs(name: str, metadata: pa.Table, crcs: list[int]) -> None:
-    for uid, stored, found in zip(
-        metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), crcs, strict=True
-    ):
-        if stored != found:
-            raise DamagedError(f"{name}: payload of sample {uid} has crc32c {found:08x}, committed was {stored:08x}")

@@ -3,12 +3,13 @@
 A merge against the table reads the whole key column at every commit, and a scalar index makes it fast but switches
 off Lance's own duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the
 row of every key: 16 bytes a row, loaded once, extended by what was appended since. Hits are confirmed by reading the
-key itself, so a hash collision costs a read, never a sample.
+key itself, so a hash collision costs a read, never a row.
 """
 
 from __future__ import annotations
 
-import duckdb
+from typing import Any
+
 import lance
 import numpy as np
 import pyarrow as pa
@@ -16,8 +17,13 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
 
-SEAL_AT = 1 << 20
-"""Appended keys held in a dictionary before they are sorted into the array."""
+SEAL_AT = 1 << 17
+"""Appended keys held in a dictionary before they are sorted into the arrays."""
+HASH_CHUNK = 1 << 17
+"""Rows hashed at once."""
+
+Hashes = NDArray[np.uint64]
+Rows = NDArray[np.int64]
 
 
 class KeyDirectory:
@@ -25,19 +31,18 @@ class KeyDirectory:
 
     def __init__(self, key: tuple[str, ...]) -> None:
         self._key = list(key)
-        self._rows = 0
-        self._sealed_hashes = np.empty(0, np.uint64)
-        self._sealed_rows = np.empty(0, np.int64)
+        self._count = 0
+        self._sealed_hashes: Hashes = np.empty(0, np.uint64)
+        self._sealed_rows: Rows = np.empty(0, np.int64)
         self._recent: dict[int, list[int]] = {}
-        self._duckdb = duckdb.connect(config={"threads": 1, "python_enable_replacements": "false"})
 
-    def find(self, dataset: lance.LanceDataset, keys: pa.Table) -> NDArray[np.int64]:
+    def find(self, dataset: lance.LanceDataset, keys: pa.Table) -> Rows:
         """[n] row of each key in this version of the dataset, -1 where it has none."""
         self._catch_up(dataset)
         candidates: list[tuple[int, int]] = []
-        hashes = self._hash(keys)
-        lows = np.searchsorted(self._sealed_hashes, hashes, "left")
-        highs = np.searchsorted(self._sealed_hashes, hashes, "right")
+        hashes = hash_rows(keys, self._key)
+        lows = np.searchsorted(self._sealed_hashes, hashes, "left").tolist()
+        highs = np.searchsorted(self._sealed_hashes, hashes, "right").tolist()
         for place, (value, low, high) in enumerate(zip(hashes.tolist(), lows, highs, strict=True)):
             candidates += [(place, int(row)) for row in self._sealed_rows[low:high]]
             candidates += [(place, row) for row in self._recent.get(value, ())]
@@ -46,8 +51,13 @@ class KeyDirectory:
             self._confirm(dataset, keys, candidates, rows)
         return rows
 
+    def learn(self, first_row: int, keys: pa.Table) -> None:
+        """Note keys this process has just inserted from `first_row` on, so that they need not be read back."""
+        if first_row == self._count:
+            self._extend(hash_rows(keys, self._key))
+
     def _confirm(
-        self, dataset: lance.LanceDataset, keys: pa.Table, candidates: list[tuple[int, int]], rows: NDArray[np.int64]
+        self, dataset: lance.LanceDataset, keys: pa.Table, candidates: list[tuple[int, int]], rows: Rows
     ) -> None:
         """Keep the candidates whose key is really equal; the lowest row wins."""
         stored = dataset.take([row for _, row in candidates], columns=self._key).select(self._key).to_pylist()
@@ -58,33 +68,58 @@ class KeyDirectory:
 
     def _catch_up(self, dataset: lance.LanceDataset) -> None:
         total = dataset.count_rows()
-        if total < self._rows:
-            raise DamagedError(f"{dataset.uri} shrank from {self._rows} to {total} rows: rows are never deleted")
-        if total == self._rows:
-            return
-        fresh = dataset.to_table(columns=self._key, offset=self._rows, limit=total - self._rows)
-        hashes = self._hash(fresh)
-        rows = np.arange(self._rows, total, dtype=np.int64)
-        self._rows = total
-        if len(rows) + len(self._recent) >= SEAL_AT:
-            self._seal(hashes, rows)
-        else:
+        if total < self._count:
+            raise DamagedError(f"{dataset.uri} shrank from {self._count} to {total} rows: rows are never deleted")
+        if total > self._count:
+            fresh = dataset.to_table(columns=self._key, offset=self._count, limit=total - self._count)
+            self._extend(hash_rows(fresh, self._key))
+
+    def _extend(self, hashes: Hashes) -> None:
+        rows = np.arange(self._count, self._count + len(hashes), dtype=np.int64)
+        self._count += len(hashes)
+        if len(hashes) + len(self._recent) < SEAL_AT:
             for value, row in zip(hashes.tolist(), rows.tolist(), strict=True):
                 self._recent.setdefault(value, []).append(row)
-
-    def _seal(self, hashes: NDArray[np.uint64], rows: NDArray[np.int64]) -> None:
+            return
         pairs = [(value, row) for value, held in self._recent.items() for row in held]
-        recent_hashes = np.array([value for value, _ in pairs], np.uint64)
-        recent_rows = np.array([row for _, row in pairs], np.int64)
-        all_hashes = np.concatenate([self._sealed_hashes, recent_hashes, hashes])
-        all_rows = np.concatenate([self._sealed_rows, recent_rows, rows])
-        order = np.argsort(all_hashes, kind="stable")
+        all_hashes = np.concatenate([self._sealed_hashes, np.array([p[0] for p in pairs], np.uint64), hashes])
+        all_rows = np.concatenate([self._sealed_rows, np.array([p[1] for p in pairs], np.int64), rows])
+        order = np.argsort(all_hashes)
         self._sealed_hashes, self._sealed_rows, self._recent = all_hashes[order], all_rows[order], {}
 
-    def _hash(self, keys: pa.Table) -> NDArray[np.uint64]:
-        """[n] one hash per row over the key columns; equal within a process, never stored."""
-        self._duckdb.register("keys", keys.select(self._key))
-        columns = ", ".join(f'"{name}"' for name in self._key)
-        result = self._duckdb.execute(f"select hash({columns}) as h from keys").fetchnumpy()
-        self._duckdb.unregister("keys")
-        return np.asarray(result["h"], np.uint64)
+
+def hash_rows(keys: pa.Table, names: list[str]) -> Hashes:
+    """[n] one 64-bit hash per row over the named columns (strings and integers); used in memory only."""
+    total = np.zeros(keys.num_rows, np.uint64)
+    for name in names:
+        column = keys[name].combine_chunks()
+        parts = [_hash_column(column.slice(start, HASH_CHUNK)) for start in range(0, len(column), HASH_CHUNK)]
+        total = _mix(total ^ np.concatenate(parts)) if parts else total
+    return total
+
+
+def _hash_column(column: pa.Array) -> Hashes:
+    """Hash of each value: its bytes as 8-byte words (zero-padded, length first), each multiplied by an odd constant."""
+    if pa.types.is_integer(column.type):
+        return _mix(column.to_numpy().astype(np.int64).view(np.uint64))
+    text = column.cast(pa.large_string())
+    offsets = np.frombuffer(text.buffers()[1], np.int64)[text.offset : text.offset + len(text) + 1]
+    lengths = np.diff(offsets)
+    words = int(lengths.max(initial=0) + 7) // 8
+    padded = np.zeros((len(text), words * 8), np.uint8)
+    filled = np.arange(words * 8) < lengths[:, None]
+    data = text.buffers()[2]
+    if data is not None:
+        padded[filled] = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
+    factors = _mix(np.arange(1, words + 1, dtype=np.uint64)) | np.uint64(1)
+    with np.errstate(over="ignore"):
+        return _mix((_mix(padded.view(np.uint64)) * factors).sum(axis=1, dtype=np.uint64) + lengths.astype(np.uint64))
+
+
+def _mix(value: NDArray[Any]) -> Hashes:
+    """The splitmix64 finaliser: every input bit reaches every output bit."""
+    with np.errstate(over="ignore"):
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: Hashes = value ^ (value >> np.uint64(31))
+    return mixed

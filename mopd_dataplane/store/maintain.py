@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
+from mopd_dataplane.store.fragments import drop_old, merge_small
+from mopd_dataplane.store.layout import blob_columns
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table, lance_errors
 
-KEEP_VERSIONS = timedelta(hours=1)
-"""Untagged versions and files of interrupted commits younger than this are left alone: a reader or a committer may
-still be at work on them."""
-ROWS_PER_FILE = 1 << 20
+LARGE_FILE = 1 << 30
+"""Bytes from which on a file is left as it is."""
 
 
 def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
@@ -46,10 +45,9 @@ def compact(place: Place, tables: Mapping[str, Table]) -> dict[str, dict[str, in
 def _tidy(place: Place, table: Table) -> Iterator[tuple[str, int]]:
     with committing(place, table.name), lance_errors(table.uri):
         dataset = table.open()
-        if not table.name.endswith("/hidden"):
-            merged = dataset.optimize.compact_files(target_rows_per_fragment=ROWS_PER_FILE)
+        if not blob_columns(table.spec):
+            yield "files_merged", merge_small(dataset, LARGE_FILE, table.barrier)
             table.make_durable(dataset)
-            yield "fragments_merged", merged.fragments_removed
-        freed = dataset.cleanup_old_versions(older_than=KEEP_VERSIONS, error_if_tagged_old_versions=False)
-        yield "versions_dropped", freed.old_versions
-        yield "bytes_freed", freed.bytes_removed
+        versions, freed = drop_old(dataset)
+        yield "versions_dropped", versions
+        yield "bytes_freed", freed

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import fsspec
+import lance
 
 from mopd_dataplane.errors import DamagedError, InputError
 from mopd_dataplane.files import fsync, publish_file
-
-if TYPE_CHECKING:
-    import lance
 
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
@@ -32,15 +30,13 @@ class Place:
         self.uri = text.rstrip("/") if remote else str(self.root)
         self.storage_options = dict(storage_options or {})
         self._files: Any = fsspec.core.url_to_fs(self.uri, **self.storage_options)[0] if remote else None
-        self._session: lance.Session | None = None
+        self._session: Any = None
 
     @property
-    def session(self) -> lance.Session:
+    def session(self) -> Any:
         """Caches shared by all datasets of the store, bounded in bytes."""
         if self._session is None:
-            import lance
-
-            self._session = lance.Session(
+            self._session = lance.Session(  # type: ignore[attr-defined]
                 index_cache_size_bytes=INDEX_CACHE_BYTES, metadata_cache_size_bytes=METADATA_CACHE_BYTES
             )
         return self._session

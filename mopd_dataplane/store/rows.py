@@ -27,16 +27,17 @@ def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
     """
     now = datetime.now(UTC)
     filled = [{"created_at": now, **record} if "created_at" in spec.schema.names else record for record in records]
-    for record in filled:
-        for name in record.keys() - set(spec.schema.names):
-            raise InputError(f"table {spec.name!r} has no column {name!r}: {nearest(name, spec.schema.names)}")
-        for field in spec.schema:
-            if not field.nullable and record.get(field.name) is None:
-                raise InputError(f"table {spec.name!r} needs a value in column {field.name!r}, row {record!r:.200}")
+    for name in set().union(*filled) - set(spec.schema.names):
+        raise InputError(f"table {spec.name!r} has no column {name!r}: {nearest(name, spec.schema.names)}")
     try:
-        return pa.Table.from_pylist(filled, schema=spec.schema)
+        rows = pa.Table.from_pylist(filled, schema=spec.schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         raise InputError(f"table {spec.name!r}: {error}") from error
+    for field, column in zip(spec.schema, rows.columns, strict=True):
+        if column.null_count and not field.nullable:
+            record = filled[column.is_null().to_pylist().index(True)]
+            raise InputError(f"table {spec.name!r} needs a value in column {field.name!r}, row {record!r:.200}")
+    return rows
 
 
 def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.ListArray:
@@ -170,7 +171,7 @@ def plan_of(row: pa.Table) -> PlanWindow:
     def array(name: str) -> NDArray[Any]:
         return np.asarray(row[name].combine_chunks()[0].values.to_numpy())
 
-    plain = row.select(["stage", "window", "digest", "seed", "settings", "snapshot", "teachers", "stats"]).to_pylist()[0]
+    plain = row.drop_columns(["sample_rows", "pack_starts", "pack_teachers", "step_starts"]).to_pylist()[0]
     snapshot = json.loads(plain["snapshot"])
     return PlanWindow(
         stage=plain["stage"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +11,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.checksum import payload_crc
-from mopd_dataplane.errors import DamagedError, EngineError, MismatchError
+from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
 from mopd_dataplane.store.rows import list_column, to_rows
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import SCORES, SIGNAL_LOGPROB, SIGNAL_TOPK
-
-OPEN_BLOBS = 64
-"""Blob handles a HiddenReader keeps open."""
 
 
 def signal_crc(signal: Signal) -> int:
@@ -133,7 +129,7 @@ def commit_signals(
     absent = np.flatnonzero(scores.find(keys) < 0)
     if not len(absent):
         return 0
-    fresh = [signals[i] for i in absent]
+    fresh = [signals[i] for i in absent.tolist()]
     loss_tokens = metadata["loss_tokens"].to_numpy()[absent]
     payload.create()
     places, dataset = place_payload(payload, fresh)
@@ -184,37 +180,3 @@ def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
 def _bytes(signal: Signal) -> int:
     arrays = (signal.logprob, signal.topk_ids, signal.topk_logprobs, signal.hidden)
     return sum(array.nbytes for array in arrays if array is not None)
-
-
-class HiddenReader:
-    """Reads one teacher's hidden states by byte range, at one version, into memory the caller owns.
-
-    Ranges of 2 to 8 MiB are fastest: larger private allocations fault page by page.
-    """
-
-    def __init__(self, dataset: lance.LanceDataset) -> None:
-        self._dataset = dataset
-        self._blobs: OrderedDict[int, lance.BlobFile] = OrderedDict()
-
-    def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
-        """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
-        return self._dataset.take(np.asarray(payload_rows).tolist(), columns=["uid", "codec", "rows", "row_bytes"])
-
-    def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
-        blob = self._blob(payload_row)
-        piece = blob.read_range(start_byte, len(target))
-        if len(piece) != len(target):
-            raise DamagedError(
-                f"{self._dataset.uri}: row {payload_row} gave {len(piece)} bytes from {start_byte}, wanted {len(target)}"
-            )
-        target[:] = piece
-
-    def _blob(self, payload_row: int) -> lance.BlobFile:
-        blob = self._blobs.pop(payload_row, None)
-        if blob is None:
-            blob = self._dataset.take_blobs("hidden", indices=[payload_row])[0]
-            if len(self._blobs) >= OPEN_BLOBS:
-                self._blobs.popitem(last=False)[1].close()
-        self._blobs[payload_row] = blob
-        return blob

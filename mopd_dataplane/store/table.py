@@ -2,9 +2,9 @@
 
 An insert is a compare-and-swap on the dataset's version. Lance's Merge operation is the one commit that no data
 commit may overtake: it is refused when an append, a merge, a compaction or another insert came in between
-(tests/unit/store/test_lance_promises.py holds pylance to that). So: look the keys up in version v, write the rows that are new,
-commit on v; refused means look again. Two committers, a retried commit, a lost reply or a process that wakes up after
-an hour can never make a key visible twice.
+(tests/unit/store/test_lance_promises.py holds pylance to that). So: look the keys up in version v, write the rows
+that are new, commit on v; refused means look again. Two committers, a retried commit, a lost reply or a process that
+wakes up after an hour can never make a key visible twice.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
 from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.store.barrier import Barrier
+from mopd_dataplane.store.barrier import Barrier, set_aside_torn_manifest
+from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.keys import KeyDirectory
-from mopd_dataplane.store.layout import check_schema, lance_schema, spec_of
+from mopd_dataplane.store.layout import blob_columns, check_schema, lance_schema, spec_of
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.tables import DATA_STORAGE_VERSION
 
 ATTEMPTS = 64
 BACKOFF_S = 0.005
-_CONFLICT = "commit conflict"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class Inserted:
     rows: NDArray[np.int64]
     new: NDArray[np.bool_]
     dataset: lance.LanceDataset
+
+
+@dataclass(frozen=True)
+class _Fresh:
+    """Rows written to files but not yet committed: which of the asked ones, and where."""
+
+    new: NDArray[np.bool_]
+    fragments: list[FragmentMetadata]
 
 
 class Table:
@@ -55,7 +63,7 @@ class Table:
         self._place = place
         self._checked = False
         self._keys = KeyDirectory(self.spec.key)
-        self._barrier = Barrier(place.root / name) if place.root is not None else None
+        self.barrier = Barrier(place.root / name) if place.root is not None else None
 
     @property
     def schema(self) -> pa.Schema:
@@ -69,7 +77,7 @@ class Table:
                 made = lance.write_dataset(
                     self.schema.empty_table(),
                     self.uri,
-                    data_storage_version=DATA_STORAGE_VERSION,
+                    data_storage_version=DATA_STORAGE_VERSION,  # type: ignore[arg-type]
                     storage_options=self._place.storage_options or None,
                 )
             except OSError as error:
@@ -83,21 +91,22 @@ class Table:
 
         Raises MismatchError when its format version or columns are not those of this package.
         """
-        try:
-            dataset = lance.dataset(
-                self.uri,
-                version=version,
-                session=self._place.session,
-                storage_options=self._place.storage_options or None,
-            )
-        except ValueError as error:
-            if "was not found" in str(error) and version is None:
-                raise UnknownNameError(f"no dataset {self.name!r} in {self._place.uri}") from error
-            raise DamagedError(f"{self.uri}: version {version} cannot be opened: {error}") from error
+        dataset = self._open(version)
         if not self._checked:
             check_schema(dataset.schema, self.spec, self.uri)
             self._checked = True
         return dataset
+
+    def _open(self, version: int | str | None) -> lance.LanceDataset:
+        options = self._place.storage_options or None
+        try:
+            return lance.dataset(self.uri, version=version, session=self._place.session, storage_options=options)
+        except (ValueError, OSError) as error:
+            if "was not found" in str(error) and version is None:
+                raise UnknownNameError(f"no dataset {self.name!r} in {self._place.uri}") from error
+            if version is None and self._place.root and set_aside_torn_manifest(self._place.root / self.name):
+                return self._open(version)
+            raise DamagedError(f"{self.uri}: version {version or 'newest'} cannot be opened: {error}") from error
 
     def exists(self) -> bool:
         """Whether there is such a dataset."""
@@ -120,46 +129,65 @@ class Table:
             operation = lance.LanceOperation.Append(fragments)
             dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
         checkpoint(f"{self.name}.append.committed")
-        return _first_row(dataset, fragments), dataset
+        return _first_row(dataset, fragments), self._tidied(dataset)
 
     def insert(self, rows: pa.Table, admit: Callable[[lance.LanceDataset], None] | None = None) -> Inserted:
         """Insert the rows whose key the table does not have; the keys decide, other columns are not compared.
 
         `admit` sees the version about to be committed on and may refuse by raising.
         """
-        written: tuple[bytes, list[FragmentMetadata]] | None = None
+        fresh: _Fresh | None = None
+        first = _first_of_each(rows.select(self.spec.key))
         for attempt in range(ATTEMPTS):
             dataset = self.open()
             if admit is not None:
                 admit(dataset)
             found = self._keys.find(dataset, rows)
-            if written is not None and _holds(dataset, written[1]):
-                new = np.frombuffer(written[0], np.bool_)
-                return Inserted(found, new, dataset)
-            new = (found < 0) & _first_of_each(rows.select(self.spec.key))
+            if fresh is not None and _holds(dataset, fresh.fragments):
+                return Inserted(found, fresh.new, dataset)
+            new = (found < 0) & (first == np.arange(rows.num_rows))
             if not new.any():
                 return Inserted(found, new, dataset)
             with lance_errors(self.uri):
-                if written is None or written[0] != new.tobytes():
-                    written = new.tobytes(), self._write(dataset, rows.filter(pa.array(new)))
+                if fresh is None or (fresh.new != new).any():
+                    fresh = _Fresh(new, self._write(dataset, rows.filter(pa.array(new))))
                 checkpoint(f"{self.name}.insert.written")
-                committed = self._swap(dataset, written[1])
+                committed = self._swap(dataset, fresh.fragments)
             if committed is not None:
                 checkpoint(f"{self.name}.insert.committed")
-                return Inserted(self._keys.find(committed, rows), new, committed)
+                base = dataset.count_rows()
+                self._keys.learn(base, rows.filter(pa.array(new)))
+                found[new] = base + np.arange(new.sum())
+                return Inserted(found[first], new, self._tidied(committed))
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
         """Sync a version to the disk; an object store acknowledges only what is durable."""
-        if self._barrier is not None:
-            self._barrier.make_durable(dataset)
+        if self.barrier is not None:
+            self.barrier.sync_version(dataset)
 
     def _write(self, dataset: lance.LanceDataset, rows: pa.Table) -> list[FragmentMetadata]:
+        """Rows in files of their own, synced, seen by nobody yet."""
         columns = [name for name in dataset.schema.names if name in rows.column_names]
-        return write_fragments(
+        fragments = write_fragments(
             rows.select(columns), dataset, mode="append", data_storage_version=DATA_STORAGE_VERSION
         )
+        if self.barrier is not None:
+            self.barrier.sync_data(fragments)
+        return fragments
+
+    def _tidied(self, dataset: lance.LanceDataset) -> lance.LanceDataset:
+        """The version with its small files merged when there are too many, else the same."""
+        if blob_columns(self.spec) or not (limit := is_crowded(dataset)):
+            return dataset
+        try:
+            merge_small(dataset, limit, self.barrier)
+            drop_old(dataset)
+        except OSError as error:
+            if not _overtaken(error):
+                raise
+        return self.open()
 
     def _swap(self, dataset: lance.LanceDataset, fresh: list[FragmentMetadata]) -> lance.LanceDataset | None:
         """Commit `fresh` on exactly this version; None when another commit came first or the reply was lost."""
@@ -170,22 +198,22 @@ class Table:
         operation = lance.LanceOperation.Merge(held + fresh, dataset.lance_schema)
         try:
             return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
-        except CommitConflictError:
-            return None
         except OSError as error:
-            if _CONFLICT in str(error) or _holds(self.open(), fresh):
+            if _overtaken(error) or _holds(self.open(), fresh):
                 return None
             raise
 
 
-def _first_of_each(keys: pa.Table) -> NDArray[np.bool_]:
-    """[n] True on the first occurrence of each key."""
-    seen: set[tuple[object, ...]] = set()
-    first = np.zeros(keys.num_rows, np.bool_)
-    for place, key in enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True)):
-        first[place] = key not in seen
-        seen.add(key)
-    return first
+def _overtaken(error: OSError) -> bool:
+    """Whether a commit was refused because another one came first; Lance raises it in two ways."""
+    return isinstance(error, CommitConflictError) or "commit conflict" in str(error)
+
+
+def _first_of_each(keys: pa.Table) -> NDArray[np.int64]:
+    """[n] place of the first row with the same key."""
+    seen: dict[tuple[object, ...], int] = {}
+    pairs = enumerate(zip(*(column.to_pylist() for column in keys.columns), strict=True))
+    return np.array([seen.setdefault(key, place) for place, key in pairs], np.int64)
 
 
 def _paths(fragments: list[FragmentMetadata]) -> set[str]:

@@ -1,0 +1,68 @@
+"""Keep the number of files of a table small however often it is committed to, without moving a row.
+
+Tiers by size: when more than COUNT files are below a LIMIT they become one. Each byte is copied at most once a tier,
+so commit time stays flat, and a table of any size has about a hundred files beside its gigabyte ones.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import lance
+from lance.optimize import Compaction, CompactionOptions
+
+from mopd_dataplane.store.barrier import Barrier
+
+MIB = 1 << 20
+TIERS = ((4 * MIB, 64), (64 * MIB, 32), (1024 * MIB, 32))
+"""(limit in bytes, count of smaller files that is too many)"""
+
+KEEP = timedelta(days=1)
+"""Untagged versions younger than this are left alone: a reader or a committer may still be at work on them."""
+
+
+def is_crowded(dataset: lance.LanceDataset) -> int:
+    """The size limit in bytes below which there are too many files; 0 when there is none."""
+    fragments = dataset.get_fragments()
+    if len(fragments) <= min(count for _, count in TIERS):
+        return 0
+    sizes = _sizes(fragments).values()
+    return next((limit for limit, count in TIERS if sum(size < limit for size in sizes) > count), 0)
+
+
+def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
+    """Merge neighbouring files smaller than `limit` bytes; how many went. The handle moves to the new version.
+
+    Raises OSError when another commit came first; nothing has changed then. Rows keep their numbers.
+    """
+    large = [number for number, size in _sizes(dataset.get_fragments()).items() if size >= limit]
+    options: CompactionOptions = {
+        "target_rows_per_fragment": 1 << 31,
+        "compaction_mode": "try_binary_copy",
+        "excluded_fragment_ids": large,
+    }
+    done = [task.execute(dataset) for task in Compaction.plan(dataset, options).tasks]
+    if not done:
+        return 0
+    if barrier is not None:
+        barrier.sync_data(fragment for result in done for fragment in result.new_fragments)
+    Compaction.commit(dataset, done)
+    return sum(result.metrics.fragments_removed for result in done)
+
+
+def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
+    """Drop versions older than KEEP that no tag pins, and their files; how many versions, how many bytes.
+
+    Files that no version names (of interrupted commits) go when they are seven days old.
+    """
+    freed = dataset.cleanup_old_versions(older_than=KEEP, error_if_tagged_old_versions=False)
+    return freed.old_versions, freed.bytes_removed
+
+
+def _sizes(fragments: list[lance.LanceFragment]) -> dict[int, float]:
+    """Bytes of each fragment; estimated from its rows where Lance has not recorded them."""
+    known = {f.fragment_id: sum(d.file_size_bytes or 0 for d in f.data_files()) for f in fragments}
+    rows = {f.fragment_id: f.metadata.physical_rows for f in fragments}
+    measured = sum(rows[number] for number, size in known.items() if size)
+    per_row = sum(known.values()) / measured if measured else 0.0
+    return {number: size or rows[number] * per_row for number, size in known.items()}

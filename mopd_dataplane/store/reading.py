@@ -1,0 +1,159 @@
+"""Reads by row number: payload of given samples in the asked order, each row checked to be the sample asked for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
+
+from mopd_dataplane.checksum import payload_crc
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.store.rows import PAYLOAD, list_views
+
+OPEN_BLOBS = 64
+"""Blob handles a HiddenReader keeps open."""
+LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
+"""Payload columns of the kinds that lie in lists, in the order of their checksum."""
+READ_WITH = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "row_bytes"]}
+
+
+def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
+    """Rows by number, in the asked order; InputError for a row that does not exist."""
+    wanted = np.asarray(rows, np.int64)
+    total = dataset.count_rows()
+    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < total:
+        raise InputError(f"{dataset.uri} has rows 0 to {total - 1}, asked for {wanted.min()} to {wanted.max()}")
+    names = list(columns) if columns is not None else dataset.schema.names
+    if not len(wanted):
+        return dataset.to_table(columns=names, limit=0)
+    return dataset.take(wanted.tolist(), columns=names)
+
+
+def read_tokens(
+    samples: lance.LanceDataset, tokens: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str], *, verify: bool
+) -> pa.Table:
+    """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
+    metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
+    read = [*dict.fromkeys(["uid", *columns, *(PAYLOAD if verify else ())])]
+    payload = take_rows(tokens, metadata["payload_row"].to_numpy(), read)
+    check_echo("tokens", metadata, payload)
+    if verify:
+        views = zip(*(list_views(payload[name]) for name in PAYLOAD), strict=True)
+        check_crcs("tokens", metadata, [payload_crc(*arrays) for arrays in views])
+    return payload.select(columns)
+
+
+def scored_rows(scores: lance.LanceDataset, teacher: str, kind: str) -> pa.Table:
+    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal."""
+    columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
+    rows = scores.to_table(columns=columns)
+    chosen = pc.and_(pc.equal(rows["teacher"], teacher), pc.equal(rows["kind"], kind))
+    return rows.filter(chosen).select(columns[:-2])
+
+
+def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: ArrayLike) -> pa.Table:
+    """scored_rows of the given rows of `samples`, in the asked order; see Store.signal_rows."""
+    scored = scored_rows(scores, teacher, kind)
+    wanted = np.asarray(rows, np.int64)
+    order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
+    have = scored["sample_row"].to_numpy()[order]
+    missing = ~np.isin(wanted, have)
+    if missing.any():
+        raise UnknownNameError(
+            f"{int(missing.sum())} samples lack signal {kind!r} of teacher {teacher!r}, the first in row "
+            f"{wanted[missing][0]}; score them first"
+        )
+    return scored.take(pa.array(order[np.searchsorted(have, wanted)]))
+
+
+def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, verify: bool) -> list[Any]:
+    """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
+    payload = take_rows(dataset, found["payload_row"].to_numpy(), [*READ_WITH[kind], *LISTS.get(kind, [])])
+    check_echo(dataset.uri, found, payload)
+    flat: list[tuple[Any, ...]]
+    if kind == "hidden":
+        flat = [(states,) for states in _read_hidden(dataset, found)]
+    else:
+        flat = list(zip(*(list_views(payload[name]) for name in LISTS[kind]), strict=True))
+    if verify:
+        check_crcs(dataset.uri, found, [payload_crc(*arrays) for arrays in flat])
+    if kind == "logprob":
+        return [values for (values,) in flat]
+    widths = payload["k" if kind == "topk" else "row_bytes"].to_pylist()
+    shaped = [tuple(part.reshape(-1, w) for part in parts) for parts, w in zip(flat, widths, strict=True)]
+    return shaped if kind == "topk" else [states for (states,) in shaped]
+
+
+def _read_hidden(dataset: lance.LanceDataset, found: pa.Table) -> list[NDArray[np.uint8]]:
+    reader, states = HiddenReader(dataset), []
+    for row, size in zip(found["payload_row"].to_pylist(), found["bytes"].to_pylist(), strict=True):
+        buffer = np.empty(size, np.uint8)
+        reader.read_into(row, 0, buffer.data)
+        states.append(buffer)
+    return states
+
+
+def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:
+    """Raise DamagedError when a payload row belongs to another sample than its metadata row says."""
+    if metadata["uid"].to_pylist() == payload["uid"].to_pylist():
+        return
+    rows, uids, others = metadata["payload_row"], metadata["uid"], payload["uid"]
+    pairs = zip(rows.to_pylist(), uids.to_pylist(), others.to_pylist(), strict=True)
+    row, uid, other = next(pair for pair in pairs if pair[1] != pair[2])
+    raise DamagedError(f"{name} row {row} holds sample {other}, expected {uid}; run `mopd store verify`")
+
+
+def check_crcs(name: str, metadata: pa.Table, found: Sequence[int]) -> None:
+    """Raise DamagedError when a payload's checksum is not the one it was committed with."""
+    rows = zip(metadata["uid"].to_pylist(), metadata["payload_crc"].to_pylist(), found, strict=True)
+    for uid, stored, crc in rows:
+        if stored != crc:
+            raise DamagedError(
+                f"{name}: payload of sample {uid} has crc32c {crc:08x}, committed was {stored:08x}; "
+                "run `mopd store verify`"
+            )
+
+
+class HiddenReader:
+    """Reads one teacher's hidden states by byte range, at one version, into memory the caller owns.
+
+    Ranges of 2 to 8 MiB are fastest: larger private allocations fault page by page.
+    """
+
+    def __init__(self, dataset: lance.LanceDataset) -> None:
+        self._dataset = dataset
+        self._blobs: OrderedDict[int, lance.BlobFile] = OrderedDict()
+
+    def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
+        """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
+        return self._dataset.take(np.asarray(payload_rows).tolist(), columns=["uid", "codec", "rows", "row_bytes"])
+
+    def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
+        blob = self._blob(payload_row)
+        piece = blob.read_range(start_byte, len(target))
+        if len(piece) != len(target):
+            raise DamagedError(
+                f"{self._dataset.uri}: row {payload_row} gave {len(piece)} bytes from byte {start_byte}, "
+                f"wanted {len(target)}"
+            )
+        target[:] = piece
+
+    def _blob(self, payload_row: int) -> lance.BlobFile:
+        blob = self._blobs.pop(payload_row, None) or self._open_blob(payload_row)
+        self._blobs[payload_row] = blob
+        return blob
+
+    def _open_blob(self, payload_row: int) -> lance.BlobFile:
+        if len(self._blobs) >= OPEN_BLOBS:
+            self._blobs.popitem(last=False)[1].close()
+        blob = self._dataset.take_blobs("hidden", indices=[payload_row])[0]
+        if blob is None:
+            raise DamagedError(f"{self._dataset.uri}: row {payload_row} holds no hidden states")
+        return blob

@@ -1,0 +1,168 @@
+"""What the store relies on in pylance, and what it must not rely on. Re-test on every pylance bump.
+
+Each test states a behaviour measured on pylance 14.0.2; docs/decisions/0002-exactly-once.md builds on them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+import pytest
+from lance.commit import CommitConflictError
+from lance.fragment import write_fragments
+
+KEY = {b"lance-schema:unenforced-primary-key": b"true"}
+SCHEMA = pa.schema([pa.field("uid", pa.string(), False, KEY), pa.field("v", pa.int64(), False)])
+
+
+def rows(*uids: str) -> pa.Table:
+    return pa.table({"uid": list(uids), "v": list(range(len(uids)))}, schema=SCHEMA)
+
+
+@pytest.fixture()
+def uri(tmp_path: Path) -> str:
+    path = str(tmp_path / "table")
+    lance.write_dataset(rows("a", "b"), path, data_storage_version="2.2")
+    return path
+
+
+def swap(dataset: lance.LanceDataset, table: pa.Table) -> lance.LanceDataset:
+    """The store's commit: all fragments of this version and the new ones, as one Merge without retries."""
+    fresh = write_fragments(table, dataset, mode="append", data_storage_version="2.2")
+    held = [fragment.metadata for fragment in dataset.get_fragments()]
+    for place, fragment in enumerate(fresh):
+        fragment.id = max(f.id for f in held) + 1 + place
+    operation = lance.LanceOperation.Merge(held + fresh, dataset.lance_schema)
+    return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
+
+
+def merge(dataset: lance.LanceDataset, table: pa.Table) -> int:
+    builder = dataset.merge_insert("uid").when_not_matched_insert_all().conflict_retries(0)
+    return int(builder.execute(table)["num_inserted_rows"])
+
+
+def uids(uri: str) -> list[str]:
+    return sorted(lance.dataset(uri).to_table(columns=["uid"])["uid"].to_pylist())
+
+
+OVERTAKERS: dict[str, Callable[[str], object]] = {
+    "swap": lambda uri: swap(lance.dataset(uri), rows("x")),
+    "append": lambda uri: lance.write_dataset(rows("x"), uri, mode="append"),
+    "merge_insert": lambda uri: merge(lance.dataset(uri), rows("x")),
+    "compaction": lambda uri: lance.dataset(uri).optimize.compact_files(),
+    "add_columns": lambda uri: lance.dataset(uri).add_columns({"n": "cast(null as int)"}),
+    "schema_metadata": lambda uri: lance.dataset(uri).update_schema_metadata({"mopd:epoch:w": "2"}),
+}
+
+
+@pytest.mark.parametrize("overtaker", OVERTAKERS)
+def test_swap_is_refused_when_overtaken(uri: str, overtaker: str) -> None:
+    swap(lance.dataset(uri), rows("c"))  # a second fragment, so that compaction has work
+    stale = lance.dataset(uri)
+    OVERTAKERS[overtaker](uri)
+    with pytest.raises((CommitConflictError, OSError), match="commit conflict"):
+        swap(stale, rows("x"))
+    assert uids(uri).count("x") <= 1
+
+
+@pytest.mark.parametrize("late", ["compaction", "append"])
+def test_a_swap_is_never_undone_by_a_late_commit(uri: str, late: str) -> None:
+    swap(lance.dataset(uri), rows("c"))
+    stale = lance.dataset(uri)
+    swap(lance.dataset(uri), rows("x"))
+    with pytest.raises(OSError, match="commit conflict"):
+        if late == "compaction":
+            stale.optimize.compact_files()
+        else:
+            stale.insert(rows("y"))
+    assert uids(uri) == ["a", "b", "c", "x"]
+
+
+def test_swap_keeps_schema_metadata_and_key_marks(uri: str) -> None:
+    lance.dataset(uri).update_schema_metadata({"mopd:epoch:w": "2"})
+    schema = swap(lance.dataset(uri), rows("c")).schema
+    assert schema.metadata[b"mopd:epoch:w"] == b"2"
+    assert schema.field("uid").metadata == KEY
+
+
+def test_plain_append_never_looks_at_the_key(uri: str) -> None:
+    lance.write_dataset(rows("a"), uri, mode="append")
+    assert uids(uri) == ["a", "a", "b"]
+
+
+def test_append_on_a_stale_version_is_not_fenced(uri: str) -> None:
+    stale = lance.dataset(uri)
+    lance.write_dataset(rows("x"), uri, mode="append")
+    fresh = write_fragments(rows("x"), stale, mode="append", data_storage_version="2.2")
+    lance.LanceDataset.commit(stale, lance.LanceOperation.Append(fresh), read_version=stale.version, max_retries=0)
+    assert uids(uri).count("x") == 2
+
+
+def test_keyed_merge_refuses_a_stale_handle(uri: str) -> None:
+    stale = lance.dataset(uri)
+    merge(lance.dataset(uri), rows("x"))
+    with pytest.raises(OSError, match="Too many concurrent writers"):
+        merge(stale, rows("x"))
+
+
+def test_scalar_index_switches_the_duplicate_check_off(uri: str) -> None:
+    lance.dataset(uri).create_scalar_index("uid", "BTREE")
+    stale = lance.dataset(uri)
+    assert merge(lance.dataset(uri), rows("x")) == 1
+    assert merge(stale, rows("x")) == 1, "pylance now keeps keys unique with an index: reconsider decision 0002"
+    assert uids(uri).count("x") == 2
+
+
+def test_composite_key_is_honoured_by_merge(tmp_path: Path) -> None:
+    position = b"lance-schema:unenforced-primary-key:position"
+    fields = [pa.field(n, pa.string(), False, {**KEY, position: str(i + 1).encode()}) for i, n in enumerate("abc")]
+    uri, schema = str(tmp_path / "t"), pa.schema(fields)
+    lance.write_dataset(schema.empty_table(), uri, data_storage_version="2.2")
+    stale = lance.dataset(uri)
+    table = pa.table({"a": ["u"], "b": ["t"], "c": ["k"]}, schema=schema)
+    lance.dataset(uri).merge_insert(["a", "b", "c"]).when_not_matched_insert_all().execute(table)
+    with pytest.raises(OSError, match="Too many concurrent writers"):
+        stale.merge_insert(["a", "b", "c"]).when_not_matched_insert_all().conflict_retries(0).execute(table)
+
+
+def test_row_numbers_survive_append_and_compaction(uri: str) -> None:
+    for number in range(5):
+        lance.write_dataset(rows(f"n{number}"), uri, mode="append")
+    before = lance.dataset(uri).to_table()["uid"].to_pylist()
+    lance.dataset(uri).optimize.compact_files(compaction_mode="try_binary_copy")
+    assert len(lance.dataset(uri).get_fragments()) == 1
+    assert lance.dataset(uri).to_table()["uid"].to_pylist() == before
+    assert lance.dataset(uri).take([6, 0, 6])["uid"].to_pylist() == [before[6], before[0], before[6]]
+
+
+def test_a_tag_keeps_a_version_through_compaction_and_cleanup(uri: str) -> None:
+    from datetime import timedelta
+
+    dataset = lance.dataset(uri)
+    dataset.tags.create("pin", dataset.version)
+    pinned = dataset.version
+    swap(lance.dataset(uri), rows("c"))
+    latest = lance.dataset(uri)
+    latest.optimize.compact_files()
+    latest.cleanup_old_versions(older_than=timedelta(0), error_if_tagged_old_versions=False)
+    assert lance.dataset(uri, version=pinned).to_table()["uid"].to_pylist() == ["a", "b"]
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not Path("/usr/bin/strace").exists(), reason="needs strace")
+def test_lance_itself_syncs_nothing(tmp_path: Path) -> None:
+    code = (
+        "import lance, pyarrow as pa, sys; "
+        "lance.write_dataset(pa.table({'v': [1]}), sys.argv[1], data_storage_version='2.2')"
+    )
+    trace = tmp_path / "trace"
+    subprocess.run(
+        ["strace", "-f", "-o", str(trace), "-e", "trace=fsync,fdatasync,syncfs,sync_file_range",
+         sys.executable, "-c", code, str(tmp_path / "t")],
+        check=True, timeout=120, capture_output=True,
+    )
+    assert "sync" not in trace.read_text(), "pylance now syncs: the barrier may be doing work twice"
