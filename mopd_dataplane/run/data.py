@@ -17,6 +17,11 @@ from mopd_dataplane.store.dataset import Store
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mopd_dataplane.run.context import Run
+
+REFERENCE_BATCH = 4096
+"""Reference samples committed together."""
+
 
 def ensure_prompts(job: Job, store: Store) -> None:
     """Write the prompts of every domain once; a domain already in the store is left as it is.
@@ -99,3 +104,14 @@ def _permutation(total: int, name: str) -> list[int]:
     key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
     order: list[int] = np.random.Generator(np.random.Philox(key=key)).permutation(total).tolist()
     return order
+
+
+def store_reference(run: Run, stage: Stage) -> None:
+    """Commit a stage's reference samples; what the store has already stays as it is."""
+    prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
+    samples = list(reference_samples(run.job, stage, prompts, run.tokenizer, run.tokenizer_digest))
+    with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
+        for start in range(0, len(samples), REFERENCE_BATCH):
+            run.store.commit_samples(samples[start : start + REFERENCE_BATCH], writer="reference")
+            advance(start)
+        report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}

@@ -81,7 +81,7 @@ def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
 def answer(run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt]) -> list[tuple[list[int], str]]:
     """Response ids and finish reason of each prompt, decoded at the evaluation temperature."""
     rollout, settings = stage.rollout, run.job.eval
-    engine = HfEngine(folder, 0, slots=min(run.job.engine.slots, len(prompts)), threads=run.job.engine.threads)
+    engine = HfEngine(folder, slots=min(run.job.engine.slots, len(prompts)), threads=run.job.engine.threads)
     requests = []
     for prompt in prompts:
         uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)

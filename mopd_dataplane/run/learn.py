@@ -12,7 +12,8 @@ from pathlib import Path
 from mopd_dataplane.errors import EngineError, MopdError
 from mopd_dataplane.files import publish_file
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.load.server import start_server
+from mopd_dataplane.load.launch import start_server
+from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
@@ -69,7 +70,7 @@ def train_spec(run: Run, stage: Stage, plan: PlanWindow, socket: Path) -> TrainS
         checkpoint_dir=str(checkpoint_folder(run, stage)),
         socket=str(socket),
         windows=(window,),
-        train=stage.train,
+        train=stage.train.model_copy(update={"epochs": 1}),
         objective=run.job.objective(stage),
         heads=heads,
         teachers=tuple(plan.teachers),
@@ -86,7 +87,8 @@ def _train(run: Run, stage: Stage, plan: PlanWindow, advance: Advance) -> None:
         socket = Path(scratch) / "loader.sock"
         spec_file = Path(scratch) / "train.json"
         publish_file(spec_file, train_spec(run, stage, plan, socket).model_dump_json().encode())
-        with start_server(run.store.uri, socket, run.job.load, objective=run.job.objective(stage)):
+        load_spec = LoadSpec.for_stage(stage.name, run.job.load, run.job.objective(stage))
+        with start_server(run.store.uri, socket, load_spec):
             trainer = subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec_file)])
             try:
                 _watch(run, stage, plan, trainer, advance)

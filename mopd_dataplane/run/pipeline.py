@@ -10,35 +10,35 @@ Each step looks at what the store already has and does the rest, so the same cal
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
 from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.data import store_reference
-from mopd_dataplane.run.evaluate import evaluate
-from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
+from mopd_dataplane.run.evaluate import accuracy, evaluate
 from mopd_dataplane.run.generate import rollout
 from mopd_dataplane.run.judge import reward, score
 from mopd_dataplane.run.learn import train_window
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.schedule import plan_window
+from mopd_dataplane.run.schedule import explain_plan, plan_window
 
 Summary = dict[str, Any]
 
 
 def run_job(job: Job, *, console: Console | None = None, only: str | None = None) -> Summary:
-    """Run a job to its end, or one of its stages; returns the accuracy of every evaluated policy by domain.
+    """Run a job to its end, or one stage of it; returns every evaluated policy's accuracy by domain.
 
     Raises MopdError; whatever was finished stays, and the same call continues.
     """
     run = open_run(job, Progress(console))
-    stages = [job.stage(only)] if only else job.stages
-    for stage in stages:
+    for stage in [job.stage(only)] if only else job.stages:
         run_stage(run, stage)
-    return {"store": run.store.uri, "accuracy": accuracy_table(run), "report": str(write_report(run))}
+    report = write_report(run.store, run.root / "report.html")
+    return {"store": run.store.uri, "accuracy": accuracy_table(run), "report": str(report)}
 
 
 def run_stage(run: Run, stage: Stage) -> None:
@@ -46,33 +46,102 @@ def run_stage(run: Run, stage: Stage) -> None:
     if run.is_done(stage):
         run.progress.say(f"{stage.name:<16} done")
         return
-    if stage.start == "init" or run.policies.latest(run.job.stage(stage.start)):
-        evaluate(run, stage, 0) if stage.data == "rollout" else None
+    if stage.start == "init" and stage.data == "rollout":
+        evaluate(run, stage, 0)
     for window in range(stage.iterations):
         if run.policies.latest(stage) <= window:
             run_window(run, stage, window)
-        if is_evaluated(run, stage, window + 1):
+        if _is_evaluated(run, stage, window + 1):
             evaluate(run, stage, window + 1)
     run.mark_done(stage)
 
 
 def run_window(run: Run, stage: Stage, window: int) -> None:
-    """One round of data, signals, plan and training; leaves policy version window + 1."""
+    """One round of data, signals, plan and training; leaves policy version `window + 1`."""
+    produce(run, stage, window)
+    score(run, stage, generation=_generation(stage, window))
+    train_window(run, stage, plan_window(run, stage, window, generation=_generation(stage, window)))
+
+
+def produce(run: Run, stage: Stage, window: int) -> None:
+    """The samples of a window: reference answers, or rollouts with their rewards."""
     if stage.data == "reference":
         store_reference(run, stage)
     else:
         rollout(run, stage, window)
         reward(run, stage, generation=window)
-    score(run, stage, generation=generation_of(stage, window))
-    train_window(run, stage, plan_window(run, stage, window, generation=generation_of(stage, window)))
 
 
-def is_evaluated(run: Run, stage: Stage, version: int) -> bool:
-    """Whether a version of a stage's policy is evaluated: the last one always, others every so many iterations."""
+def accuracy_table(run: Run) -> dict[str, dict[str, float]]:
+    """{policy: {domain: accuracy}} of the newest evaluated version of every stage."""
+    table = {}
+    for stage in run.job.stages:
+        values = accuracy(run, stage.name, run.policies.latest(stage))
+        if values:
+            table[stage.name] = values
+    return table
+
+
+def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
+    """Produce the samples of the stage's next window, or with `follow` of all its windows."""
+    run = open_run(job, Progress(console))
+    if follow:
+        rollout_follow(run, stage)
+        return {"stage": stage.name, "samples": _count(run, "samples", stage)}
+    window = run.policies.latest(stage)
+    if stage.data == "reference":
+        store_reference(run, stage)
+        return {"stage": stage.name, "window": window, "samples": _count(run, "samples", stage)}
+    report = rollout(run, stage, window)
+    facts = asdict(report) if report else {}
+    return {**facts, "stage": stage.name, "window": window, "samples": _count(run, "samples", stage)}
+
+
+def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> Summary:
+    """Verify every answer of a stage that has no reward."""
+    run = open_run(job, Progress(console))
+    return {"stage": stage.name, **reward(run, stage)}
+
+
+def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
+    """Compute every signal that a stage's samples lack; with `follow`, as they appear."""
+    run = open_run(job, Progress(console))
+    if follow:
+        score_follow(run, stage)
+        return {"stage": stage.name}
+    return {"stage": stage.name, **score(run, stage)}
+
+
+def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explain: bool = False) -> Summary:
+    """Record the plan of the stage's next window."""
+    run = open_run(job, Progress(console))
+    window = run.policies.latest(stage)
+    plan = plan_window(run, stage, window, generation=_generation(stage, window))
+    summary = {"stage": stage.name, "window": window, "digest": plan.digest, **plan.stats}
+    return {**summary, **explain_plan(run, stage, plan)} if explain else summary
+
+
+def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
+    """Train every recorded window that has no policy version yet; with `follow`, plan windows as they become possible."""
+    run = open_run(job, Progress(console))
+    if follow:
+        return train_follow(run, stage)
+    for window in run.store.plans(stage.name):
+        if window >= run.policies.latest(stage):
+            train_window(run, stage, plan_window(run, stage, window, generation=None))
+    return {"stage": stage.name, "policy_version": run.policies.latest(stage), "policy": str(run.policies.last(stage))}
+
+
+def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
+    """The last version of a stage always is, others every so many iterations."""
     every = run.job.eval.every
     return version == stage.iterations or (every > 0 and version % every == 0)
 
 
-def generation_of(stage: Stage, window: int) -> int | None:
+def _generation(stage: Stage, window: int) -> int | None:
     """Samples a window covers: one generation of rollouts, or all reference data."""
     return window if stage.data == "rollout" else None
+
+
+def _count(run: Run, table: str, stage: Stage) -> int:
+    return run.store.dataset(table).count_rows(f"run = '{stage.name}'")

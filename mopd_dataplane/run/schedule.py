@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pyarrow.compute as pc
+
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
@@ -9,6 +12,9 @@ from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import stage_samples
+
+TOKEN_BYTES = 9
+"""Token id, sampler log-prob and mask of one token."""
 
 
 def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) -> PlanWindow:
@@ -68,3 +74,22 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
         signals=objective.signals,
         rewards=rewards if objective.needs_rewards else None,
     )
+
+
+def explain_plan(run: Run, stage: Stage, plan: PlanWindow) -> dict[str, object]:
+    """What a plan holds, beyond its counts: mixture, packs of each teacher, and the payload bytes it will read."""
+    rows = np.unique(plan.sample_rows)
+    samples = run.store.take_samples(rows, ["domain", "total_len"])
+    share = pc.value_counts(samples["domain"]).to_pylist()
+    codes, packs = np.unique(plan.pack_teachers, return_counts=True)
+    names = {code: plan.teachers[code] if code >= 0 else "none" for code in codes.tolist()}
+    objective = run.job.objective(stage)
+    scores = run.store.table("scores", ["sample_row", "kind", "bytes"], snapshot=plan.snapshot)
+    used = np.isin(scores["sample_row"].to_numpy(), rows) & np.isin(scores["kind"].to_pylist(), objective.signals)
+    return {
+        "mixture": {entry["values"]: round(entry["counts"] / len(rows), 4) for entry in share},
+        "packs_by_teacher": {names[code]: int(count) for code, count in zip(codes.tolist(), packs, strict=True)},
+        "token_bytes": int(pc.sum(samples["total_len"]).as_py() or 0) * TOKEN_BYTES,
+        "signal_bytes": int(scores["bytes"].to_numpy()[used].sum()),
+        "snapshot": plan.snapshot.versions,
+    }

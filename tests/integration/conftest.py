@@ -1,0 +1,153 @@
+"""A whole job small enough for a test: two domains, a model of 0.1 M parameters, two on-policy iterations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""One compute thread per process: tests share the machine."""
+
+TINY_JOB = """
+name = "tiny"
+store = "{store}"
+seed = 7
+
+[student]
+tokenizer = "characters"
+[student.config]
+model_type = "qwen3"
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 32
+max_position_embeddings = 256
+tie_word_embeddings = false
+
+[domains.sums]
+source = "reasoning-gym"
+dataset = "chain_sum"
+args = {{ min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }}
+template = "{{expression}} = "
+train = 48
+eval = 8
+
+[domains.words]
+source = "reasoning-gym"
+dataset = "spell_backward"
+args = {{ min_word_len = 3, max_word_len = 4 }}
+template = "{{word}} < "
+train = 48
+eval = 8
+
+[teachers]
+sums = {{ source = "stage:sums" }}
+words = {{ source = "stage:words" }}
+
+[routing]
+sums = "sums"
+words = "words"
+
+[engine]
+slots = 16
+
+[rollout]
+max_prompt_tokens = 32
+max_new_tokens = 12
+prompts_per_iteration = 32
+
+[plan]
+pack_tokens = 128
+batch_samples = 16
+
+[train]
+learning_rate = 1e-3
+checkpoint_steps = 2
+
+[objectives.sampled.policy_gradient]
+correction = "icepop"
+
+[objectives.full-vocab.divergence]
+kind = "reverse"
+
+[[stages]]
+name = "base"
+data = "reference"
+
+[[stages]]
+name = "sums"
+start = "base"
+data = "reference"
+domains = ["sums"]
+
+[[stages]]
+name = "words"
+start = "base"
+data = "reference"
+domains = ["words"]
+
+[[stages]]
+name = "student"
+start = "base"
+objective = "sampled"
+iterations = 2
+"""
+
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+JobWriter = Callable[..., Path]
+
+
+def run_mopd(*arguments: str | Path, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-m", "mopd_dataplane", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, check=False)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def write_tiny_job(folder: Path, text: str = TINY_JOB, store: str = "store") -> Path:
+    """The tiny job as a file whose store lies beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "job.toml"
+    file.write_text(text.format(store=folder / store))
+    return file
+
+
+@pytest.fixture(scope="session")
+def mopd() -> Command:
+    """run_mopd."""
+    return run_mopd
+
+
+@pytest.fixture(scope="session")
+def write_job() -> JobWriter:
+    """write_tiny_job."""
+    return write_tiny_job
+
+
+@pytest.fixture(scope="session")
+def start_mopd() -> Callable[..., subprocess.Popen[bytes]]:
+    """Start the command line without waiting for it."""
+
+    def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "mopd_dataplane", *map(str, arguments)]
+        return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny job that ran uninterrupted: job.toml and store."""
+    folder = tmp_path_factory.mktemp("tiny")
+    run_mopd("run", write_tiny_job(folder))
+    return folder

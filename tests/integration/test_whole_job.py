@@ -1,0 +1,57 @@
+"""The tiny job from prompts to a trained student, in processes of their own, and what its store then holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd_dataplane import open_store
+
+
+def test_every_stage_leaves_a_policy_and_the_report_is_written(finished_job: Path):
+    store = finished_job / "store"
+    assert (store / "report.html").stat().st_size > 10_000
+    for stage, versions in {"base": 1, "sums": 1, "words": 1, "student": 2}.items():
+        for version in range(1, versions + 1):
+            assert (store / "policies" / stage / f"v{version}" / "model.safetensors").is_file()
+
+
+def test_metadata_agrees_with_itself(finished_job: Path, mopd: Callable):
+    store = open_store(str(finished_job / "store"))
+    (counts,) = store.sql("select count(*) as rows, count(distinct uid) as uids from samples").to_pylist()
+    assert counts["rows"] == counts["uids"] == 96 + 48 + 48 + 2 * 32
+    scored = store.sql("select teacher, count(*) as n from scores group by 1 order by 1").to_pylist()
+    assert sum(row["n"] for row in scored) == 64
+    steps = store.sql("select stage, count(*) as n, max(step) as last from steps group by 1").to_pylist()
+    assert {row["stage"]: (row["n"], row["last"]) for row in steps}["student"] == (4, 3)
+    report = json.loads(mopd("store", "verify", store.uri, "--json").stdout)
+    assert report["findings"] == []
+
+
+def test_the_readme_query(finished_job: Path, mopd: Callable):
+    query = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
+    rows = json.loads(mopd("query", finished_job / "store", query, "--json").stdout)
+    assert {row["domain"] for row in rows} == {"sums", "words"}
+    assert sum(row["count_star()"] for row in rows) == 64
+
+
+def test_running_a_finished_job_again_changes_nothing(finished_job: Path, mopd: Callable):
+    store = open_store(str(finished_job / "store"))
+    before = {name: store.dataset(name).version for name in ("samples", "tokens", "plans", "steps", "evals", "scores")}
+    mopd("run", finished_job / "job.toml")
+    assert {name: store.dataset(name).version for name in before} == before
+
+
+def test_each_sample_is_trained_once(finished_job: Path):
+    store = open_store(str(finished_job / "store"))
+    planned = [row for window in store.plans("student") for row in store.plan("student", window).sample_rows.tolist()]
+    samples = store.samples(columns=["run"]).to_pydict()["run"]
+    assert sorted(planned) == [row for row, run in enumerate(samples) if run == "student"]
+
+
+@pytest.mark.parametrize("stage", ["base", "student"])
+def test_nothing_of_the_token_log_is_left(finished_job: Path, stage: str):
+    assert not list((finished_job / "store" / "wal" / stage).rglob("*.wal"))
