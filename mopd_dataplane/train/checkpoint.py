@@ -34,12 +34,11 @@ _POLICY, _OPTIMIZER, _STATE, _LATEST = "policy.safetensors", "optimizer.safetens
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where training stands: the next thing to do is step `window_step` of pass `epoch` over `window`."""
+    """Where training stands: the next thing to do is step `window_step` of `window`."""
 
     step: int = 0
     """Optimizer steps done in the stage."""
     window: int = 0
-    epoch: int = 0
     window_step: int = 0
 
 

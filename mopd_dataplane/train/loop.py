@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,22 +27,26 @@ from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import Window
 from mopd_dataplane.train.student import Student
 
-Release = Callable[[Pack], None]
-"""Gives a pack's memory back; called as soon as nothing reads it any more."""
-
 
 class LoadedBatch(Protocol):
-    """records.Batch whose memory can be given back."""
+    """A records.Batch whose memory is lent: packs are fetched when they are first asked for, and given back."""
 
     stage: str
     window: int
     step: int
-    packs: list[Pack]
     loss_tokens: int
     sequences: int
 
-    def release(self) -> None:
-        """Give back what is still held."""
+    @property
+    def packs(self) -> Sequence[Pack]:
+        """Packs of this rank; indexing fetches."""
+
+    @property
+    def teachers(self) -> Sequence[str]:
+        """Teacher of each pack; fetches nothing."""
+
+    def release(self, *packs: Pack) -> None:
+        """Give back the named packs, or everything."""
 
 
 class BatchSource(Protocol):
@@ -70,10 +74,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.student, self.settings)
 
-    def step(
-        self, batch: LoadedBatch, window: Window, step: int, *, release: Release, waited_s: float = 0.0
-    ) -> StepMetrics:
-        """One update from one batch. step: ordinal inside the stage.
+    def step(self, batch: LoadedBatch, window: Window, step: int, *, waited_s: float = 0.0) -> StepMetrics:
+        """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch.
 
         Raises EngineError, with the update not applied, when loss or gradient is not finite.
         """
@@ -83,7 +85,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        sums = self._gradients(batch, window, release)
+        sums = self._gradients(batch, window)
         norm = self._clip()
         totals = sums.over_ranks(self.ranks)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
@@ -108,24 +110,28 @@ class Trainer:
             staleness_mean=totals["staleness"] / max(1.0, totals["stale_tokens"]),
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
-            data_wait_s=waited_s,
+            data_wait_s=sums.waited_s + waited_s,
             extra=sums.extra(totals),
         )
         return metrics
 
-    def _gradients(self, batch: LoadedBatch, window: Window, release: Release) -> _StepSums:
+    def _gradients(self, batch: LoadedBatch, window: Window) -> _StepSums:
         totals = Totals(batch.loss_tokens, batch.sequences)
         sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
-        groups = list(group_packs(batch.packs, self.settings.micro_batch_packs))
+        teachers = batch.teachers
+        groups = group_packs(teachers, self.settings.micro_batch_packs)
         (passes,) = self.ranks.max(len(groups))
-        for number, packs in enumerate(groups):
-            teacher_head = self._teacher_head(packs, groups[(number + 1) % len(groups)])
+        for number, places in enumerate(groups):
+            following = groups[(number + 1) % len(groups)]
+            teacher_head = self._teacher_head(teachers[places.start], teachers[following.start])
+            asked = time.perf_counter()
+            packs = batch.packs[places]
+            sums.waited_s += time.perf_counter() - asked
             micro = build(packs, self.student.layout).to(self.ranks.device)
             loss = self._backward(micro, totals, teacher_head, sums)
             sums.count(micro, loss, window.policy_version)
             del micro
-            for pack in packs:
-                release(pack)
+            batch.release(*packs)
         for _ in range(passes - len(groups)):
             # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
             self.student(_no_tokens(self.ranks.device), _zero).backward()
@@ -146,11 +152,13 @@ class Trainer:
         detached: Tensor = loss.detach()
         return detached
 
-    def _teacher_head(self, packs: list[Pack], following: list[Pack]) -> Head | None:
+    def _teacher_head(self, teacher: str, following: str) -> Head | None:
+        """Head of a teacher; the one needed after it starts loading. After the last, the next step's first is likely
+        this step's first again."""
         if not self.objective.needs_head or self.heads is None:
             return None
-        head = self.heads.get(packs[0].teacher)
-        self.heads.prefetch(following[0].teacher)
+        head = self.heads.get(teacher)
+        self.heads.prefetch(following)
         return head
 
     def _clip(self) -> float:
@@ -169,6 +177,8 @@ class _StepSums:
         self._index = {name: i for i, name in enumerate([*counts, *self._terms, *teacher_names])}
         self._sums = torch.zeros(len(self._index), dtype=torch.float64, device=device)
         self._stalest = 0
+        self.waited_s = 0.0
+        """Seconds this rank waited for packs."""
 
     def add(self, found: TermSums, micro: MicroBatch) -> None:
         for name, value in found.values.items():

@@ -6,8 +6,9 @@ the packs. A trained token at column t of a row is predicted by the hidden state
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -73,16 +74,14 @@ class MicroBatch:
         return MicroBatch(**values)
 
 
-def group_packs(packs: Sequence[Pack], size: int) -> Iterator[list[Pack]]:
-    """Consecutive packs of one teacher, at most `size` at a time."""
-    group: list[Pack] = []
-    for pack in packs:
-        if group and (len(group) == size or pack.teacher != group[0].teacher):
-            yield group
-            group = []
-        group.append(pack)
-    if group:
-        yield group
+def group_packs(teachers: Sequence[str], size: int) -> list[slice]:
+    """Places of consecutive packs of one teacher, at most `size` at a time, from the teacher of each pack."""
+    groups: list[slice] = []
+    for _, run in groupby(range(len(teachers)), key=lambda place: teachers[place]):
+        places = list(run)
+        last = places[-1] + 1
+        groups += [slice(start, min(start + size, last)) for start in range(places[0], last, size)]
+    return groups
 
 
 def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:

@@ -7,13 +7,14 @@ would have taken. `latest` always names a complete checkpoint, and metrics.jsonl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models import save_policy
-from mopd_dataplane.records import Pack
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, LoadedBatch, Trainer
@@ -21,6 +22,7 @@ from mopd_dataplane.train.metrics import MetricsLog, Tracker, open_tracker
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import TrainSpec, Window
+from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
 
 
@@ -51,7 +53,7 @@ class Run:
         """Where training stands."""
         return self._position
 
-    def train(self, stop: Callable[[], bool]) -> bool:
+    def train(self, stop: Stop) -> bool:
         """Train what is left of every window. Returns False when `stop` ended it early, at a checkpoint."""
         for window in self.spec.windows:
             if window.window >= self._position.window:
@@ -71,42 +73,47 @@ class Run:
         if self._heads is not None:
             self._heads.close()
 
-    def _train_window(self, window: Window, stop: Callable[[], bool]) -> bool:
-        """All remaining passes over a window; False when stopped."""
+    def _train_window(self, window: Window, stop: Stop) -> bool:
+        """The remaining steps of a window; False when stopped."""
         if self._position.window != window.window:
             self._position = Position(step=self._position.step, window=window.window)
         if self._trainer.objective.needs_proximal:
             self._trainer.proximal = self._load(self._version_folder(window.policy_version)).eval()
-        for epoch in range(self._position.epoch, self.spec.train.epochs):
-            first = self._position.window_step if epoch == self._position.epoch else 0
-            for batch, waited in _timed(self._source.batches(self.spec.stage, window.window, first)):
-                self._step(batch, window, waited)
-                self._advance(window)
-                (stopping,) = self._ranks.max(int(stop()))
-                due = self._position.step % self.spec.train.checkpoint_steps == 0
-                if self._position.epoch < self.spec.train.epochs and (stopping or due):
-                    self._save(window)
-                    if stopping:
-                        return False
+        batches = self._source.batches(self.spec.stage, window.window, self._position.window_step)
+        while True:
+            started = time.perf_counter()
+            try:
+                # Ranks stop together, after a step: one that left while waiting would leave the others in a collective.
+                with stop.interrupting() if self._ranks.world == 1 else nullcontext():
+                    batch = next(batches, None)
+            except Interrupted:
+                self._save(window)
+                return False
+            if batch is None:
+                break
+            self._step(batch, window, time.perf_counter() - started)
+            (stopping,) = self._ranks.max(int(stop()))
+            due = self._position.step % self.spec.train.checkpoint_steps == 0
+            if (stopping or due) and self._position.window_step < window.steps:
+                self._save(window)
+                if stopping:
+                    return False
+        if self._position.window_step != window.steps:
+            raise MismatchError(
+                f"window {window.window} has {window.steps} steps by its plan, the loader gave "
+                f"{self._position.window_step}; plan and loader disagree"
+            )
         return True
 
     def _step(self, batch: LoadedBatch, window: Window, waited: float) -> None:
-        metrics = self._trainer.step(batch, window, self._position.step, release=_keep, waited_s=waited)
+        metrics = self._trainer.step(batch, window, self._position.step, waited_s=waited)
         batch.release()
+        at = self._position
+        self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
         if self._log is not None:
             self._log.write(metrics)
         if self._tracker is not None:
             self._tracker.write(metrics)
-
-    def _advance(self, window: Window) -> None:
-        at = self._position
-        wrapped = at.window_step + 1 == window.steps
-        self._position = Position(
-            step=at.step + 1,
-            window=at.window,
-            epoch=at.epoch + wrapped,
-            window_step=0 if wrapped else at.window_step + 1,
-        )
 
     def _save(self, window: Window) -> None:
         if self._log is not None:
@@ -119,9 +126,8 @@ class Run:
             return Position(window=self.spec.windows[0].window)
         position, identity = saved
         inside = [window for window in self.spec.windows if window.window == position.window]
-        mid_window = bool(position.epoch or position.window_step)
         wanted = self._identity(inside[0] if inside else self.spec.windows[0])
-        check_identity(identity, wanted, self._checkpoints.folder, inside_window=mid_window and bool(inside))
+        check_identity(identity, wanted, self._checkpoints.folder, inside_window=bool(inside and position.window_step))
         self._checkpoints.restore(self._trainer.student, self._trainer.optimizer)
         return position
 
@@ -162,17 +168,3 @@ def full_weights(student: Student) -> dict[str, torch.Tensor]:
             seen[id(tensor)] = value.to(student.dtype) if value.is_floating_point() else value
         weights[name] = seen[id(tensor)]
     return weights
-
-
-def _timed(batches: Iterator[LoadedBatch]) -> Iterator[tuple[LoadedBatch, float]]:
-    """Each batch with the seconds spent waiting for it."""
-    while True:
-        started = time.perf_counter()
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch, time.perf_counter() - started
-
-
-def _keep(pack: Pack) -> None:
-    """Packs go back with their batch."""

@@ -51,7 +51,7 @@ def _one_thread() -> None:
 
 @dataclass(kw_only=True)
 class MemoryBatch:
-    """A batch held in ordinary memory; remembers that it was released."""
+    """A batch held in ordinary memory; remembers what was released."""
 
     stage: str
     window: int
@@ -59,10 +59,17 @@ class MemoryBatch:
     packs: list[Pack]
     loss_tokens: int
     sequences: int
-    released: bool = False
+    released: list[int] = field(default_factory=list)
+    on_release: Callable[[Pack], None] = lambda pack: None
 
-    def release(self) -> None:
-        self.released = True
+    @property
+    def teachers(self) -> list[str]:
+        return [pack.teacher for pack in self.packs]
+
+    def release(self, *packs: Pack) -> None:
+        for pack in packs:
+            self.released.append(pack.index)
+            self.on_release(pack)
 
 
 @dataclass

@@ -74,7 +74,6 @@ def take_step(
     heads: dict[str, HeadFile],
     *,
     layout: Any = "packed",
-    release: Callable[[Pack], None] = lambda pack: None,
     step: int = 0,
     **settings: Any,
 ) -> tuple[StepMetrics, dict[str, Tensor], Trainer]:
@@ -85,7 +84,7 @@ def take_step(
         student, ObjectiveLoss(objective), Train(grad_clip=1e9, **settings), ALONE,
         TeacherHeads(heads, ALONE.device), ("math", "code"),
     )  # fmt: skip
-    metrics = trainer.step(batch, WINDOW, step, release=release)
+    metrics = trainer.step(batch, WINDOW, step)
     return metrics, {n: p.grad.clone() for n, p in student.named_parameters() if p.grad is not None}, trainer
 
 
@@ -146,16 +145,16 @@ def test_each_pack_is_released_right_after_its_backward(
 ) -> None:
     """A released pack's memory belongs to the loader: overwriting it must change nothing."""
     _, wanted, _ = take_step(policy, batch(packs), OBJECTIVES["full-vocab"], heads)
-    order: list[int] = []
 
     def overwrite(pack: Pack) -> None:
-        order.append(pack.index)
         for field in ("tokens", "loss_mask", "teacher_logprobs", "advantages"):
             getattr(pack, field)[:] = 77
         pack.hidden.fill_(255)
 
-    _, found, _ = take_step(policy, batch(packs), OBJECTIVES["full-vocab"], heads, release=overwrite)
-    assert order == [0, 1, 2, 3, 4]
+    step = batch(packs)
+    step.on_release = overwrite
+    _, found, _ = take_step(policy, step, OBJECTIVES["full-vocab"], heads)
+    assert step.released == [0, 1, 2, 3, 4]
     for name, gradient in wanted.items():
         assert torch.equal(found[name], gradient)
 
@@ -176,7 +175,7 @@ def test_a_poisoned_batch_is_refused_and_the_policy_stays(
     student = load_student(policy, ALONE)
     trainer = Trainer(student, ObjectiveLoss(OBJECTIVES["opd"]), Train(), ALONE)
     with pytest.raises(EngineError, match=r"step 7.*not applied"):
-        trainer.step(batch(packs), WINDOW, 7, release=lambda pack: None)
+        trainer.step(batch(packs), WINDOW, 7)
     for name, tensor in student.state_dict().items():
         assert torch.equal(tensor, before[name])
 
@@ -185,7 +184,7 @@ def test_training_on_one_batch_lowers_its_loss(policy: Path, packs: list[Pack], 
     trainer = Trainer(
         load_student(policy, ALONE), ObjectiveLoss(OBJECTIVES["cross-entropy"]), Train(learning_rate=3e-3), ALONE
     )
-    losses = [trainer.step(batch(packs), WINDOW, step, release=lambda pack: None).loss for step in range(12)]
+    losses = [trainer.step(batch(packs), WINDOW, step).loss for step in range(12)]
     assert losses[-1] < 0.7 * losses[0]
 
 

@@ -1,0 +1,53 @@
+"""The trainer process: `python -m mopd_dataplane.train SPEC.json`, or the same under torchrun.
+
+It reads batches from the loader's socket, appends to metrics.jsonl, checkpoints, and publishes a policy folder at the
+end of every window. Exit code 0: every window is trained; 130: stopped at a checkpoint, run again to continue;
+otherwise the code of the error (mopd_dataplane.errors). It loads torch and never Lance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.train.spec import TrainSpec, load_spec
+from mopd_dataplane.train.stop import EXIT_CODE, Stop, only_writer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.train", description="Train the windows of a spec.")
+    parser.add_argument("spec", help="JSON file: mopd_dataplane.train.spec.TrainSpec")
+    stop = Stop()
+    stop.listen()
+    try:
+        return _train(load_spec(parser.parse_args(arguments).spec), stop)
+    except MopdError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _train(spec: TrainSpec, stop: Stop) -> int:
+    from mopd_dataplane.load.client import LoaderClient
+    from mopd_dataplane.models import quiet_transformers
+    from mopd_dataplane.train.ranks import Ranks
+    from mopd_dataplane.train.run import Run
+
+    quiet_transformers()
+    with ExitStack() as stack:
+        ranks = Ranks.join(spec.device)
+        stack.callback(ranks.leave)
+        if ranks.leads:
+            stack.enter_context(only_writer(Path(spec.checkpoint_dir)))
+        source = stack.enter_context(
+            LoaderClient(spec.socket, rank=ranks.rank, world_size=ranks.world, deadline_s=spec.deadline_s)
+        )
+        run = stack.enter_context(closing(Run(spec, source, ranks)))
+        return 0 if run.train(stop) else EXIT_CODE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Stopping at a checkpoint: on SIGTERM, on Ctrl-C, and when the process that started this one is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from mopd_dataplane.errors import ResourceError
+
+EXIT_CODE = 130
+_LOCK_WAIT_S = 30.0
+
+
+class Interrupted(Exception):
+    """A stop was asked for while waiting for data."""
+
+
+class Stop:
+    """Whether training should end after the step at hand; call it to ask."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._waiting = False
+        self._parent = os.getppid()
+
+    def __call__(self) -> bool:
+        return self._requested or os.getppid() != self._parent
+
+    def listen(self) -> None:
+        """Turn SIGTERM and SIGINT into a request; a second one has its usual effect."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside the block a request raises Interrupted at once: nothing is half done there."""
+        if self._requested:
+            raise Interrupted
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+        if self._waiting:
+            raise Interrupted
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock. An orphan of a killed run may need a step to notice that it should end; it is waited for.
+
+    Raises ResourceError when another process keeps the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        until = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise ResourceError(f"another trainer writes to {folder}; wait for it, or end it") from None
+                time.sleep(0.1)
+        yield

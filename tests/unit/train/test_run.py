@@ -1,0 +1,264 @@
+"""Whole windows: metrics, published policies, and a resume that changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mopd_dataplane import models
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError
+from mopd_dataplane.jobfile import CrossEntropyTerm, Objective, PolicyGradientTerm, Train
+from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.ranks import Ranks
+from mopd_dataplane.train.run import Run
+from mopd_dataplane.train.spec import TrainSpec, Window, load_spec
+from mopd_dataplane.train.stop import Stop
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+STEPS = 5
+OPD = Objective(policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99)))
+
+
+class StopAfter(Stop):
+    """Asks to stop after a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+
+    def __call__(self) -> bool:
+        self._left -= 1
+        return self._left <= 0
+
+
+@pytest.fixture(scope="module")
+def whole(policy: Path, windows: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
+    """An uninterrupted run, finished: what every interrupted one must equal."""
+    spec = make_spec(policy, tmp_path_factory.mktemp("whole"))
+    torch.set_num_threads(1)
+    assert run_to_end(spec, windows())
+    return spec
+
+
+@pytest.fixture
+def spec(policy: Path, tmp_path: Path) -> TrainSpec:
+    return make_spec(policy, tmp_path)
+
+
+def make_spec(policy: Path, tmp_path: Path) -> TrainSpec:
+    windows = tuple(
+        Window(window=w, plan_digest=f"plan{w}", snapshot_digest=f"snap{w}", steps=STEPS, policy_version=w)
+        for w in range(2)
+    )
+    return TrainSpec(
+        stage="student", start=str(policy), policy_dir=str(tmp_path / "policies"), socket="unused", windows=windows,
+        checkpoint_dir=str(tmp_path / "checkpoints"), objective=OPD, teachers=("math",), total_steps=2 * STEPS, seed=7,
+        train=Train(learning_rate=1e-3, warmup_steps=2, schedule="cosine", weight_decay=0.1, checkpoint_steps=2),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def windows(source: Callable[..., Any], pack: Callable[..., Pack], batch: Callable[..., Any]) -> Callable[[], Any]:
+    """Two windows of STEPS batches; a fresh source each time."""
+
+    def make() -> Any:
+        return source(
+            {
+                w: [
+                    batch([pack([9, 6], seed=20 * w + s), pack([7], seed=20 * w + s + 10)], step=s, window=w)
+                    for s in range(5)
+                ]
+                for w in range(2)
+            }
+        )
+
+    return make
+
+
+def run_to_end(spec: TrainSpec, source: Any, stop: Stop | None = None) -> bool:
+    torch.manual_seed(int.from_bytes(spec.stage.encode()[:4], "big") + len(source.asked))
+    run = Run(spec, source, ALONE)
+    try:
+        return run.train(stop or Stop())
+    finally:
+        run.close()
+
+
+def moved(spec: TrainSpec, place: Path) -> TrainSpec:
+    return spec.model_copy(update={"policy_dir": str(place / "policies"), "checkpoint_dir": str(place / "checkpoints")})
+
+
+def what_counts(folder: str) -> list[dict[str, Any]]:
+    """Metrics without wall times."""
+    timed = ("step_time_s", "data_wait_s")
+    return [
+        {name: getattr(m, name) for name in StepMetrics.__dataclass_fields__ if name not in timed}
+        for m in read_metrics(Path(folder))
+    ]
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    first, second = models.load_model(a).state_dict(), models.load_model(b).state_dict()
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_window_publishes_a_policy_and_metrics_count_steps(whole: TrainSpec) -> None:
+    spec = whole
+    metrics = read_metrics(Path(spec.checkpoint_dir))
+    assert [m.step for m in metrics] == list(range(2 * STEPS))
+    assert [(m.window, m.policy_version, m.plan_digest) for m in metrics[4:6]] == [(0, 0, "plan0"), (1, 1, "plan1")]
+    assert metrics[0].staleness_max == 0
+    assert metrics[-1].staleness_max == 1
+    assert metrics[-1].learning_rate < metrics[2].learning_rate
+    v1, v2 = Path(spec.policy_dir) / "v1", Path(spec.policy_dir) / "v2"
+    assert not same_weights(v1, v2)
+    assert models.tokenizer_digest(models.load_tokenizer(v2)) == models.tokenizer_digest(
+        models.load_tokenizer(spec.start)
+    )
+    assert len(list(Path(spec.checkpoint_dir).glob("step-*"))) == spec.keep_checkpoints
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 7])
+def test_a_stopped_run_continues_bit_for_bit(
+    stop_after: int, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
+) -> None:
+    assert not run_to_end(spec, windows(), StopAfter(stop_after))
+    assert len(read_metrics(Path(spec.checkpoint_dir))) == stop_after
+    assert run_to_end(spec, windows())
+    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    for version in ("v1", "v2"):
+        assert same_weights(Path(spec.policy_dir) / version, Path(whole.policy_dir) / version)
+
+
+class Killed(BaseException):
+    """Stands for a crash: no handler of the trainer sees it coming."""
+
+
+@pytest.mark.parametrize("crash_at", [1, 8])
+def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
+    crash_at: int, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
+) -> None:
+    source = windows()
+    served = 0
+    inner = source.batches
+
+    def failing(stage: str, window: int, start_step: int) -> Iterator[Any]:
+        nonlocal served
+        for one in inner(stage, window, start_step):
+            if served == crash_at:
+                raise Killed
+            served += 1
+            yield one
+
+    source.batches = failing
+    with pytest.raises(Killed):
+        run_to_end(spec, source)
+    assert len(read_metrics(Path(spec.checkpoint_dir))) == crash_at
+    again = windows()
+    assert run_to_end(spec, again)
+    first_window, first_step = again.asked[0]
+    assert first_window * STEPS + first_step <= crash_at
+    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
+
+
+def test_windows_of_one_stage_may_come_in_separate_processes(
+    spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
+) -> None:
+    for window in spec.windows:
+        assert run_to_end(spec.model_copy(update={"windows": (window,)}), windows())
+    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+
+
+def test_a_finished_window_is_only_published_again(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    """A crash between the last checkpoint of a window and its policy folder."""
+    assert run_to_end(spec, windows())
+    before = models.load_model(Path(spec.policy_dir) / "v2").state_dict()
+    for file in (Path(spec.policy_dir) / "v2").iterdir():
+        file.unlink()
+    (Path(spec.policy_dir) / "v2").rmdir()
+    source = windows()
+    assert run_to_end(spec, source)
+    assert source.asked == []
+    after = models.load_model(Path(spec.policy_dir) / "v2").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"stage": "other"}, ["'student'", "'other'"]),
+        ({"objective": Objective(cross_entropy=CrossEntropyTerm())}, ["icepop", "cross_entropy"]),
+        ({"windows": None}, ["'plan0'", "'planX'"]),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    change: dict[str, Any], shown: list[str], spec: TrainSpec, windows: Callable[[], Any]
+) -> None:
+    assert not run_to_end(spec, windows(), StopAfter(3))
+    if "windows" in change:
+        change = {"windows": (spec.windows[0].model_copy(update={"plan_digest": "planX"}), spec.windows[1])}
+    with pytest.raises(MismatchError) as refusal:
+        run_to_end(spec.model_copy(update=change), windows())
+    for part in shown:
+        assert part in str(refusal.value)
+
+
+def test_a_damaged_checkpoint_is_named(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    assert not run_to_end(spec, windows(), StopAfter(3))
+    folder = Path(spec.checkpoint_dir)
+    file = folder / (folder / "latest").read_text() / "policy.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"policy\.safetensors has sha256"):
+        run_to_end(spec, windows())
+
+
+def test_a_loader_that_gives_fewer_steps_than_planned_is_refused(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    source = windows()
+    source.windows[0].pop()
+    with pytest.raises(MismatchError, match=r"5 steps by its plan, the loader gave 4"):
+        run_to_end(spec, source)
+
+
+def test_proximal_policy_is_the_windows_start(spec: TrainSpec, windows: Callable[[], Any], tmp_path: Path) -> None:
+    """With clip and correction, a resume inside a window still compares with the window's first policy."""
+    term = PolicyGradientTerm(clip=(0.01, 0.01), correction="icepop", band=(0, 99))
+    clipped = spec.model_copy(update={"objective": Objective(policy_gradient=term)})
+    whole = moved(clipped, tmp_path / "whole")
+    assert run_to_end(whole, windows())
+    metrics = read_metrics(Path(whole.checkpoint_dir))
+    assert metrics[0].extra["clipped"] == 0.0  # at the window's first step the policy is its own proximal policy
+    assert metrics[STEPS].extra["clipped"] == 0.0
+    assert metrics[STEPS - 1].extra["clipped"] > 0.0
+    assert not run_to_end(clipped, windows(), StopAfter(7))
+    assert run_to_end(clipped, windows())
+    assert what_counts(clipped.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+
+
+def test_a_half_precision_policy_is_published_in_its_dtype(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    assert run_to_end(spec.model_copy(update={"dtype": "bfloat16", "windows": spec.windows[:1]}), windows())
+    from safetensors.torch import load_file
+
+    (file,) = (Path(spec.policy_dir) / "v1").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.bfloat16}
+
+
+def test_a_bad_spec_names_its_key(spec: TrainSpec, tmp_path: Path) -> None:
+    content = json.loads(spec.model_dump_json())
+    content["windows"][0]["steps"] = 0
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"windows\.0\.steps"):
+        load_spec(file)
+    file.write_text(spec.model_dump_json())
+    assert load_spec(file) == spec
+    with pytest.raises(InputError, match="no train spec"):
+        load_spec(tmp_path / "none.json")
