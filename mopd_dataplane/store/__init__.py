@@ -6,7 +6,9 @@
     keys.py       key -> row, in memory, so that an insert costs the same at any table size
     lock.py       one committer at a time on this machine
     barrier.py    a commit is durable only after its files are synced
+    fragments.py  few files, whatever the number of commits
     rows.py       records <-> Arrow rows
+    payload.py    payload is written once
     commit.py     samples: payload first, metadata last
     signals.py    what teachers say: payload, then `scores`
     reading.py    payload by row number; hidden states by byte range

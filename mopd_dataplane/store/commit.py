@@ -20,14 +20,9 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.rows import (
-    PAYLOAD,
-    check_sample,
-    list_crcs,
-    sample_crc,
-    sample_rows,
-    token_rows,
-)
+from mopd_dataplane.store.payload import place_payload
+from mopd_dataplane.store.reading import token_crcs
+from mopd_dataplane.store.rows import check_sample, sample_crc, sample_rows, token_rows
 from mopd_dataplane.store.table import Table, lance_errors
 
 EPOCH_KEY = "mopd:epoch:"
@@ -56,19 +51,19 @@ def commit_samples(
         check_sample(sample)
     _check_epoch(samples.open(), writer, epoch)
     fence(samples, writer, epoch)
-    uids = pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())})
-    known = samples.find(uids) >= 0
-    payload_rows = np.full(len(batch), -1, np.int64)
     crcs = [sample_crc(sample) for sample in batch]
-    absent = np.flatnonzero(~known)
-    with_payload = tokens.open()
-    if len(absent):
-        orphans = with_payload.count_rows() > samples.open().count_rows()
-        payload_rows[absent], with_payload = _place_payload(
-            tokens, [batch[i] for i in absent.tolist()], [crcs[i] for i in absent.tolist()], adopt=orphans
-        )
-        tokens.make_durable(with_payload)
-        checkpoint("commit.payload.durable")
+    known = samples.find(pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())})) >= 0
+    absent = np.flatnonzero(~known).tolist()
+    payload_rows = np.full(len(batch), -1, np.int64)
+    payload_rows[absent], with_payload = place_payload(
+        tokens,
+        [batch[i].uid for i in absent],
+        [crcs[i] for i in absent],
+        lambda places: token_rows([batch[absent[i]] for i in places]),
+        token_crcs,
+    )
+    tokens.make_durable(with_payload)
+    checkpoint("commit.payload.durable")
     done = samples.insert(
         sample_rows(batch, payload_rows, crcs), admit=lambda dataset: _check_epoch(dataset, writer, epoch)
     )
@@ -76,27 +71,6 @@ def commit_samples(
     checkpoint("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions)
-
-
-def _place_payload(
-    tokens: Table, batch: Sequence[Sample], crcs: Sequence[int], *, adopt: bool
-) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-    """[n] row in `tokens` of each payload, written only where no equal one lies there already."""
-    rows = token_rows(batch)
-    places = np.full(len(batch), -1, np.int64)
-    dataset = tokens.open()
-    if adopt:
-        left = tokens.find(rows)
-        held = np.flatnonzero(left >= 0)
-        if len(held):
-            found = list_crcs(dataset.take(left[held].tolist(), columns=list(PAYLOAD)), PAYLOAD)
-            equal = np.array([crc == crcs[i] for i, crc in zip(held.tolist(), found, strict=True)])
-            places[held[equal]] = left[held[equal]]
-    fresh = np.flatnonzero(places < 0)
-    if len(fresh):
-        first, dataset = tokens.append(rows.take(pa.array(fresh)))
-        places[fresh] = first + np.arange(len(fresh))
-    return places, dataset
 
 
 def fence(samples: Table, writer: str, epoch: int) -> None:

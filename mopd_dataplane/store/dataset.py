@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
-from mopd_dataplane.store import commit, maintain, reading, signals
+from mopd_dataplane.store import commit, maintain, reading, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.layout import check_format
@@ -26,6 +26,7 @@ from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import HiddenReader, take_rows
 from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.table import Inserted, Table
+from mopd_dataplane.store.verify import VerifyReport
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 
 Rows = NDArray[np.int64]
@@ -303,6 +304,10 @@ class Store:
     def info(self) -> dict[str, Any]:
         """Rows, bytes, files and version of every table; format version and pinned snapshots."""
         return maintain.describe(self._place, {name: self._table(name) for name in self.names()})
+
+    def verify(self, deep: bool = True) -> VerifyReport:
+        """Audit every row and, when `deep`, every payload byte; nothing is changed."""
+        return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
 
     def compact(self) -> dict[str, dict[str, int]]:
         """Merge small files, drop versions no snapshot pins; no row changes or moves."""

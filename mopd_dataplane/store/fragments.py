@@ -11,6 +11,7 @@ from datetime import timedelta
 import lance
 from lance.optimize import Compaction, CompactionOptions
 
+from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.store.barrier import Barrier
 
 MIB = 1 << 20
@@ -46,7 +47,9 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
         return 0
     if barrier is not None:
         barrier.sync_data(fragment for result in done for fragment in result.new_fragments)
+    checkpoint("merge.written")
     Compaction.commit(dataset, done)
+    checkpoint("merge.committed")
     return sum(result.metrics.fragments_removed for result in done)
 
 

@@ -20,7 +20,7 @@ OPEN_BLOBS = 64
 """Blob handles a HiddenReader keeps open."""
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
-READ_WITH = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "row_bytes"]}
+HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "rows", "row_bytes"]}
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
@@ -44,9 +44,17 @@ def read_tokens(
     payload = take_rows(tokens, metadata["payload_row"].to_numpy(), read)
     check_echo("tokens", metadata, payload)
     if verify:
-        views = zip(*(list_views(payload[name]) for name in PAYLOAD), strict=True)
-        check_crcs("tokens", metadata, [payload_crc(*arrays) for arrays in views])
+        check_crcs("tokens", metadata, _crcs_of(payload, PAYLOAD))
     return payload.select(columns)
+
+
+def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
+    """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
+    return _crcs_of(take_rows(tokens, rows, PAYLOAD), PAYLOAD)
+
+
+def _crcs_of(payload: pa.Table, columns: Sequence[str]) -> list[int]:
+    return [payload_crc(*arrays) for arrays in zip(*(list_views(payload[name]) for name in columns), strict=True)]
 
 
 def scored_rows(scores: lance.LanceDataset, teacher: str, kind: str) -> pa.Table:
@@ -74,28 +82,35 @@ def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: Array
 
 def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, verify: bool) -> list[Any]:
     """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
-    payload = take_rows(dataset, found["payload_row"].to_numpy(), [*READ_WITH[kind], *LISTS.get(kind, [])])
-    check_echo(dataset.uri, found, payload)
-    flat: list[tuple[Any, ...]]
-    if kind == "hidden":
-        flat = [(states,) for states in _read_hidden(dataset, found)]
-    else:
-        flat = list(zip(*(list_views(payload[name]) for name in LISTS[kind]), strict=True))
+    rows = found["payload_row"].to_pylist()
+    header = take_rows(dataset, rows, HEADERS[kind])
+    check_echo(dataset.uri, found, header)
+    flat = _flat_arrays(dataset, kind, rows)
     if verify:
         check_crcs(dataset.uri, found, [payload_crc(*arrays) for arrays in flat])
     if kind == "logprob":
         return [values for (values,) in flat]
-    widths = payload["k" if kind == "topk" else "row_bytes"].to_pylist()
+    widths = header["k" if kind == "topk" else "row_bytes"].to_pylist()
     shaped = [tuple(part.reshape(-1, w) for part in parts) for parts, w in zip(flat, widths, strict=True)]
     return shaped if kind == "topk" else [states for (states,) in shaped]
 
 
-def _read_hidden(dataset: lance.LanceDataset, found: pa.Table) -> list[NDArray[np.uint8]]:
-    reader, states = HiddenReader(dataset), []
-    for row, size in zip(found["payload_row"].to_pylist(), found["bytes"].to_pylist(), strict=True):
-        buffer = np.empty(size, np.uint8)
+def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
+    """payload_crc of the given rows of signals/<teacher>/<kind>, computed from the bytes on disk."""
+    return [payload_crc(*arrays) for arrays in _flat_arrays(dataset, kind, rows)]
+
+
+def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
+    """Per row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
+    if kind != "hidden":
+        payload = take_rows(dataset, rows, LISTS[kind])
+        return list(zip(*(list_views(payload[name]) for name in LISTS[kind]), strict=True))
+    header, reader = take_rows(dataset, rows, HEADERS[kind]), HiddenReader(dataset)
+    states = []
+    for row, count, width in zip(rows, header["rows"].to_pylist(), header["row_bytes"].to_pylist(), strict=True):
+        buffer = np.empty(count * width, np.uint8)
         reader.read_into(row, 0, buffer.data)
-        states.append(buffer)
+        states.append((buffer,))
     return states
 
 

@@ -98,12 +98,6 @@ def _typed(array: NDArray[Any] | None, column: str) -> NDArray[Any] | None:
     return None if array is None else np.asarray(array, TOKENS.schema.field(column).type.value_type.to_pandas_dtype())
 
 
-def list_crcs(payload: pa.Table, columns: Sequence[str]) -> list[int]:
-    """payload_crc of every row over list columns, straight from the Arrow buffers."""
-    views = [list_views(payload[name]) for name in columns]
-    return [payload_crc(*arrays) for arrays in zip(*views, strict=True)]
-
-
 def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
     """One numpy view per row of a list column; None where it is null."""
     views: list[NDArray[Any] | None] = []

@@ -14,6 +14,8 @@ from mopd_dataplane.checksum import payload_crc
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
+from mopd_dataplane.store.payload import place_payload
+from mopd_dataplane.store.reading import signal_crcs
 from mopd_dataplane.store.rows import list_column, to_rows
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import SCORES, SIGNAL_LOGPROB, SIGNAL_TOPK
@@ -131,8 +133,15 @@ def commit_signals(
         return 0
     fresh = [signals[i] for i in absent.tolist()]
     loss_tokens = metadata["loss_tokens"].to_numpy()[absent]
+    crcs = [signal_crc(signal) for signal in fresh]
     payload.create()
-    places, dataset = place_payload(payload, fresh)
+    places, dataset = place_payload(
+        payload,
+        [signal.uid for signal in fresh],
+        crcs,
+        lambda chosen: payload_table(payload, [fresh[i] for i in chosen]),
+        lambda version, rows: signal_crcs(version, kind, rows),
+    )
     payload.make_durable(dataset)
     checkpoint("signals.payload.durable")
     done = scores.insert(to_rows(SCORES, [
@@ -142,7 +151,7 @@ def commit_signals(
             "kind": kind,
             "sample_row": signal.sample_row,
             "payload_row": place,
-            "payload_crc": signal_crc(signal),
+            "payload_crc": crc,
             "codec": signal.codec,
             "rows": int(count),
             "bytes": _bytes(signal),
@@ -150,17 +159,11 @@ def commit_signals(
             "coverage": 1.0,
             "teacher_digest": teacher.weights_digest,
         }
-        for signal, place, count in zip(fresh, places.tolist(), loss_tokens.tolist(), strict=True)
+        for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
     ]))
     scores.make_durable(done.dataset)
     checkpoint("signals.metadata.durable")
     return int(done.new.sum())
-
-
-def place_payload(payload: Table, signals: Sequence[Signal]) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-    """[n] row of each payload; what an interrupted commit left behind is an orphan, which is harmless."""
-    first, dataset = payload.append(payload_table(payload, signals))
-    return first + np.arange(len(signals)), dataset
 
 
 def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:

@@ -238,12 +238,15 @@ def _first_row(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -
 
 @contextmanager
 def lance_errors(where: str) -> Iterator[None]:
-    """Turn Lance's untyped OSErrors for a full disk into ResourceError."""
+    """Turn the ways in which Lance says that the disk takes no more into ResourceError."""
     try:
         yield
     except OSError as error:
         if isinstance(error, ResourceError | DamagedError):
             raise
-        if error.errno == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error):
-            raise ResourceError(f"{where}: the disk is full; nothing became visible; free space and retry") from error
+        full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
+                errno.EFBIG: "the file size limit of this process is reached"}
+        for number, reason in full.items():
+            if error.errno == number or f"os error {number}" in str(error):
+                raise ResourceError(f"{where}: {reason}; nothing became visible; make room and retry") from error
         raise

@@ -24,7 +24,7 @@ def rows(*uids: str) -> pa.Table:
     return pa.table({"uid": list(uids), "v": list(range(len(uids)))}, schema=SCHEMA)
 
 
-@pytest.fixture()
+@pytest.fixture
 def uri(tmp_path: Path) -> str:
     path = str(tmp_path / "table")
     lance.write_dataset(rows("a", "b"), path, data_storage_version="2.2")
@@ -75,11 +75,9 @@ def test_a_swap_is_never_undone_by_a_late_commit(uri: str, late: str) -> None:
     swap(lance.dataset(uri), rows("c"))
     stale = lance.dataset(uri)
     swap(lance.dataset(uri), rows("x"))
+    commit = stale.optimize.compact_files if late == "compaction" else lambda: stale.insert(rows("y"))
     with pytest.raises(OSError, match="commit conflict"):
-        if late == "compaction":
-            stale.optimize.compact_files()
-        else:
-            stale.insert(rows("y"))
+        commit()
     assert uids(uri) == ["a", "b", "c", "x"]
 
 

@@ -1,0 +1,38 @@
+"""Payload before metadata: write each payload once, also when an earlier commit died before its metadata row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.store.table import Table
+
+
+def place_payload(
+    table: Table,
+    uids: Sequence[str],
+    crcs: Sequence[int],
+    make_rows: Callable[[list[int]], pa.Table],
+    crcs_at: Callable[[lance.LanceDataset, list[int]], list[int]],
+) -> tuple[NDArray[np.int64], lance.LanceDataset]:
+    """[n] row of each payload in `table`, and a version that has them all.
+
+    A row that already lies there with equal uid and checksum is adopted: an interrupted commit left it, and no
+    metadata row points to it. The rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at`
+    computes the checksums of given rows of the dataset.
+    """
+    dataset = table.open()
+    places = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
+    left = np.flatnonzero(places >= 0)
+    if len(left):
+        equal = np.array(crcs_at(dataset, places[left].tolist())) == np.array(crcs)[left]
+        places[left[~equal]] = -1
+    fresh = np.flatnonzero(places < 0)
+    if len(fresh):
+        first, dataset = table.append(make_rows(fresh.tolist()))
+        places[fresh] = first + np.arange(len(fresh))
+    return places, dataset

@@ -1,0 +1,231 @@
+"""The audit: does every row point to what it says, and are the bytes those that were committed? Nothing is changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import lance
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.reading import signal_crcs, token_crcs
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.tables import TABLES, signal_table
+
+CHUNK = 512
+"""Payload rows read at once."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c 00c0ffee, committed was 1badb002").
+    """
+
+    table: str
+    row: int
+    """-1 when it concerns the whole table."""
+    uid: str
+    """Sample or other key; empty when unknown."""
+    problem: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked, what is wrong, and what is merely left over."""
+
+    findings: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    """Rows checked per table."""
+    orphans: dict[str, int] = field(default_factory=dict)
+    """Payload rows no metadata row points to: left by interrupted commits, seen by nobody, harmless."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
+    """Audit every table at its newest version; `deep` also reads every payload and head file."""
+    report = VerifyReport()
+    opened: dict[str, lance.LanceDataset] = {}
+    for name, table in tables.items():
+        try:
+            opened[name] = table.open()
+            report.checked[name] = opened[name].count_rows()
+            report.findings.extend(_duplicates(name, opened[name], table.spec.key))
+        except Exception as error:
+            report.findings.append(Finding(name, -1, "", f"cannot be read: {error}"))
+            opened.pop(name, None)
+    for check in (_samples, _scores, _rewards, _plans):
+        report.findings.extend(check(opened, deep))
+    if "teachers" in opened and place.root is not None:
+        report.findings.extend(_heads(place, opened["teachers"], deep))
+    report.orphans.update(_orphans(opened))
+    return report
+
+
+def _duplicates(name: str, dataset: lance.LanceDataset, key: tuple[str, ...]) -> Iterator[Finding]:
+    """Keys that more than one row has; payload tables may hold orphans of equal uid."""
+    if TABLES.get(name) is None or TABLES[name].heavy:
+        return
+    rows = dataset.to_table(columns=list(key))
+    numbered = rows.append_column("row", pa.array(np.arange(rows.num_rows)))
+    counted = numbered.group_by(list(key)).aggregate([("row", "count"), ("row", "max")])
+    for row in counted.filter(pa.compute.greater(counted["row_count"], 1)).to_pylist():
+        shown = ", ".join(str(row[part]) for part in key)
+        yield Finding(name, row["row_max"], str(row[key[0]]), f"key ({shown}) is in {row['row_count']} rows")
+
+
+def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    """Each sample's payload row holds that sample; deep: with the committed bytes and lengths."""
+    if not {"samples", "tokens"} <= opened.keys():
+        return
+    columns = ["uid", "payload_row", "payload_crc", "prompt_len", "total_len", "response_len", "loss_tokens"]
+    samples = opened["samples"].to_table(columns=columns)
+    yield from _lengths(samples)
+    sound = yield from _echo("samples", samples, "tokens", opened["tokens"], "payload_row")
+    if deep:
+        yield from _crcs("tokens", samples, sound, partial(token_crcs, opened["tokens"]))
+
+
+def _lengths(samples: pa.Table) -> Iterator[Finding]:
+    """P + R = L and 0 <= M <= R."""
+    prompt, response, total, scored = (
+        samples[name].to_numpy() for name in ("prompt_len", "response_len", "total_len", "loss_tokens")
+    )
+    for row in np.flatnonzero((prompt + response != total) | (scored > response) | (scored < 0)).tolist():
+        problem = f"lengths P {prompt[row]}, R {response[row]}, L {total[row]}, M {scored[row]} do not fit together"
+        yield Finding("samples", row, samples["uid"][row].as_py(), problem)
+
+
+def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    """Each score names its sample, its teacher as it is in the store, and a payload row that holds its signal."""
+    if not {"scores", "samples", "teachers"} <= opened.keys():
+        return
+    scores = opened["scores"].to_table()
+    yield from _echo("scores", scores, "samples", opened["samples"], "sample_row")
+    teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
+    digests = dict(zip(teachers["name"], teachers["weights_digest"], strict=True))
+    pairs = scores.select(["teacher", "kind", "teacher_digest"]).group_by(["teacher", "kind", "teacher_digest"])
+    for pair in pairs.aggregate([]).to_pylist():
+        teacher, kind, digest = pair["teacher"], pair["kind"], pair["teacher_digest"]
+        name = signal_table(teacher, kind)
+        chosen = np.flatnonzero(
+            (scores["teacher"].to_numpy() == teacher)
+            & (scores["kind"].to_numpy() == kind)
+            & (scores["teacher_digest"].to_numpy() == digest)
+        )
+        if digests.get(teacher) != digest:
+            problem = f"scored by {teacher!r} with digest {digest}, the store knows {digests.get(teacher)}"
+            yield from (Finding("scores", int(row), scores["uid"][row].as_py(), problem) for row in chosen)
+        if name not in opened:
+            problem = f"points to {name!r}, which cannot be read"
+            yield from (Finding("scores", int(row), scores["uid"][row].as_py(), problem) for row in chosen)
+            continue
+        some = scores.take(pa.array(chosen))
+        sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers=chosen)
+        if deep:
+            yield from _crcs(name, some, sound, partial(signal_crcs, opened[name], kind))
+
+
+def _rewards(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    if {"rewards", "samples"} <= opened.keys():
+        rewards = opened["rewards"].to_table(columns=["uid", "sample_row"])
+        yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row")
+
+
+def _plans(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+    if not {"plans", "samples"} <= opened.keys():
+        return
+    total = opened["samples"].count_rows()
+    plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"])
+    for row, plan in enumerate(plans.to_pylist()):
+        beyond = [number for number in plan["sample_rows"] if not 0 <= number < total]
+        if beyond:
+            problem = f"window {plan['window']} plans sample row {beyond[0]}, `samples` has {total} rows"
+            yield Finding("plans", row, plan["stage"], problem)
+
+
+def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[Finding]:
+    """Each teacher's LM head file is there; deep: with the recorded digest."""
+    for row, teacher in enumerate(teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()):
+        path = place.local(teacher["head_file"])
+        if not path.is_file():
+            yield Finding("teachers", row, teacher["name"], f"head file {teacher['head_file']} is missing")
+        elif deep:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != teacher["head_digest"]:
+                problem = f"head file {teacher['head_file']} has sha256 {digest}, recorded was {teacher['head_digest']}"
+                yield Finding("teachers", row, teacher["name"], problem)
+
+
+def _orphans(opened: Mapping[str, lance.LanceDataset]) -> dict[str, int]:
+    counts = {}
+    if {"samples", "tokens"} <= opened.keys():
+        counts["tokens"] = opened["tokens"].count_rows() - opened["samples"].count_rows()
+    for name in opened:
+        folder, _, rest = name.partition("/")
+        if folder == "signals" and "scores" in opened:
+            teacher, _, kind = rest.partition("/")
+            used = opened["scores"].count_rows(f"teacher = '{teacher}' and kind = '{kind}'")
+            counts[name] = opened[name].count_rows() - used
+    return {name: count for name, count in counts.items() if count}
+
+
+def _echo(
+    name: str,
+    rows: pa.Table,
+    target_name: str,
+    target: lance.LanceDataset,
+    pointer: str,
+    numbers: NDArray[np.int64] | None = None,
+) -> Generator[Finding, None, NDArray[np.int64]]:
+    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound."""
+    numbers = np.arange(rows.num_rows) if numbers is None else numbers
+    points = rows[pointer].to_numpy()
+    total = target.count_rows()
+    inside = (points >= 0) & (points < total)
+    uids = rows["uid"].to_numpy(zero_copy_only=False)
+    there = target.to_table(columns=["uid"])["uid"].take(pa.array(np.where(inside, points, 0))) if total else uids
+    same = inside & (np.asarray(there) == uids)
+    for place in np.flatnonzero(~same).tolist():
+        found = f"which holds {there[place]}" if inside[place] else f"which has {total} rows"
+        problem = f"{pointer} points to row {points[place]} of {target_name!r}, {found}"
+        yield Finding(name, int(numbers[place]), uids[place], problem)
+    return np.flatnonzero(same)
+
+
+def _crcs(
+    name: str, metadata: pa.Table, sound: NDArray[np.int64], crcs_at: Callable[[Sequence[int]], list[int]]
+) -> Iterator[Finding]:
+    """Recompute the checksum of each payload; a chunk that cannot be read is read again row by row."""
+    points, stored = metadata["payload_row"].to_numpy(), metadata["payload_crc"].to_numpy()
+    for start in range(0, len(sound), CHUNK):
+        chunk = sound[start : start + CHUNK]
+        found = _readable(crcs_at, points[chunk].tolist())
+        for place, crc in zip(chunk.tolist(), found, strict=True):
+            if crc != stored[place]:
+                said = crc if isinstance(crc, str) else f"crc32c {crc:08x}"
+                problem = f"{said}, committed was {stored[place]:08x}"
+                yield Finding(name, int(points[place]), metadata["uid"][place].as_py(), problem)
+
+
+def _readable(crcs_at: Callable[[Sequence[int]], list[int]], rows: list[int]) -> list[int | str]:
+    """Checksums of rows, or for a row that cannot be read what the reader said."""
+    try:
+        return [*crcs_at(rows)]
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # damaged pages can make the Rust decoder panic, which is no Exception
+        if len(rows) == 1:
+            return [f"cannot be read ({error})"]
+    return [crc for row in rows for crc in _readable(crcs_at, [row])]

@@ -1,0 +1,166 @@
+"""Each sample visible exactly once: after SIGKILL between any two writes, with racing, stopped and undead committers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import store_builders as build
+
+from mopd_dataplane.errors import MismatchError, ResourceError
+from mopd_dataplane.store import table as table_module
+from mopd_dataplane.store.dataset import Store
+
+Start = Callable[..., subprocess.Popen[str]]
+Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
+
+KILL_POINTS = [
+    "tokens.append.written", "tokens.append.committed", "commit.payload.durable", "samples.insert.written",
+    "samples.insert.committed", "commit.metadata.durable",
+]
+
+
+def check_samples(store: Store, count: int) -> None:
+    """Samples 0 to count - 1 are there, once each, with the payload they were given."""
+    uids = store.samples(["uid"])["uid"].to_pylist()
+    assert sorted(uids) == sorted(build.sample(i).uid for i in range(count))
+    by_uid = {build.sample(i).uid: build.sample(i) for i in range(count)}
+    for row in store.read_tokens(np.arange(count), verify=True).to_pylist():
+        assert row["tokens"] == by_uid[row["uid"]].tokens.tolist()
+    counted = store.sql("select count(*) as n, count(distinct uid) as u from samples").to_pylist()
+    assert counted == [{"n": count, "u": count}]
+
+
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_sigkill_between_two_writes_then_the_same_commit_again(
+    store: Store, start_child: Start, answer_of: Answer, point: str
+) -> None:
+    child = start_child(store.uri, "--samples", 0, 48, "--batch", 16, "--die-at", point, "--on", 2)
+    assert answer_of(child) == {}
+    assert child.returncode == -signal.SIGKILL
+    visible = store.samples(["uid"]).num_rows
+    assert visible == (32 if point in KILL_POINTS[4:] else 16), "the commit record is the row in `samples`"
+    receipt = store.commit_samples([build.sample(i) for i in range(48)], writer="engine-0")
+    assert receipt.inserted == 48 - visible
+    check_samples(store, 48)
+    payloads = store.table("tokens", ["uid"]).num_rows
+    assert payloads == 48, "payload left behind by the killed commit is adopted, not written again"
+
+
+def test_signals_sigkill_between_two_writes(store: Store, start_child: Start, answer_of: Answer) -> None:
+    samples = [build.sample(i) for i in range(8)]
+    store.commit_samples(samples, writer="engine-0")
+    store.add_teacher(build.teacher("t"))
+    for point in ("signals/t/topk.append.committed", "signals.payload.durable", "scores.insert.written"):
+        answer_of(start_child(store.uri, "--samples", 0, 8, "--signal", "t", "topk", "--die-at", point))
+        assert store.missing_signals("t", "topk", range(8)).tolist() == list(range(8))
+    signals = [build.signal(sample, row, "topk") for row, sample in enumerate(samples)]
+    assert store.commit_signals("t", "topk", signals) == 8
+    assert store.commit_signals("t", "topk", signals) == 0
+    for (ids, logprobs), given in zip(store.read_signal("t", "topk", range(8), verify=True), signals, strict=True):
+        assert np.array_equal(ids, given.topk_ids)
+        assert np.array_equal(logprobs, given.topk_logprobs)
+    assert store.table("signals/t/topk").num_rows == 8, "payload left behind is adopted"
+
+
+@pytest.mark.parametrize("unlocked", [False, True])
+def test_racing_committers_of_the_same_samples(
+    store: Store, start_child: Start, answer_of: Answer, unlocked: bool
+) -> None:
+    flags = ["--unlocked"] if unlocked else []
+    children = [start_child(store.uri, "--samples", 0, 96, "--batch", 8, *flags) for _ in range(3)]
+    inserted = [answer_of(child)["inserted"] for child in children]
+    assert sum(inserted) == 96, f"every sample is claimed by exactly one committer: {inserted}"
+    check_samples(store, 96)
+
+
+def test_a_committer_that_wakes_up_after_its_successor(store: Store, start_child: Start, answer_of: Answer) -> None:
+    stop = ["--epoch", 1, "--stop-at", "samples.insert.written", "--unlocked"]
+    zombie = start_child(store.uri, "--samples", 0, 16, *stop)
+    os.waitid(os.P_PID, zombie.pid, os.WSTOPPED | os.WNOWAIT)
+    store.fence("engine-0", 2)
+    os.kill(zombie.pid, signal.SIGCONT)
+    said = answer_of(zombie)
+    assert said["error"] == "ResourceError"
+    assert "epoch 2 has taken over" in said["message"]
+    assert store.samples(["uid"]).num_rows == 0
+    assert store.commit_samples([build.sample(i) for i in range(16)], writer="engine-0", epoch=2).inserted == 16
+    check_samples(store, 16)
+
+
+def test_a_stopped_committer_does_not_stop_the_store(
+    store: Store, start_child: Start, answer_of: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mopd_dataplane.store.lock.PATIENCE_S", 0.2)
+    holder = start_child(store.uri, "--samples", 0, 16, "--stop-at", "samples.insert.written")
+    os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
+    assert store.commit_samples([build.sample(i) for i in range(16)], writer="engine-1").inserted == 16
+    os.kill(holder.pid, signal.SIGCONT)
+    assert answer_of(holder) == {"inserted": 0}
+    check_samples(store, 16)
+
+
+def test_an_older_epoch_is_refused_before_anything_is_written(store: Store) -> None:
+    store.commit_samples([build.sample(0)], writer="engine-0", epoch=3)
+    store.commit_samples([build.sample(1)], writer="engine-1", epoch=1)
+    with pytest.raises(ResourceError, match="epoch 2, but epoch 3 has taken over"):
+        store.commit_samples([build.sample(2)], writer="engine-0", epoch=2)
+    assert store.table("tokens", ["uid"]).num_rows == 2
+
+
+def test_a_lost_reply_is_not_an_insert_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit happens, the answer does not come back: what an object store does on a timeout."""
+    real = table_module.lance.LanceDataset.commit
+    lost = {"left": 2}
+
+    def commit(base: object, operation: object, **options: object) -> object:
+        done = real(base, operation, **options)
+        if isinstance(operation, table_module.lance.LanceOperation.Merge) and lost["left"]:
+            lost["left"] -= 1
+            raise OSError("connection reset before the answer came")
+        return done
+
+    monkeypatch.setattr(table_module.lance.LanceDataset, "commit", staticmethod(commit))
+    receipt = store.commit_samples([build.sample(i) for i in range(16)], writer="engine-0")
+    assert receipt.inserted == 16
+    assert receipt.rows.tolist() == list(range(16))
+    assert store.add_prompts([]) == 0
+    check_samples(store, 16)
+
+
+def test_the_same_uid_twice_in_one_batch_is_one_sample(store: Store) -> None:
+    receipt = store.commit_samples([build.sample(i) for i in (0, 1, 0, 2, 1)], writer="engine-0")
+    assert receipt.inserted == 3
+    assert receipt.rows.tolist() == [0, 1, 0, 2, 1]
+    check_samples(store, 3)
+
+
+def test_receipt_gives_rows_of_known_and_new_samples(store: Store) -> None:
+    store.commit_samples([build.sample(i) for i in range(4)], writer="engine-0")
+    receipt = store.commit_samples([build.sample(i) for i in (9, 2, 8, 0)], writer="engine-0")
+    assert receipt.inserted == 2
+    assert receipt.rows.tolist() == [4, 2, 5, 0]
+    uids = store.take_samples(receipt.rows, ["uid"])["uid"].to_pylist()
+    assert uids == [build.sample(i).uid for i in (9, 2, 8, 0)]
+
+
+def test_another_process_sees_and_extends_what_this_one_wrote(
+    store: Store, start_child: Start, answer_of: Answer
+) -> None:
+    store.commit_samples([build.sample(i) for i in range(8)], writer="engine-0")
+    assert answer_of(start_child(store.uri, "--samples", 4, 12)) == {"inserted": 4}
+    assert store.commit_samples([build.sample(i) for i in range(16)], writer="engine-0").inserted == 4
+    check_samples(store, 16)
+
+
+def test_a_changed_prompt_or_teacher_is_refused(store: Store) -> None:
+    store.add_teacher(build.teacher("t"))
+    store.add_teacher(build.teacher("t"))
+    with pytest.raises(MismatchError, match="weights_digest is 'w-t' in the store, 'other' now"):
+        store.add_teacher(build.teacher("t", weights_digest="other"))
+    assert store.teachers()["t"].weights_digest == "w-t"
