@@ -1,0 +1,74 @@
+"""The plug-in point for outcome rewards."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import reasoning_gym
+
+from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.score.reward import resolve_reward
+
+
+def gym_prompt(dataset: str, seed: int = 1) -> Prompt:
+    entry = reasoning_gym.create_dataset(dataset, seed=seed, size=1)[0]
+    data = json.dumps({"dataset": dataset, "entry": entry}, default=str)
+    return Prompt(prompt_id="p0", domain=dataset, text=entry["question"], answer=entry["answer"], verifier_data=data)
+
+
+@pytest.mark.parametrize("dataset", ["chain_sum", "spell_backward", "number_sorting"])
+def test_reasoning_gym_pays_the_right_answer_and_not_a_wrong_one(dataset: str) -> None:
+    reward, prompt = resolve_reward("reasoning-gym"), gym_prompt(dataset)
+    assert reward(prompt, f" {prompt.answer}\n") == 1.0
+    assert reward(prompt, "certainly not") < 0.5
+    assert reward.version == metadata.version("reasoning-gym")
+
+
+@pytest.mark.parametrize("response", ["", "\x00", "9" * 5000, "{'a': [", "\x1b[31m", "\ud800"])
+def test_hostile_responses_earn_nothing_and_break_nothing(response: str) -> None:
+    reward = resolve_reward("reasoning-gym")
+    for dataset in ("chain_sum", "number_sorting"):
+        assert reward(gym_prompt(dataset), response) < 0.5
+
+
+def test_a_prompt_without_an_entry_is_named() -> None:
+    with pytest.raises(PromptError, match="'p7' has no reasoning-gym entry"):
+        resolve_reward("reasoning-gym")(Prompt(prompt_id="p7", domain="d", text="x"), "y")
+
+
+def test_exact_compares_stripped_text() -> None:
+    reward, prompt = resolve_reward("exact"), Prompt(prompt_id="p", domain="d", text="3 + 4 =", answer=" 7")
+    assert (reward(prompt, "7 \n"), reward(prompt, "7.0"), reward(prompt, "")) == (1.0, 0.0, 0.0)
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_rewards.py").write_text(
+        "def length(prompt, response):\n    return len(response) / len(prompt)\n"
+        "def broken(prompt, response):\n    return float('nan')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    return "my_rewards"
+
+
+def test_any_importable_function_of_prompt_and_response_is_a_reward(plugin: str) -> None:
+    reward = resolve_reward(f"{plugin}:length")
+    assert reward(Prompt(prompt_id="p", domain="d", text="abcd"), "ab") == 0.5
+    assert len(reward.version) == 12  # a loose file has no version: its digest stands in
+
+
+def test_a_reward_that_is_not_a_number_is_refused(plugin: str) -> None:
+    with pytest.raises(EngineError, match="nan for prompt 'p'"):
+        resolve_reward(f"{plugin}:broken")(Prompt(prompt_id="p", domain="d", text="abcd"), "ab")
+
+
+@pytest.mark.parametrize("name", ["exakt", "no_such_module:f", "json:no_such_function"])
+def test_unknown_rewards_are_refused(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=name.partition(":")[0]):
+        resolve_reward(name)
