@@ -43,6 +43,8 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
             LossyCodecWarning,
             stacklevel=2,
         )
+    if not len(hidden):
+        return torch.empty(0, row_bytes(codec, hidden.shape[1]), dtype=torch.uint8, device=hidden.device)
     if _backend(hidden, backend) == "triton" and chosen.group:
         from mopd_kernels.triton_rows.quant import encode_rows
     else:
@@ -70,6 +72,8 @@ def decode(
             f"{codec} rows of width {hidden_size} are uint8 [N, {expected}], got {encoded.dtype} of shape "
             f"{list(encoded.shape)}; check codec and hidden_size in the teacher's record"
         )
+    if not len(encoded):
+        return torch.empty(0, hidden_size, dtype=dtype, device=encoded.device)
     if _backend(encoded, backend) == "triton" and chosen.group:
         from mopd_kernels.triton_rows.quant import decode_rows
     else:

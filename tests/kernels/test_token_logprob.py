@@ -1,4 +1,4 @@
-"""token_logprob, topk_logprobs and the claim behind on-policy distillation: sampled gradients average to the full one."""
+"""token_logprob, topk_logprobs, and why on-policy distillation works: sampled gradients average to the full one."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_certain_tokens_keep_a_nonzero_gradient_in_bfloat16():
 
 
 def test_averaged_sampled_gradient_is_the_full_reverse_kl_gradient():
-    """-E_{y~q}[(log p_y - log q_y) grad log q_y] = grad KL(q|p): exactly, summing over every token with its weight q."""
+    """-E_{y~q}[(log p_y - log q_y) grad log q_y] = grad KL(q|p), exactly: every token is summed with its weight q."""
     inputs = make_inputs(
         Case(rows=4, vocabulary=50, student_width=8, teacher_width=8, logit_std=2.0), dtype=torch.float64
     )
@@ -117,7 +117,7 @@ def test_wrong_ids_are_refused(ids, message):
     inputs = make_inputs(CASE)
     with pytest.raises(ValueError, match=message):
         token_logprob(inputs.student_hidden, inputs.student_head, ids)
-    with pytest.raises(ValueError, match="k must lie in 1 .. 611"):
+    with pytest.raises(ValueError, match=r"k must lie in 1 \.\. 611"):
         topk_logprobs(inputs.student_hidden, inputs.student_head, 0)
     with pytest.raises(ValueError, match="carries its own bias, softcap and logit scale"):
         token_logprob(inputs.student_hidden, Head(inputs.student_head), inputs.token_ids, softcap=3.0)

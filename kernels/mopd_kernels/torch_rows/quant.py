@@ -24,11 +24,11 @@ def _grouped(rows: Tensor, codec: Codec) -> Tensor:
     """[N, D] -> [N, G, group], the last group padded with zeros."""
     width = rows.shape[1]
     short = codec.groups(width) * codec.group - width
-    return F.pad(rows, (0, short)).reshape(len(rows), -1, codec.group)
+    return F.pad(rows, (0, short)).reshape(len(rows), codec.groups(width), codec.group)
 
 
 def _bytes(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8).reshape(len(values), -1)
+    return values.contiguous().view(torch.uint8)
 
 
 def encode_rows(rows: Tensor, codec: Codec) -> Tensor:
@@ -45,7 +45,7 @@ def encode_rows(rows: Tensor, codec: Codec) -> Tensor:
         limit = INT8_MAX if codec.name == "int8" else FP8_MAX
         scale = torch.where(largest > 0, largest / limit, 1.0)
         scaled = (groups / scale[:, :, None]).clamp(-limit, limit)
-        scaled = scaled.reshape(len(rows), -1)[:, :width]
+        scaled = scaled.flatten(1)[:, :width]
         codes = scaled.round().to(torch.int8) if codec.name == "int8" else scaled.to(torch.float8_e4m3fn)
         parts = [_bytes(scale), _bytes(codes)]
     encoded = torch.cat(parts, 1)
@@ -66,8 +66,8 @@ def _encode_mxfp4(rows: Tensor, codec: Codec) -> list[Tensor]:
         # Ties go to the even code: up at odd-to-even midpoints, down at even-to-odd ones.
         code += (magnitude >= midpoint if i % 2 else magnitude > midpoint).to(torch.uint8)
     code |= (scaled < 0).to(torch.uint8) << 3
-    codes = F.pad(code.reshape(len(rows), -1)[:, :width], (0, width % 2)).reshape(len(rows), -1, 2)
-    return [_bytes((exponent + E8M0_BIAS).to(torch.uint8)), codes[:, :, 0] | codes[:, :, 1] << 4]
+    codes = F.pad(code.flatten(1)[:, :width], (0, width % 2))
+    return [_bytes((exponent + E8M0_BIAS).to(torch.uint8)), codes[:, ::2] | codes[:, 1::2] << 4]
 
 
 def decode_rows(encoded: Tensor, codec: Codec, width: int, dtype: torch.dtype) -> Tensor:
@@ -78,7 +78,7 @@ def decode_rows(encoded: Tensor, codec: Codec, width: int, dtype: torch.dtype) -
     if codec.name in ("fp32", "bf16"):
         return codes.view(torch.float32 if codec.name == "fp32" else torch.bfloat16).to(dtype)
     if codec.name == "mxfp4":
-        nibbles = torch.stack((codes & 15, codes >> 4), 2).reshape(len(codes), -1)[:, :width].long()
+        nibbles = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :width].long()
         table = torch.tensor(FP4_VALUES, device=codes.device)
         values = table[nibbles & 7] * torch.where(nibbles >= 8, -1.0, 1.0)
         exponent = scales.to(torch.int32) - E8M0_BIAS
@@ -86,4 +86,4 @@ def decode_rows(encoded: Tensor, codec: Codec, width: int, dtype: torch.dtype) -
     else:
         values = codes.view(torch.int8 if codec.name == "int8" else torch.float8_e4m3fn).float()
         grouped = _grouped(values, codec) * scales.view(torch.float32)[:, :, None]
-    return grouped.reshape(len(codes), -1)[:, :width].to(dtype)
+    return grouped.flatten(1)[:, :width].to(dtype)
