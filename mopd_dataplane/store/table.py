@@ -122,7 +122,7 @@ class Table:
 
     def append(self, rows: pa.Table) -> tuple[int, lance.LanceDataset]:
         """Append payload rows as they are; the first one's row, and the dataset that has them."""
-        dataset = self.open()
+        dataset = self._evolved()
         with lance_errors(self.uri):
             fragments = self._write(dataset, rows)
             checkpoint(f"{self.name}.append.written")
@@ -138,6 +138,7 @@ class Table:
         """
         fresh: _Fresh | None = None
         first = _first_of_each(rows.select(self.spec.key))
+        self._evolved()
         for attempt in range(ATTEMPTS):
             dataset = self.open()
             if admit is not None:
@@ -166,6 +167,15 @@ class Table:
         """Sync a version to the disk; an object store acknowledges only what is durable."""
         if self.barrier is not None:
             self.barrier.sync_version(dataset)
+
+    def _evolved(self) -> lance.LanceDataset:
+        """The newest version, given the nullable columns that came into being after the dataset."""
+        dataset = self.open()
+        missing = [field for field in self.schema if field.name not in dataset.schema.names]
+        if missing:
+            with lance_errors(self.uri):
+                dataset.add_columns(pa.schema(missing))
+        return dataset
 
     def _write(self, dataset: lance.LanceDataset, rows: pa.Table) -> list[FragmentMetadata]:
         """Rows in files of their own, synced, seen by nobody yet."""

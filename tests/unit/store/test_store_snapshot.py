@@ -1,0 +1,98 @@
+"""Pinned snapshots outlive later writes, merging of files and clean-up; rows never move."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import store_builders as build
+
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.store import fragments
+from mopd_dataplane.store.dataset import Store
+
+
+def commit(store: Store, first: int, last: int) -> None:
+    for number in range(first, last):
+        store.commit_samples([build.sample(number)], writer="w")
+
+
+def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fragments, "KEEP", timedelta(0))
+    commit(store, 0, 5)
+    pinned, loose = store.snapshot(tag="plan-0"), store.snapshot()
+    assert pinned == loose
+    commit(store, 5, 8)
+    between = store.snapshot()
+    commit(store, 8, 9)
+    report = store.compact()
+    assert report["samples"]["files_merged"] == 9
+    assert report["samples"]["versions_dropped"] > 0
+    assert store.samples(["uid"], snapshot=pinned).num_rows == 5
+    assert store.read_tokens(range(5), verify=True, snapshot=pinned).num_rows == 5
+    assert store.snapshot(tag="plan-0") == pinned, "the same tag is the same snapshot"
+    with pytest.raises(DamagedError, match="cannot be opened"):
+        store.samples(snapshot=between)
+    store.release("plan-0")
+    store.release("plan-0")
+    assert "plan-0" not in store.info()["snapshots"]
+    store.compact()
+    with pytest.raises(DamagedError):
+        store.samples(snapshot=pinned)
+
+
+def test_rows_keep_their_numbers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fragments, "TIERS", ((1 << 20, 4), (1 << 30, 2)))
+    commit(store, 0, 23)
+    assert len(store.dataset("samples").get_fragments()) <= 7, "commits merge small files as they go"
+    assert len(store.dataset("tokens").get_fragments()) <= 7
+    uids = store.samples(["uid"])["uid"].to_pylist()
+    assert uids == [build.sample(i).uid for i in range(23)]
+    store.compact()
+    assert store.samples(["uid"])["uid"].to_pylist() == uids
+    got = store.read_tokens([22, 0, 7, 7], verify=True)["uid"].to_pylist()
+    assert got == [build.sample(i).uid for i in (22, 0, 7, 7)]
+    assert Store.open(store.uri).commit_samples([build.sample(i) for i in range(23)], writer="w").inserted == 0
+    assert store.verify().ok
+
+
+def test_a_snapshot_never_shows_metadata_without_its_payload(store: Store) -> None:
+    store.add_teacher(build.teacher("t"))
+    for number in range(6):
+        store.commit_samples([build.sample(number)], writer="w")
+        store.commit_signals("t", "logprob", [build.signal(build.sample(number), number, "logprob")])
+        snapshot = store.snapshot()
+        rows = store.table("scores", ["sample_row"], snapshot=snapshot)["sample_row"].to_numpy()
+        assert len(store.read_signal("t", "logprob", rows, snapshot)) == number + 1
+        assert store.read_tokens(np.arange(number + 1), snapshot=snapshot).num_rows == number + 1
+
+
+def test_a_pin_that_died_halfway_is_taken_again(store: Store) -> None:
+    commit(store, 0, 1)
+    store.dataset("samples").tags.create("x", 1)  # what a killed pin leaves: some tags, no snapshot file
+    commit(store, 1, 2)
+    assert store.samples(["uid"], snapshot=store.snapshot(tag="x")).num_rows == 2
+
+
+def test_digest_depends_on_versions_not_on_the_place(store: Store, tmp_path: Path) -> None:
+    other = Store.create(tmp_path / "elsewhere")
+    assert store.snapshot().digest == other.snapshot().digest
+    commit(store, 0, 1)
+    assert store.snapshot().digest != other.snapshot().digest
+
+
+@pytest.mark.parametrize("tag", ["", "../x", "a/b", "a b", "-rf", "x" * 129, "\u202e"])
+def test_hostile_tags_are_refused(store: Store, tag: str) -> None:
+    with pytest.raises(InputError, match="allowed are"):
+        store.snapshot(tag=tag)
+
+
+def test_a_table_younger_than_the_snapshot_is_not_in_it(store: Store) -> None:
+    commit(store, 0, 1)
+    snapshot = store.snapshot()
+    store.add_teacher(build.teacher("t"))
+    store.commit_signals("t", "logprob", [build.signal(build.sample(0), 0, "logprob")])
+    with pytest.raises(UnknownNameError, match="not in the snapshot"):
+        store.table("signals/t/logprob", snapshot=snapshot)
