@@ -41,7 +41,7 @@ def deal(plan: PlanWindow, step: int, ranks: int, costs: NDArray[np.float64]) ->
         raise InputError(f"step {step} is outside window {plan.window} of stage {plan.stage!r}: it has {steps} steps")
     first, last = int(plan.step_starts[step]), int(plan.step_starts[step + 1])
     dealt, _ = deal_steps(costs[first:last], np.array([0, last - first]), ranks)
-    return [sorted(first + pack for pack in rank if pack >= 0) + [-1] * int((rank < 0).sum()) for rank in dealt[0]]
+    return [sorted(first + p for p in rank if p >= 0) + [-1] * rank.count(-1) for rank in dealt[0].tolist()]
 
 
 def deal_steps(

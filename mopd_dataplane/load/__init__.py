@@ -1,0 +1,12 @@
+"""PLAN → BATCHES: one copy of the payload per node, in shared memory, read in place by every rank.
+
+    spec.py       what a loader process is told
+    layout.py     the fields of a pack inside a slot
+    ring.py       slots of shared memory, preallocated, sealed, bounded
+    source.py     a planned window of a store: sizes, and filling packs
+    lanes.py      who is owed which pack next, and which slot it is in
+    protocol.py   messages and descriptors over a Unix socket
+    server.py     the loader process
+    launch.py     starting it
+    client.py     what a trainer holds: batches, state, release
+"""

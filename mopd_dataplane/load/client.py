@@ -1,0 +1,302 @@
+"""What a trainer holds: batches of packs that lie in shared memory.
+
+    client = LoaderClient(socket, rank=0, world_size=1)
+    for batch in client.batches("student", window=0):
+        for pack in batch.packs:
+            train_on(pack.tokens, pack.loss_mask)
+        batch.release()
+
+Arrays are read-only views, valid until their batch (or pack) is released; nothing is copied. This module imports
+neither Lance nor pyarrow, and torch only for torch views.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket as sockets
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
+from mopd_dataplane.load.layout import Field, read_header, slot_crc
+from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
+from mopd_dataplane.records import Batch, Pack
+
+Views = Literal["torch", "numpy"]
+
+
+class LoaderClient:
+    """One trainer process's connection to the loader of its node."""
+
+    def __init__(
+        self,
+        socket: str | Path,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        member: int = 0,
+        members: int = 1,
+        views: Views = "torch",
+        deadline_s: float = 60.0,
+        patience_s: float | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Connect.
+
+        rank, world_size: of data parallelism. member, members: place inside a tensor- or context-parallel group, whose
+        processes read the same packs from the same slots. deadline_s: longest silence of the loader. patience_s:
+        longest wait for data while the loader says that it is coming (a window that is still being planned); default
+        deadline_s. verify: check each slot's checksum.
+        Raises DeadlineError when nobody answers, and what the loader refuses with.
+        """
+        self._views = views
+        self._deadline_s = deadline_s
+        self._patience_s = deadline_s if patience_s is None else patience_s
+        self._verify = verify
+        self._slots: dict[int, _MappedSlot] = {}
+        self._position = {"window": 0, "step": 0}
+        self._batch: LoadedBatch | None = None
+        self._channel = Channel(_connect(Path(socket)))
+        greeting = self._ask({
+            "op": "hello", "version": VERSION, "rank": rank, "world_size": world_size, "member": member,
+            "members": members,
+        })  # fmt: skip
+        self._stage, self._pid = str(greeting["stage"]), int(greeting["pid"])
+
+    def batches(self, stage: str, window: int, start_step: int = 0) -> Iterator[LoadedBatch]:
+        """Batches of one window from its step `start_step` on, waiting for the window to be planned.
+
+        Asking for the next batch, or for another stream, releases the last one.
+        Raises InputError for another stage than the loader serves, DeadlineError when data does not come in time.
+        """
+        if stage != self._stage:
+            raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start one for it")
+        self._end_batch()
+        opened = self._ask({"op": "open", "window": window, "step": start_step})
+        self._position = {"window": window, "step": start_step}
+        while True:
+            self._end_batch()
+            header = self._ask({"op": "next"})
+            if "end" in header:
+                self._position = {"window": window + 1, "step": 0}
+                return
+            self._position = {"window": window, "step": int(header["step"]) + 1}
+            self._batch = LoadedBatch(
+                stage=stage,
+                window=window,
+                step=int(opened["base"]) + int(header["step"]),
+                packs=_LazyPacks(self, int(header["step"]), header["packs"]),
+                loss_tokens=int(header["loss_tokens"]),
+                sequences=int(header["sequences"]),
+            )
+            yield self._batch
+
+    def follow(self, stage: str) -> Iterator[LoadedBatch]:
+        """Batches of every window from the current position on, until the empty window that closes the plan log.
+
+        Starts at window 0, or where load_state_dict points.
+        """
+        while True:
+            window, step = self._position["window"], self._position["step"]
+            opened = self._ask({"op": "open", "window": window, "step": step})
+            if int(opened["steps"]) == 0:
+                return
+            yield from self.batches(stage, window, step)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch comes from: {"window", "step"}; the same at any world size."""
+        return dict(self._position)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue `follow` from a saved position."""
+        self._position = {"window": int(state["window"]), "step": int(state["step"])}
+
+    def close(self) -> None:
+        """Leave; everything still held is given back."""
+        with contextlib.suppress(DeadlineError):  # the loader may be gone already
+            self._channel.send({"op": "bye"}, deadline_s=self._deadline_s)
+        self._channel.close()
+        self._slots.clear()
+
+    def __enter__(self) -> LoaderClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _end_batch(self) -> None:
+        if self._batch is not None:
+            self._batch.release()
+            self._batch = None
+
+    def _claim(self, step: int, ordinal: int, entry: Message) -> _Lease:
+        answer, fd = self._request({"op": "pack", "step": step, "ordinal": ordinal})
+        slot_id = int(answer["slot"])
+        if fd is not None:
+            self._slots[slot_id] = _MappedSlot(fd, int(answer["bytes"]))
+        slot = self._slots[slot_id]
+        header = read_header(slot.memory)
+        if header.generation != int(answer["generation"]) or header.pack != int(entry["pack"]):
+            raise DamagedError(
+                f"slot {slot_id} holds pack {header.pack} generation {header.generation}, promised was pack "
+                f"{entry['pack']} generation {answer['generation']}"
+            )
+        if self._verify and slot_crc(slot.memory, header.fields) != header.crc:
+            raise DamagedError(f"slot {slot_id} (pack {header.pack}) does not have the checksum it was filled with")
+        view = slot.torch_view if self._views == "torch" else slot.numpy_view
+        arrays = {field.name: view(field) for field in header.fields}
+        pack = Pack(index=header.pack, teacher=str(entry["teacher"]), hidden_codec=str(entry["codec"]), **arrays)
+        return _Lease(pack, slot_id, header.generation)
+
+    def _release(self, leases: list[_Lease]) -> None:
+        if leases:
+            message = {"op": "release", "leases": [[lease.slot, lease.generation] for lease in leases]}
+            self._channel.send(message, deadline_s=self._deadline_s)
+
+    def _ask(self, message: Message) -> Message:
+        return self._request(message)[0]
+
+    def _request(self, message: Message) -> tuple[Message, int | None]:
+        """Send a request and wait for its answer, which may say for a while that it is coming."""
+        started = time.monotonic()
+        self._channel.send(message, deadline_s=self._deadline_s)
+        while True:
+            try:
+                answer, fd = self._channel.receive(deadline_s=self._deadline_s)
+            except PeerGone as error:
+                raise PeerGone(f"{error}; start the loader again and resume at {self._position}") from None
+            except DeadlineError:
+                silence = f"the loader said nothing for {self._deadline_s:g} s"
+                raise DeadlineError(f"{silence} when asked for {message['op']!r}") from None
+            if "wait" not in answer:
+                raise_error(answer)
+                return answer, fd
+            if time.monotonic() - started > self._patience_s:
+                raise DeadlineError(f"no data after {self._patience_s:g} s: {answer['wait']}")
+
+
+@dataclass(kw_only=True)
+class LoadedBatch(Batch):
+    """A batch whose packs are read from shared memory as they are asked for.
+
+    `packs` is a sequence: its length is known, an element is fetched at first use and stays valid until released.
+    """
+
+    packs: Any
+
+    @property
+    def teachers(self) -> list[str]:
+        """Teacher of each pack; known without fetching one."""
+        teachers: list[str] = self.packs.teachers
+        return teachers
+
+    def release(self, *packs: Pack) -> None:
+        """Give back the named packs, or all of them; their arrays must not be read afterwards."""
+        self.packs.release([pack.index for pack in packs] or None)
+
+    def __enter__(self) -> LoadedBatch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """A pack, and the slot it lies in."""
+
+    pack: Pack
+    slot: int
+    generation: int
+
+
+class _LazyPacks(Sequence[Pack]):
+    """The packs of one batch, each claimed at first use."""
+
+    def __init__(self, client: LoaderClient, step: int, entries: list[Message]) -> None:
+        self._client = client
+        self._step = step
+        self._entries = entries
+        self._leases: dict[int, _Lease] = {}
+        self._released: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def teachers(self) -> list[str]:
+        """Teacher of each pack."""
+        return [str(entry["teacher"]) for entry in self._entries]
+
+    @overload
+    def __getitem__(self, index: int) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | slice) -> Pack | list[Pack]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        if place in self._released:
+            raise ResourceError(f"pack {self._entries[place]['pack']} of step {self._step} was released before")
+        if place not in self._leases:
+            self._leases[place] = self._client._claim(self._step, place, self._entries[place])
+        return self._leases[place].pack
+
+    def release(self, indices: list[int] | None) -> None:
+        """Release packs by their number in the window; None releases all."""
+        places = [p for p, lease in self._leases.items() if indices is None or lease.pack.index in indices]
+        leases = [self._leases.pop(place) for place in places]
+        self._released.update(places if indices is not None else range(len(self)))
+        self._client._release(leases)
+
+
+class _MappedSlot:
+    """A slot as this process sees it: read-only, mapped once for its whole life."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        try:
+            self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self.memory = memoryview(self._map)
+        self._bytes: Any = None
+
+    def numpy_view(self, field: Field) -> Any:
+        """Read-only numpy view of a field."""
+        count = int(np.prod(field.shape, dtype=np.int64))
+        return np.frombuffer(self.memory, field.dtype, count, field.offset).reshape(field.shape)
+
+    def torch_view(self, field: Field) -> Any:
+        """Torch view of a field. Torch does not know read-only memory: writing to it ends the process."""
+        import torch
+
+        if self._bytes is None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only, which it is
+                self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        kinds = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32, "|u1": torch.uint8}
+        part = self._bytes[field.offset : field.offset + field.nbytes]
+        return part.view(kinds[field.dtype]).view(field.shape)
+
+
+def _connect(path: Path) -> sockets.socket:
+    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    try:
+        connection.connect(str(path))
+    except OSError as error:
+        connection.close()
+        raise DeadlineError(f"no loader answers on {path}: {error.strerror}; start it first") from error
+    return connection

@@ -1,0 +1,82 @@
+"""Start the loader as a process of its own, never by fork: Lance's threads do not survive one."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mopd_dataplane.errors import DeadlineError, EngineError
+from mopd_dataplane.load.protocol import raise_error
+from mopd_dataplane.load.spec import LoadSpec
+
+
+@dataclass(slots=True)
+class LoaderProcess:
+    """A running loader. Leaving the `with` block stops it."""
+
+    process: subprocess.Popen[str]
+    socket: Path
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.process.pid
+
+    def stop(self, deadline_s: float = 10.0) -> int:
+        """Ask it to end, kill it when it does not; returns its exit code."""
+        self.process.terminate()
+        try:
+            self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.socket.unlink(missing_ok=True)
+        return self.process.returncode
+
+    def __enter__(self) -> LoaderProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_server(
+    store_uri: str,
+    socket: str | Path,
+    spec: LoadSpec,
+    *,
+    storage_options: dict[str, str] | None = None,
+    deadline_s: float = 60.0,
+) -> LoaderProcess:
+    """Start a loader and wait until it listens on `socket`.
+
+    Raises what the loader raised when it could not start, EngineError when it died without a word, DeadlineError
+    when it is not ready in time.
+    """
+    path = Path(socket)
+    command = [sys.executable, "-m", "mopd_dataplane.load.server", "--store", store_uri, "--socket", str(path)]
+    command += ["--spec", spec.model_dump_json(), "--storage-options", json.dumps(storage_options or {})]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        ready = selector.select(deadline_s)
+    line = process.stdout.readline() if ready else ""
+    if not line:
+        process.kill()
+        code = process.wait()
+        if ready:
+            raise EngineError(f"the loader ended with exit code {code} before it was ready; see its messages above")
+        raise DeadlineError(f"the loader was not ready after {deadline_s:g} s")
+    message = json.loads(line)
+    if "error" in message:
+        process.wait()
+        raise_error(message)
+    return LoaderProcess(process, path)

@@ -1,0 +1,435 @@
+"""Who is owed which pack next, and which slot it is in.
+
+A *lane* is one data-parallel rank: the packs it will be asked for, in order. One trainer process sits in a lane, or
+several where the ranks of a tensor- or context-parallel group read the same packs; each has a *seat*. A filler thread
+reads ahead in every lane. A slot goes back to the ring when every seat of its lane has claimed and released it, or
+has left.
+
+    planned ──fill──▶ ready ──claim by every seat──▶ lent ──release by every seat──▶ (slot free)
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
+from mopd_dataplane.load.layout import seal
+from mopd_dataplane.load.protocol import HEARTBEAT_S
+from mopd_dataplane.load.ring import Ring, Slot
+from mopd_dataplane.load.source import WindowSource
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.records import PlanWindow
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+PROBE_S = 0.2
+"""Pause between looks for a window that is not planned yet."""
+
+Beat = Callable[[str], None]
+"""Tells the waiting trainer why it waits; raises when the trainer is gone."""
+Dealer = Callable[[PlanWindow, NDArray[np.int64], int, int], list[list[int]]]
+"""(plan, sample lengths, step, ranks) → pack ids of each rank, -1 for none."""
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One pack owed to one lane."""
+
+    source: WindowSource
+    step: int
+    ordinal: int
+    pack: int
+    waiting: set[int]
+    """Seats that have not claimed it."""
+    nbytes: int = 0
+    slot: Slot | None = None
+    ready: bool = False
+    wanted: bool = False
+    """A trainer is blocked on it."""
+    starved: bool = False
+    """Wanted, but every slot is held by a trainer."""
+    holders: set[int] = field(default_factory=set)
+    error: MopdError | None = None
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Order of use."""
+        return self.source.plan.window, self.step, self.ordinal
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """What one data-parallel rank will read. items: owed and not yet claimed by all, in order."""
+
+    rank: int
+    ranks: int
+    members: int
+    seats: set[int] = field(default_factory=set)
+    items: deque[Item] = field(default_factory=deque)
+    source: WindowSource | None = None
+    """Window that `next_step` belongs to."""
+    next_step: int = 0
+    """First step that has no items yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """One trainer process. step: the one its next batch is for."""
+
+    id: int
+    lane: Lane
+    source: WindowSource | None = None
+    step: int = 0
+    held: dict[int, Item] = field(default_factory=dict)
+    """Slot id → item whose slot this process reads."""
+
+
+class Loader:
+    """Reads ahead of every trainer. All methods may be called from any thread."""
+
+    def __init__(self, store: Store, spec: LoadSpec, ring: Ring, deal: Dealer) -> None:
+        self._store = store
+        self._spec = spec
+        self._ring = ring
+        self._deal = deal
+        self._changed = threading.Condition()
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._sources: dict[int, WindowSource] = {}
+        self._opening = threading.Lock()
+        self._seats = 0
+        self._probed = 0.0
+        self._closed = False
+        self._filler = threading.Thread(target=self._fill_forever, name="filler", daemon=True)
+        self._filler.start()
+
+    def join(self, rank: int, ranks: int, member: int, members: int) -> Seat:
+        """Take a seat. Raises InputError for a rank outside 0..ranks-1, MismatchError when the lane is taken."""
+        if not 0 <= rank < ranks or not 0 <= member < members:
+            raise InputError(f"rank {rank} of {ranks}, member {member} of {members}: both count from 0")
+        with self._changed:
+            if any(other.ranks != ranks for other in self._lanes.values()):
+                raise MismatchError(f"a trainer of {ranks} ranks joins while others say {next(iter(self._lanes))[1]}")
+            lane = self._lanes.setdefault((rank, ranks), Lane(rank, ranks, members))
+            if lane.members != members or len(lane.seats) == members:
+                raise MismatchError(f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)")
+            self._seats += 1
+            lane.seats.add(self._seats)
+            self._changed.notify_all()
+            return Seat(self._seats, lane)
+
+    def open(self, seat: Seat, window: int, step: int, beat: Beat) -> tuple[int, int]:
+        """Point a seat at a step of a window, waiting until the window is planned: (its steps, stage steps before it).
+
+        Packs that were read ahead are kept when they are the ones asked for.
+        """
+        source = self._wait_for_window(window, beat)
+        self._wait_for_members(seat, beat)
+        if not 0 <= step <= source.steps:
+            raise InputError(f"step {step} is outside window {window} of {self._spec.stage!r}, of {source.steps} steps")
+        with self._changed:
+            seat.source, seat.step = source, step
+            lane = seat.lane
+            for item in list(lane.items):
+                if item.place[:2] < (window, step):
+                    self._forget(lane, item, seat.id)
+            ahead = lane.items[0].place[:2] if lane.items else None
+            at_tail = lane.source is not None and (lane.source.plan.window, lane.next_step) == (window, step)
+            if ahead != (window, step) and not (ahead is None and at_tail):
+                for item in list(lane.items):
+                    for waiting in list(item.waiting):
+                        self._forget(lane, item, waiting)
+                lane.source, lane.next_step = source, step
+            used = {other.source.plan.window for other in self._lanes.values() if other.source is not None}
+            self._sources = {w: s for w, s in self._sources.items() if w >= min(used | {window})}
+            self._changed.notify_all()
+        return source.steps, self._steps_before(window)
+
+    def advance(self, seat: Seat) -> tuple[WindowSource, int, list[int]] | None:
+        """The seat's next step: (window, step, its packs); None at the end of the window."""
+        with self._changed:
+            source, step = seat.source, seat.step
+            if source is None:
+                raise InputError("no window is open; send open first")
+            for item in list(seat.lane.items):
+                if item.place[:2] < (source.plan.window, step):
+                    self._forget(seat.lane, item, seat.id)
+            if step == source.steps:
+                return None
+            seat.step += 1
+            return source, step, self._packs(seat.lane, source, step)
+
+    def claim(self, seat: Seat, step: int, ordinal: int, beat: Beat) -> Slot:
+        """Wait for one pack of a step the seat has advanced to; the seat then holds its slot until it releases it.
+
+        Raises ResourceError when the ring is full of packs this trainer holds.
+        """
+        while True:
+            until = time.monotonic() + HEARTBEAT_S
+            with self._changed:
+                item = self._find(seat, step, ordinal)
+                while not self._deliverable(item, seat) and (left := until - time.monotonic()) > 0:
+                    if not item.wanted:
+                        item.wanted = True
+                        self._changed.notify_all()
+                    self._changed.wait(left)
+                if self._deliverable(item, seat):
+                    return self._lend(item, seat)
+            beat(f"pack {ordinal} of step {step} is being read")
+
+    def release(self, seat: Seat, leases: list[tuple[int, int]]) -> None:
+        """Give slots back: (slot id, generation) pairs. Raises InputError for a slot the seat does not hold."""
+        with self._changed:
+            for slot_id, generation in leases:
+                item = seat.held.get(slot_id)
+                if item is None or item.slot is None or item.slot.generation != generation:
+                    raise InputError(f"slot {slot_id} generation {generation} is released but not held")
+                del seat.held[slot_id]
+                item.holders.discard(seat.id)
+                self._recycle(item)
+            self._changed.notify_all()
+
+    def leave(self, seat: Seat) -> None:
+        """Take back everything a trainer held, however it went."""
+        with self._changed:
+            lane = seat.lane
+            for item in seat.held.values():
+                item.holders.discard(seat.id)
+                self._recycle(item)
+            seat.held.clear()
+            for item in list(lane.items):
+                self._forget(lane, item, seat.id)
+            lane.seats.discard(seat.id)
+            if not lane.seats:
+                self._lanes.pop((lane.rank, lane.ranks), None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop reading ahead and give the ring back."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._filler.join(timeout=self._spec.deadline_s)
+        with self._changed:
+            self._ring.close()
+
+    # -- windows ---------------------------------------------------------------------------------------------------
+
+    def _wait_for_window(self, window: int, beat: Beat) -> WindowSource:
+        while True:
+            source = self._open_window(window)
+            if source is not None:
+                return source
+            beat(f"window {window} of stage {self._spec.stage!r} is not planned yet")
+            time.sleep(PROBE_S)
+
+    def _wait_for_members(self, seat: Seat, beat: Beat) -> None:
+        """Packs are shared out to all members of a lane, so each must be there before the first is lent."""
+        while True:
+            with self._changed:
+                here = len(seat.lane.seats)
+                if here == seat.lane.members:
+                    return
+                self._changed.wait(HEARTBEAT_S)
+            beat(f"{here} of {seat.lane.members} members of rank {seat.lane.rank} are here")
+
+    def _open_window(self, window: int) -> WindowSource | None:
+        with self._opening:
+            if window not in self._sources:
+                plan = self._store.plan(self._spec.stage, window)
+                if plan is None:
+                    return None
+                self._sources[window] = WindowSource(self._store, plan, self._spec)
+            return self._sources[window]
+
+    def _steps_before(self, window: int) -> int:
+        """Steps of all recorded windows of the stage before this one."""
+        table = self._store.table("plans", ["stage", "window", "step_starts"])
+        rows = table.to_pylist()
+        return sum(len(r["step_starts"]) - 1 for r in rows if r["stage"] == self._spec.stage and r["window"] < window)
+
+    def _packs(self, lane: Lane, source: WindowSource, step: int) -> list[int]:
+        return [pack for pack in self._deal(source.plan, source.lengths, step, lane.ranks)[lane.rank] if pack >= 0]
+
+    # -- items; the lock is held -----------------------------------------------------------------------------------
+
+    def _find(self, seat: Seat, step: int, ordinal: int) -> Item:
+        if seat.source is None or step >= seat.step:
+            raise InputError(f"step {step} was not asked for with next")
+        lane, window = seat.lane, seat.source.plan.window
+        while lane.source is seat.source and lane.next_step <= step:
+            self._extend(lane)
+        for item in lane.items:
+            if item.place == (window, step, ordinal) and seat.id in item.waiting:
+                return item
+        raise InputError(f"pack {ordinal} of step {step} is not owed: claimed before, or the step has fewer packs")
+
+    def _deliverable(self, item: Item, seat: Seat) -> bool:
+        """Whether the wait for an item is over. Raises when it can never end well."""
+        if item.error is not None:
+            error, item.error = item.error, None
+            raise error
+        if item.starved and seat.held:
+            raise ResourceError(
+                errno.ENOMEM,
+                f"all {self._ring.lent} slots ({self._ring.bytes:,} of {self._ring.max_bytes:,} bytes) are held by "
+                f"trainers, {len(seat.held)} by this one; release packs as they are used, or raise the ring's bound",
+            )
+        return item.ready
+
+    def _lend(self, item: Item, seat: Seat) -> Slot:
+        slot = item.slot
+        assert slot is not None
+        item.wanted = False
+        item.waiting.discard(seat.id)
+        item.holders.add(seat.id)
+        seat.held[slot.id] = item
+        if not item.waiting:
+            seat.lane.items.remove(item)
+        self._changed.notify_all()
+        return slot
+
+    def _extend(self, lane: Lane) -> bool:
+        """Append the items of one more step; False at the end of what is planned."""
+        source = lane.source
+        if source is None:
+            return False
+        if lane.next_step >= source.steps:
+            following = self._sources.get(source.plan.window + 1)
+            if following is None or source.steps == 0:
+                return False
+            lane.source, lane.next_step = following, 0
+            return True
+        for ordinal, pack in enumerate(self._packs(lane, source, lane.next_step)):
+            item = Item(source, lane.next_step, ordinal, pack, set(lane.seats))
+            _, item.nbytes = source.fields(pack)
+            lane.items.append(item)
+        lane.next_step += 1
+        return True
+
+    def _forget(self, lane: Lane, item: Item, seat_id: int) -> None:
+        """One seat will not ask for this item."""
+        item.waiting.discard(seat_id)
+        if not item.waiting:
+            if item in lane.items:
+                lane.items.remove(item)
+            self._recycle(item)
+
+    def _recycle(self, item: Item) -> None:
+        """Free the slot of an item that nobody waits for or reads; a slot being filled is freed by the filler."""
+        if item.slot is not None and item.ready and not item.waiting and not item.holders:
+            self._ring.release(item.slot)
+            item.slot, item.ready = None, False
+
+    # -- filling ---------------------------------------------------------------------------------------------------
+
+    def _fill_forever(self) -> None:
+        while True:
+            with self._changed:
+                batch = [] if self._closed else self._choose()
+                if self._closed:
+                    return
+                if not batch:
+                    self._changed.wait(PROBE_S)
+            if batch:
+                self._fill(batch)
+            else:
+                self._probe()
+
+    def _probe(self) -> None:
+        """Open the window after a lane's last one as soon as it is planned."""
+        if time.monotonic() - self._probed < PROBE_S:
+            return
+        self._probed = time.monotonic()
+        with self._changed:
+            ends = {
+                lane.source.plan.window + 1
+                for lane in self._lanes.values()
+                if lane.source is not None and lane.source.steps and lane.next_step >= lane.source.steps
+            }
+        for window in ends:
+            try:
+                self._open_window(window)
+            except MopdError:
+                continue  # the trainer that opens this window will be told
+
+    def _choose(self) -> list[Item]:
+        """Items to fill now, each with a slot: those a trainer waits for first, then the nearest of every lane."""
+        for lane in self._lanes.values():
+            while sum(not item.ready for item in lane.items) < self._spec.slots and self._extend(lane):
+                pass
+        pending = [item for lane in self._lanes.values() for item in lane.items if item.slot is None]
+        pending.sort(key=lambda item: (not item.wanted, item.place))
+        ahead = sum(item.slot is not None for lane in self._lanes.values() for item in lane.items)
+        chosen: list[Item] = []
+        for item in pending:
+            try:
+                self._ring.check_size(item.nbytes)
+                item.slot = self._acquire(item, ahead + len(chosen) < self._spec.slots * len(self._lanes))
+            except MopdError as error:
+                item.error = error
+                self._changed.notify_all()
+                break
+            if item.slot is None:
+                break
+            chosen.append(item)
+        return chosen
+
+    def _acquire(self, item: Item, may_grow: bool) -> Slot | None:
+        """A slot for the item. One that a trainer waits for may take the slot of a pack that is needed later."""
+        item.starved = False
+        want = item.source.largest_pack_bytes
+        slot = self._ring.acquire(item.nbytes, want_bytes=want, may_grow=may_grow or item.wanted)
+        if slot is not None or not item.wanted:
+            return slot
+        spare = [
+            other
+            for lane in self._lanes.values()
+            for other in lane.items
+            if other.ready and not other.holders and not other.wanted and other.place > item.place
+        ]
+        if spare:
+            last = max(spare, key=lambda other: other.place)
+            assert last.slot is not None
+            self._ring.release(last.slot)
+            last.slot, last.ready = None, False
+            return self._ring.acquire(item.nbytes, want_bytes=want, may_grow=True)
+        item.starved = True
+        self._changed.notify_all()
+        return None
+
+    def _fill(self, batch: list[Item]) -> None:
+        """Read a batch of items, one request per window, and hand them out."""
+        by_source: dict[int, list[Item]] = {}
+        for item in batch:
+            by_source.setdefault(id(item.source), []).append(item)
+        for items in by_source.values():
+            error: MopdError | None = None
+            try:
+                slots = [item.slot for item in items if item.slot is not None]
+                fields = items[0].source.fill([item.pack for item in items], [slot.memory for slot in slots])
+                for item, slot, placed in zip(items, slots, fields, strict=True):
+                    seal(slot.memory, placed, generation=slot.generation, pack=item.pack)
+            except MopdError as raised:
+                error = raised
+            except Exception as raised:
+                error = MopdError(f"reading packs {[item.pack for item in items]}: {type(raised).__name__}: {raised}")
+            with self._changed:
+                for item in items:
+                    assert item.slot is not None
+                    item.ready, item.error = error is None, error
+                    if error is not None:
+                        self._ring.release(item.slot)
+                        item.slot = None
+                    else:
+                        self._recycle(item)
+                self._changed.notify_all()

@@ -1,0 +1,136 @@
+"""Messages between the loader and a trainer: length-prefixed JSON over a Unix socket, descriptors beside it.
+
+A trainer asks and the loader answers, `release` and `bye` excepted, which have no answer. While the loader cannot
+answer yet it says so every second ({"wait": reason}), so that silence always means that it is gone or stuck.
+
+    hello    rank, world_size, member, members          → ok
+    open     window, step                               → steps of the window, base (steps of the stage before it)
+    next                                                → step, packs, loss_tokens, sequences; or end
+    pack     step, ordinal                              → slot, generation, bytes; with the slot's fd at first sight
+    release  leases [[slot, generation], …]
+    bye
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import socket
+import struct
+import time
+from typing import Any
+
+from mopd_dataplane import errors
+from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
+
+VERSION = 1
+MAX_MESSAGE = 1 << 20
+HEARTBEAT_S = 1.0
+_LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")
+
+Message = dict[str, Any]
+
+
+class PeerGone(DeadlineError):
+    """The other end closed the connection or died."""
+
+
+class Channel:
+    """One end of a connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+
+    def send(self, message: Message, *, fd: int | None = None, deadline_s: float) -> None:
+        """Send one message, and a descriptor with it. Raises PeerGone, or DeadlineError when the peer does not read."""
+        body = json.dumps(message).encode()
+        if len(body) > MAX_MESSAGE:
+            raise DamagedError(f"message of {len(body):,} bytes exceeds {MAX_MESSAGE:,}")
+        data = memoryview(_LENGTH.pack(len(body)) + body)
+        self._socket.settimeout(deadline_s)
+        try:
+            if fd is None:
+                self._socket.sendall(data)
+            else:
+                sent = socket.send_fds(self._socket, [data], [fd])
+                self._socket.sendall(data[sent:])
+        except TimeoutError:
+            raise DeadlineError(f"the peer read nothing for {deadline_s:g} s") from None
+        except OSError as error:
+            raise PeerGone(f"the peer is gone: {error.strerror}") from error
+
+    def receive(self, *, deadline_s: float) -> tuple[Message, int | None]:
+        """One message and its descriptor. Raises PeerGone at the end of the stream, DeadlineError after a silence.
+
+        An infinite deadline waits until the peer speaks or ends.
+        """
+        until = time.monotonic() + deadline_s
+        fds: list[int] = []
+        try:
+            head = self._read(_LENGTH.size, until, fds)
+            (size,) = _LENGTH.unpack(head)
+            if size > MAX_MESSAGE:
+                raise DamagedError(f"message of {size:,} bytes announced, at most {MAX_MESSAGE:,} are allowed")
+            message = json.loads(self._read(size, until, fds))
+            if not isinstance(message, dict) or len(fds) > 1:
+                raise DamagedError(f"expected a JSON object and at most one descriptor, found {type(message).__name__}")
+        except (ValueError, MopdError) as error:
+            for fd in fds:
+                os.close(fd)
+            if isinstance(error, MopdError):
+                raise
+            raise DamagedError(f"message is not JSON: {error}") from None
+        return message, fds[0] if fds else None
+
+    def close(self) -> None:
+        """Close the connection; a peer that waits sees its end."""
+        with contextlib.suppress(OSError):  # the peer may have closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _read(self, size: int, until: float, fds: list[int]) -> bytes:
+        parts: list[bytes] = []
+        missing = size
+        while missing:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineError("the peer sent nothing before the deadline")
+            self._socket.settimeout(None if left == math.inf else left)
+            try:
+                data, received, _, _ = socket.recv_fds(self._socket, missing, 1)
+            except TimeoutError:
+                raise DeadlineError("the peer sent nothing before the deadline") from None
+            except OSError as error:
+                raise PeerGone(f"the peer is gone: {error.strerror}") from error
+            fds.extend(received)
+            if not data:
+                raise PeerGone("the peer closed the connection")
+            parts.append(data)
+            missing -= len(data)
+        return b"".join(parts)
+
+
+def error_message(error: MopdError) -> Message:
+    """An error as a message."""
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def raise_error(message: Message) -> None:
+    """Raise the error a message carries, if it carries one."""
+    if "error" in message:
+        kind = getattr(errors, str(message["error"]), MopdError)
+        if not (isinstance(kind, type) and issubclass(kind, MopdError)):
+            kind = MopdError
+        raise kind(str(message["message"]))
+
+
+def check_same_user(connection: socket.socket) -> int:
+    """Process id of the peer. Raises ResourceError unless it runs as this user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    if uid != os.getuid():
+        raise ResourceError(f"process {pid} of user {uid} may not use the loader of user {os.getuid()}")
+    return int(pid)

@@ -1,0 +1,60 @@
+"""Outcome rewards of a window's samples, and their advantage over their group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import MismatchError, nearest
+
+STD_FLOOR = 1e-6
+"""Added to the standard deviation, as in common GRPO trainers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """rewards: [n] f32, NaN where there is none. advantages: [n] f32, 0 where there is none."""
+
+    rewards: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+
+
+def group_outcomes(
+    rewards: pa.Table,
+    groups: pa.ChunkedArray,
+    sample_rows: NDArray[np.int64],
+    *,
+    verifier: str = "",
+    divide_by_std: bool = False,
+) -> Outcomes:
+    """Rewards and group-relative advantages of given samples.
+
+    rewards: columns sample_row, verifier, reward. groups: group_id of every sample of the store, in row order.
+    A group is every rewarded sample with one group_id, whether or not it is planned, so leaving a sample out of
+    training does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its
+    division unless `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
+    Raises MismatchError when several verifiers rewarded these samples and none is named.
+    """
+    names = sorted(pc.unique(rewards["verifier"]).to_pylist())
+    if verifier:
+        if verifier not in names:
+            raise MismatchError(f"no rewards by verifier {verifier!r}: {nearest(verifier, names)}")
+        rewards = rewards.filter(pc.equal(rewards["verifier"], verifier))
+    elif len(names) > 1:
+        raise MismatchError(f"samples are rewarded by several verifiers: {', '.join(names)}; name the one to train on")
+    value = np.full(len(groups), np.nan, dtype=np.float64)
+    value[rewards["sample_row"].to_numpy()] = rewards["reward"].to_numpy()
+    codes = pc.dictionary_encode(groups).combine_chunks().indices.to_numpy()
+    has = ~np.isnan(value)
+    size = int(codes.max(initial=-1)) + 1
+    count = np.bincount(codes[has], minlength=size)
+    mean = np.bincount(codes[has], weights=value[has], minlength=size) / np.maximum(count, 1)
+    centred = np.where(has, value - mean[codes], 0.0)
+    if divide_by_std:
+        squares = np.bincount(codes, weights=centred**2, minlength=size)
+        centred = centred / (np.sqrt(squares / np.maximum(count - 1, 1)) + STD_FLOOR)[codes]
+    return Outcomes(value[sample_rows].astype(np.float32), centred[sample_rows].astype(np.float32))

@@ -1,0 +1,155 @@
+"""Slots of shared memory.
+
+Each slot is one memfd: it has no name, so nothing is left behind when every process that holds it is gone, however it
+died. Its pages are allocated when the slot is made, so that a machine without room says so instead of killing a
+process at first touch, and it is sealed: no process can shrink it, and only the loader can write to it.
+Released slots are reused; the ring makes a new one only while it stays inside its bound.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd_dataplane.errors import ResourceError
+
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux 5.1: existing writable mappings stay, new ones are refused."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+POISON = 0xDB
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot: `memory` is writable here and read-only in every other process."""
+
+    id: int
+    fd: int
+    capacity: int
+    memory: memoryview
+    generation: int = 0
+    """How often it was handed out; a reader that holds an older number is late."""
+
+
+class Ring:
+    """All slots of one loader process. Not thread-safe: the caller holds its lock."""
+
+    def __init__(self, *, max_bytes: int, slot_bytes: int = 0, poison: bool = False) -> None:
+        """max_bytes bounds all slots together; slot_bytes > 0 fixes the size of each. Both count whole pages."""
+        self.max_bytes = max_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._slot_bytes = _pages(slot_bytes)
+        self._poison = poison
+        self._free: list[Slot] = []
+        self._lent: dict[int, Slot] = {}
+        self._made = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all slots, lent or free."""
+        return sum(slot.capacity for slot in (*self._free, *self._lent.values()))
+
+    @property
+    def lent(self) -> int:
+        """Slots in use."""
+        return len(self._lent)
+
+    def check_size(self, nbytes: int) -> None:
+        """Raise ResourceError when a pack of that size can never be held."""
+        limit = min(self._slot_bytes or self.max_bytes, self.max_bytes)
+        if nbytes > limit:
+            raise ResourceError(
+                errno.ENOMEM,
+                f"a pack needs {nbytes:,} bytes of shared memory and a slot may have {limit:,}; "
+                "raise load.slot_bytes or the ring's bound, or lower plan.pack_tokens",
+            )
+
+    def acquire(self, nbytes: int, *, want_bytes: int = 0, may_grow: bool) -> Slot | None:
+        """A slot of at least `nbytes`, or None when all are lent and no new one may be made.
+
+        want_bytes: size of a slot made new, so that later packs fit it too.
+        Raises ResourceError when the machine is out of memory.
+        """
+        self._free.sort(key=lambda slot: slot.capacity)
+        slot = next((slot for slot in self._free if slot.capacity >= nbytes), None)
+        if slot is not None:
+            self._free.remove(slot)
+        else:
+            if not may_grow and not self._retire_smallest():
+                return None
+            slot = self._grow(self._slot_bytes or _pages(max(nbytes, want_bytes)), nbytes)
+        if slot is None:
+            return None
+        slot.generation += 1
+        self._lent[slot.id] = slot
+        return slot
+
+    def release(self, slot: Slot) -> None:
+        """Take a slot back."""
+        del self._lent[slot.id]
+        if self._poison:
+            slot.memory[:] = bytes([POISON]) * slot.capacity
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Give every slot back to the machine; mappings of other processes keep theirs until they unmap."""
+        for slot in (*self._free, *self._lent.values()):
+            os.close(slot.fd)
+        self._free.clear()
+        self._lent.clear()
+
+    def _grow(self, wanted: int, needed: int) -> Slot | None:
+        """A new slot, where free slots (all too small) make room for it when the bound requires it."""
+        while self.bytes + wanted > self.max_bytes and self._retire_smallest():
+            pass
+        size = (min(wanted, self.max_bytes - self.bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if size < needed:
+            return None
+        self._made += 1
+        return make_slot(self._made, size)
+
+    def _retire_smallest(self) -> bool:
+        """Give the smallest free slot back to the machine; False when none is free."""
+        if not self._free:
+            return False
+        os.close(self._free.pop(0).fd)
+        return True
+
+
+def make_slot(number: int, nbytes: int) -> Slot:
+    """A new slot with its pages allocated. Raises ResourceError when memory is short."""
+    capacity = _pages(nbytes)
+    free = available_memory()
+    if capacity > free:
+        raise ResourceError(
+            errno.ENOMEM, f"no room for a slot of {capacity:,} bytes: {free:,} bytes of memory are available"
+        )
+    fd = os.memfd_create(f"mopd-slot-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, capacity)
+        memory = mmap.mmap(fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise ResourceError(error.errno, f"no room for a slot of {capacity:,} bytes: {error.strerror}") from error
+    return Slot(number, fd, capacity, memoryview(memory))
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: what the machine has available, and what its control group allows."""
+    with open("/proc/meminfo") as lines:
+        machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except OSError:
+        return machine
+    return machine if limit == "max" else max(0, min(machine, int(limit) - used))

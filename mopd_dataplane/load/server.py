@@ -1,0 +1,238 @@
+"""The loader process: `python -m mopd_dataplane.load.server --store URI --socket PATH --spec JSON`.
+
+It owns the store and the shared memory; trainers own nothing but a connection. It serves one thread per trainer and
+ends when the last trainer has left or the process that started it is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import selectors
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
+from mopd_dataplane.load.loader import Loader, Seat
+from mopd_dataplane.load.protocol import (
+    VERSION,
+    Channel,
+    Message,
+    PeerGone,
+    check_same_user,
+    error_message,
+)
+from mopd_dataplane.load.ring import Ring, available_memory
+from mopd_dataplane.load.spec import LoadSpec, parse_spec
+from mopd_dataplane.records import PlanWindow
+
+LOOK_S = 0.5
+"""Pause between looks whether anybody still needs this process."""
+
+
+class Server:
+    """Accepts trainers on a Unix socket and answers them from a Loader."""
+
+    def __init__(self, loader: Loader, spec: LoadSpec, path: Path) -> None:
+        self._loader = loader
+        self._spec = spec
+        self._path = path
+        self._threads: list[threading.Thread] = []
+        self._served = 0
+        self._listener = listen(path)
+
+    def run(self, parent: int) -> None:
+        """Serve until the last trainer has left, or `parent` is no longer this process's parent."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while os.getppid() == parent:
+                if selector.select(LOOK_S):
+                    connection, _ = self._listener.accept()
+                    self._served += 1
+                    thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                if self._served and not self._threads:
+                    return
+
+    def close(self) -> None:
+        """Stop listening and reading ahead, and remove the socket."""
+        self._listener.close()
+        self._loader.close()
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
+        try:
+            check_same_user(connection)
+            _Conversation(channel, self._loader, self._spec).run()
+        except PeerGone:
+            pass  # a trainer may end at any moment; what it held is taken back
+        except MopdError as error:
+            print(f"loader: a trainer was dropped: {error}", file=sys.stderr)
+        finally:
+            channel.close()
+
+
+class _Conversation:
+    """One trainer's requests, answered in order."""
+
+    def __init__(self, channel: Channel, loader: Loader, spec: LoadSpec) -> None:
+        self._channel = channel
+        self._loader = loader
+        self._spec = spec
+        self._seat: Seat | None = None
+        self._known_slots: set[int] = set()
+
+    def run(self) -> None:
+        try:
+            while True:
+                message, _ = self._channel.receive(deadline_s=math.inf)
+                if message.get("op") == "bye":
+                    return
+                try:
+                    self._answer(message)
+                except PeerGone:
+                    raise
+                except MopdError as error:
+                    self._send(error_message(error))
+                except (KeyError, TypeError, ValueError) as error:
+                    self._send(error_message(DamagedError(f"request {message.get('op')!r} is malformed: {error!r}")))
+        finally:
+            if self._seat is not None:
+                self._loader.leave(self._seat)
+
+    def _answer(self, message: Message) -> None:
+        operation = message["op"]
+        if operation == "hello":
+            self._hello(message)
+            return
+        if self._seat is None:
+            raise InputError("the first message must be hello")
+        if operation == "open":
+            steps, base = self._loader.open(self._seat, int(message["window"]), int(message["step"]), self._beat)
+            self._send({"steps": steps, "base": base})
+        elif operation == "next":
+            self._next(self._seat)
+        elif operation == "pack":
+            self._pack(self._seat, int(message["step"]), int(message["ordinal"]))
+        elif operation == "release":
+            self._loader.release(self._seat, [(int(slot), int(generation)) for slot, generation in message["leases"]])
+        else:
+            raise InputError(f"unknown request {operation!r}")
+
+    def _hello(self, message: Message) -> None:
+        if message["version"] != VERSION:
+            raise MismatchError(f"the trainer speaks protocol version {message['version']}, the loader {VERSION}")
+        if self._seat is not None:
+            raise InputError("hello was said before")
+        place = [int(message[name]) for name in ("rank", "world_size", "member", "members")]
+        self._seat = self._loader.join(*place)
+        self._send({"pid": os.getpid(), "stage": self._spec.stage, "deadline_s": self._spec.deadline_s})
+
+    def _next(self, seat: Seat) -> None:
+        found = self._loader.advance(seat)
+        if found is None:
+            self._send({"end": True})
+            return
+        source, step, packs = found
+        loss_tokens, sequences = source.totals(step)
+        self._send({
+            "step": step,
+            "packs": [{"pack": p, "teacher": source.teacher(p), "codec": source.codec(p)} for p in packs],
+            "loss_tokens": loss_tokens,
+            "sequences": sequences,
+        })
+
+    def _pack(self, seat: Seat, step: int, ordinal: int) -> None:
+        slot = self._loader.claim(seat, step, ordinal, self._beat)
+        answer = {"slot": slot.id, "generation": slot.generation, "bytes": slot.capacity}
+        fd = None if slot.id in self._known_slots else slot.fd
+        self._known_slots.add(slot.id)
+        self._channel.send(answer, fd=fd, deadline_s=self._spec.deadline_s)
+
+    def _beat(self, reason: str) -> None:
+        self._send({"wait": reason})
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message, deadline_s=self._spec.deadline_s)
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening Unix socket that only this user can open.
+
+    Raises InputError for a path too long for a socket, ResourceError when another loader listens there.
+    """
+    if len(os.fsencode(path)) > 107:
+        raise InputError(f"socket path of {len(os.fsencode(path))} bytes, at most 107 are possible: {path}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    if path.exists():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise ResourceError(f"another loader listens on {path}; use another socket or stop it")
+        path.unlink()
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        raise ResourceError(error.errno, f"cannot listen on {path}: {error.strerror}") from error
+    finally:
+        os.umask(before)
+    listener.listen(64)
+    return listener
+
+
+def deal_packs(plan: PlanWindow, lengths: NDArray[np.int64], step: int, ranks: int) -> list[list[int]]:
+    """Deal one step's packs to ranks by work; see plan/balance.py."""
+    from mopd_dataplane.plan.balance import deal, pack_costs
+
+    first, last = int(plan.step_starts[step]), int(plan.step_starts[step + 1])
+    costs = np.zeros(len(plan.pack_teachers))
+    starts = plan.pack_starts[first : last + 1]
+    costs[first:last] = pack_costs(lengths[starts[0] : starts[-1]], starts - starts[0])
+    return deal(plan, step, ranks, costs)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve one stage of a store; one JSON line on stdout says that it is ready, or why it is not."""
+    parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.load.server", description=main.__doc__)
+    parser.add_argument("--store", required=True, help="store URI")
+    parser.add_argument("--socket", required=True, type=Path, help="Unix socket to listen on")
+    parser.add_argument("--spec", required=True, help="JSON of load.spec.LoadSpec")
+    parser.add_argument("--storage-options", default="{}", help="JSON object for an object store")
+    options = parser.parse_args(arguments)
+    parent = os.getppid()
+    try:
+        server = _start(options.store, options.socket, parse_spec(options.spec), json.loads(options.storage_options))
+    except MopdError as error:
+        print(json.dumps(error_message(error)), flush=True)
+        return error.exit_code
+    print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
+    try:
+        server.run(parent)
+    finally:
+        server.close()
+    return 0
+
+
+def _start(uri: str, path: Path, spec: LoadSpec, storage_options: dict[str, Any]) -> Server:
+    from mopd_dataplane.store.dataset import Store
+
+    store = Store.open(uri, storage_options=storage_options or None)
+    ring = Ring(
+        max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison
+    )
+    return Server(Loader(store, spec, ring, deal_packs), spec, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

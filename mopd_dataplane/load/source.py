@@ -1,0 +1,256 @@
+"""A planned window of a store: how large each pack is, and filling packs into memory the caller owns.
+
+Metadata of the window's samples is read once, when it is opened; payload only for the packs at hand, in one request
+for all of them, at the plan's snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import DamagedError, MismatchError
+from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
+from mopd_dataplane.load.rewards import Outcomes, group_outcomes
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.records import PlanWindow
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
+CHUNK = 4 << 20
+"""Bytes of one read of hidden states: larger private buffers fault page by page."""
+
+
+class WindowSource:
+    """One window, ready to be read. Used by one thread at a time."""
+
+    def __init__(self, store: Store, plan: PlanWindow, spec: LoadSpec) -> None:
+        self.plan = plan
+        self._store = store
+        self._spec = spec
+        rows = plan.sample_rows
+        columns = ["total_len", "loss_tokens"]
+        metadata = store.take_samples(rows, columns, plan.snapshot)
+        self.lengths: NDArray[np.int64] = metadata["total_len"].to_numpy().astype(np.int64)
+        self.loss_tokens: NDArray[np.int64] = metadata["loss_tokens"].to_numpy().astype(np.int64)
+        self._outcomes = self._rewards() if spec.rewards else None
+        self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
+        self._topk = self._topk_widths() if "topk" in spec.signals else {}
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the window."""
+        return len(self.plan.step_starts) - 1
+
+    def totals(self, step: int) -> tuple[int, int]:
+        """(trained tokens, sequences) of one step over all ranks."""
+        first, last = self.plan.pack_starts[self.plan.step_starts[step : step + 2]]
+        return int(self.loss_tokens[first:last].sum()), int(last - first)
+
+    def teacher(self, pack: int) -> str:
+        """Teacher of a pack; empty when the objective needs none."""
+        code = int(self.plan.pack_teachers[pack])
+        return self.plan.teachers[code] if code >= 0 else ""
+
+    def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
+        """Where each array of the pack goes in a slot, and the bytes it takes."""
+        inside = self._span(pack)
+        tokens, trained = int(self.lengths[inside].sum()), int(self.loss_tokens[inside].sum())
+        sequences = inside.stop - inside.start
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
+            "tokens": ("<i4", (tokens,)),
+            "position_ids": ("<i4", (tokens,)),
+            "cu_seqlens": ("<i4", (sequences + 1,)),
+            "loss_mask": ("|u1", (tokens,)),
+            "sampler_logprobs": ("<f4", (tokens,)),
+            "policy_versions": ("<i4", (tokens,)),
+            "sample_rows": ("<i8", (sequences,)),
+            "rewards": ("<f4", (sequences,)),
+            "advantages": ("<f4", (sequences,)),
+        }
+        if "logprob" in self._spec.signals:
+            shapes["teacher_logprobs"] = ("<f4", (tokens,))
+        if self._spec.reference:
+            shapes["reference_logprobs"] = ("<f4", (tokens,))
+        if "topk" in self._spec.signals:
+            width = self._topk[self.teacher(pack)]
+            shapes["topk_ids"] = ("<i4", (trained, width))
+            shapes["topk_logprobs"] = ("<f4", (trained, width))
+        if self._hidden is not None:
+            shapes["hidden"] = ("|u1", (trained, self._hidden.row_bytes(self.teacher(pack))))
+        return plan_fields(shapes)
+
+    @cached_property
+    def largest_pack_bytes(self) -> int:
+        """Bytes of a slot that holds any pack of the window."""
+        starts = self.plan.pack_starts
+        tokens, trained = (np.add.reduceat(counts, starts[:-1]) for counts in (self.lengths, self.loss_tokens))
+        heaviest = {int(np.argmax(measure)) for measure in (tokens, trained, np.diff(starts), tokens + trained)}
+        spare = FIELD_BYTES * len(self.fields(0)[0])
+        return max(self.fields(pack)[1] for pack in heaviest) + spare
+
+    def codec(self, pack: int) -> str:
+        """Codec of the pack's hidden states; empty when it carries none."""
+        return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
+
+    def fill(self, packs: Sequence[int], memories: Sequence[memoryview]) -> list[tuple[Field, ...]]:
+        """Write each pack into its memory: one request for the payload of all of them.
+
+        Raises DamagedError when the payload does not have the lengths its metadata announced.
+        """
+        spans = [self._span(pack) for pack in packs]
+        rows = np.concatenate([self.plan.sample_rows[span] for span in spans])
+        payload = self._store.read_tokens(rows, PAYLOAD, self.plan.snapshot, verify=self._spec.verify)
+        starts = np.cumsum([0] + [span.stop - span.start for span in spans]).tolist()
+        filled = []
+        for pack, memory, (first, last) in zip(packs, memories, pairwise(starts), strict=True):
+            fields, _ = self.fields(pack)
+            write_table(memory, fields)
+            arrays: dict[str, Any] = arrays_of(memory, fields)
+            layout = self._fill_tokens(pack, payload.slice(first, last - first), arrays)
+            self._fill_signals(pack, layout, arrays)
+            filled.append(fields)
+        return filled
+
+    def _span(self, pack: int) -> slice:
+        return slice(int(self.plan.pack_starts[pack]), int(self.plan.pack_starts[pack + 1]))
+
+    def _fill_tokens(self, pack: int, payload: pa.Table, out: dict[str, Any]) -> NDArray[np.bool_]:
+        """Everything but signals; returns [T] True on response tokens."""
+        span = self._span(pack)
+        lengths = self.lengths[span]
+        tokens, token_lengths = _flat(payload["tokens"])
+        mask, response_lengths = _flat(payload["loss_mask"])
+        if not np.array_equal(token_lengths, lengths) or int(mask.sum()) != int(self.loss_tokens[span].sum()):
+            raise DamagedError(
+                f"payload of sample rows {self.plan.sample_rows[span].tolist()[:8]} has other lengths than their "
+                "metadata announces; run `mopd store verify`"
+            )
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        position = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
+        response: NDArray[np.bool_] = position >= np.repeat(lengths - response_lengths, lengths)
+        out["tokens"][:] = tokens
+        out["position_ids"][:] = position
+        out["cu_seqlens"][:] = starts
+        out["loss_mask"][:] = 0
+        out["loss_mask"][response] = mask
+        self._fill_response(out["sampler_logprobs"], payload["logprobs"], response, lengths)
+        out["policy_versions"][:] = -1
+        out["policy_versions"][response] = _versions(payload, response_lengths)
+        out["sample_rows"][:] = self.plan.sample_rows[span]
+        out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
+        out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
+        return response
+
+    def _fill_response(
+        self, out: NDArray[Any], column: pa.ChunkedArray, response: NDArray[np.bool_], lengths: NDArray[np.int64]
+    ) -> None:
+        """Scatter a per-response column to token positions; 0 on prompts and where a sample has no values."""
+        values, sizes = _flat(column)
+        out[:] = 0
+        out[response if sizes.all() else response & np.repeat(sizes > 0, lengths)] = values
+
+    def _fill_signals(self, pack: int, response: NDArray[np.bool_], out: dict[str, Any]) -> None:
+        rows, teacher = self.plan.sample_rows[self._span(pack)], self.teacher(pack)
+        snapshot = self.plan.snapshot
+        for name, judge in (("teacher_logprobs", teacher), ("reference_logprobs", self._spec.reference)):
+            if name in out:
+                out[name][:] = 0
+                out[name][response] = np.concatenate(self._store.read_signal(judge, "logprob", rows, snapshot))
+        if "topk_ids" in out:
+            pairs = self._store.read_signal(teacher, "topk", rows, snapshot)
+            np.concatenate([ids for ids, _ in pairs], out=out["topk_ids"])
+            np.concatenate([logprobs for _, logprobs in pairs], out=out["topk_logprobs"])
+        if self._hidden is not None:
+            self._hidden.fill(teacher, rows, out["hidden"].reshape(-1))
+
+    def _rewards(self) -> Outcomes:
+        table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)
+        groups = self._store.samples(["group_id"], snapshot=self.plan.snapshot)["group_id"]
+        return group_outcomes(
+            table, groups, self.plan.sample_rows, verifier=self._spec.verifier, divide_by_std=self._spec.reward_std
+        )
+
+    def _topk_widths(self) -> dict[str, int]:
+        """K of each teacher of the window, from the first sample each one judges."""
+        widths = {}
+        first_samples = self.plan.sample_rows[self.plan.pack_starts[:-1]]
+        for code in np.unique(self.plan.pack_teachers).tolist():
+            row = first_samples[self.plan.pack_teachers == code][:1]
+            teacher = self.plan.teachers[code]
+            widths[teacher] = self._store.read_signal(teacher, "topk", row, self.plan.snapshot)[0][0].shape[1]
+        return widths
+
+
+class _HiddenIndex:
+    """Where the hidden states of a window's samples lie."""
+
+    def __init__(self, store: Store, plan: PlanWindow) -> None:
+        self._readers = {}
+        self._places: dict[str, dict[int, tuple[int, int]]] = {}
+        self._row_bytes: dict[str, int] = {}
+        self._codecs: dict[str, str] = {}
+        sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
+        for code in np.unique(plan.pack_teachers).tolist():
+            teacher = plan.teachers[code]
+            rows = np.unique(plan.sample_rows[sample_teachers == code])
+            found = store.signal_rows(teacher, "hidden", rows, plan.snapshot)
+            sizes, counts = found["bytes"].to_numpy(), found["rows"].to_numpy()
+            widths, codecs = np.unique(sizes // np.maximum(counts, 1)), set(found["codec"].to_pylist())
+            if len(widths) != 1 or len(codecs) != 1:
+                raise MismatchError(
+                    f"hidden states of teacher {teacher!r} come in codecs {sorted(codecs)} and {widths.tolist()} bytes "
+                    "a token; one window must have one: score them again under one name"
+                )
+            self._row_bytes[teacher], self._codecs[teacher] = int(widths[0]), codecs.pop()
+            places = zip(found["payload_row"].to_pylist(), sizes.tolist(), strict=True)
+            self._places[teacher] = dict(zip(rows.tolist(), places, strict=True))
+            self._readers[teacher] = store.hidden_reader(teacher, plan.snapshot)
+
+    def row_bytes(self, teacher: str) -> int:
+        """Bytes of one position."""
+        return self._row_bytes[teacher]
+
+    def codec(self, teacher: str) -> str:
+        """Codec of the teacher's states."""
+        return self._codecs[teacher]
+
+    def fill(self, teacher: str, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Read the states of the samples one after the other into `out`, in chunks."""
+        target, done = memoryview(out.data), 0
+        for row in rows.tolist():
+            payload_row, size = self._places[teacher][row]
+            for start in range(0, size, CHUNK):
+                stop = min(start + CHUNK, size)
+                self._readers[teacher].read_into(payload_row, start, target[done + start : done + stop])
+            done += size
+        if done != len(out):
+            raise DamagedError(f"hidden states of teacher {teacher!r}: {done:,} bytes, the pack expects {len(out):,}")
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """(all values of a list column in order, values of each row); a null row has none."""
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    offsets = array.offsets.to_numpy()
+    sizes = np.diff(offsets).astype(np.int64)
+    if array.null_count:
+        sizes[array.is_null().to_numpy(zero_copy_only=False)] = 0
+        return array.flatten().to_numpy(), sizes
+    return array.values.to_numpy()[offsets[0] : offsets[-1]], sizes
+
+
+def _versions(payload: pa.Table, response_lengths: NDArray[np.int64]) -> NDArray[np.int32]:
+    """[sum of R] policy version of every response token, from the spans of each sample."""
+    starts, spans = _flat(payload["version_starts"])
+    versions, _ = _flat(payload["versions"])
+    begin = np.cumsum(response_lengths) - response_lengths
+    absolute = starts + np.repeat(begin, spans)
+    return np.repeat(versions, np.diff(np.append(absolute, response_lengths.sum())))

@@ -1,0 +1,63 @@
+"""What a loader process is told: which signals a pack carries, and how much shared memory it may take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, ValidationError
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.jobfile import Load, Objective, Section
+
+
+class LoadSpec(Section):
+    """One loader process."""
+
+    stage: str
+    """Stage whose plan windows are served."""
+    signals: tuple[Annotated[str, Field(pattern="^(logprob|topk|hidden)$")], ...] = ()
+    """Signals of each pack's own teacher."""
+    reference: str = ""
+    """Teacher whose log-probs are the reference policy's; empty for none."""
+    rewards: bool = False
+    """Whether packs carry outcome rewards and group-relative advantages."""
+    reward_std: bool = False
+    """Divide advantages by the group's standard deviation."""
+    verifier: str = ""
+    """Whose rewards; may be empty when only one verifier rewarded these samples."""
+    slots: int = Field(default=4, ge=2)
+    """Packs kept ready ahead of each rank."""
+    slot_bytes: int = Field(default=0, ge=0)
+    """Bytes of a slot; 0 takes the largest pack of the window."""
+    ring_bytes: int = Field(default=0, ge=0)
+    """Bound on all slots together; 0 takes half of the memory that is free at the start."""
+    deadline_s: float = Field(default=60.0, gt=0)
+    """Longest silence between the loader and a trainer."""
+    verify: bool = False
+    """Check the stored checksum of every payload that is read."""
+    poison: bool = False
+    """Overwrite released slots, so that a late reader sees nonsense instead of plausible old data."""
+
+    @classmethod
+    def for_stage(cls, stage: str, load: Load, objective: Objective) -> LoadSpec:
+        """What a stage's objective needs, under the job's [load] settings."""
+        gradient = objective.policy_gradient
+        return cls(
+            stage=stage,
+            signals=objective.signals,
+            reference=gradient.reference if gradient else "",
+            rewards=objective.needs_rewards,
+            reward_std=bool(gradient and gradient.reward_std),
+            slots=load.slots,
+            slot_bytes=load.slot_bytes,
+            deadline_s=load.deadline_s,
+        )
+
+
+def parse_spec(text: str) -> LoadSpec:
+    """Check a spec given as JSON text. Raises InputError naming the key."""
+    try:
+        return LoadSpec.model_validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'spec'}: {p['msg']}" for p in error.errors())
+        raise InputError(f"loader spec: {problems}") from None

@@ -1,0 +1,340 @@
+"""Batches from a real loader process equal what the store holds, on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, ResourceError, UnknownNameError
+from mopd_dataplane.load.client import LoaderClient
+from mopd_dataplane.load.launch import LoaderProcess, start_server
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.plan.follow import end_window
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.records import Pack, PlanWindow, Signal
+from mopd_dataplane.store.dataset import Store
+
+TEACHERS = ["adder", "speller"]
+RULE = jobfile.Plan(pack_tokens=512, batch_samples=16)
+SPEC = LoadSpec(
+    stage=STAGE, signals=("logprob", "topk", "hidden"), reference="adder", rewards=True, slots=2, deadline_s=20
+)
+
+
+def add_window(store: Store, window: int, seed: int = 0) -> PlanWindow:
+    plan = build_window(
+        plan_columns(store, TEACHERS), RULE, seed=seed, stage=STAGE, window=window, snapshot=store.snapshot(),
+        teachers=TEACHERS,
+    )  # fmt: skip
+    store.add_plan(plan)
+    return plan
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Sixty short samples with every signal, two windows and the end of the log."""
+    lengths = lengths_of(60, mean_log=4.5, shortest=4, longest=400)
+    root = tmp_path_factory.mktemp("load") / "store"
+    made = make_store(
+        root, lengths, teachers=TEACHERS, signals=("logprob", "topk", "hidden"), group_size=4, rewards=True
+    )
+    rows = np.arange(60)
+    speller = rows[rows % 2 == 1]
+    tokens = made.read_tokens(speller, ["loss_mask"]).to_pylist()
+    uids = made.take_samples(speller, ["uid"])["uid"].to_pylist()
+    made.commit_signals("adder", "logprob", [
+        Signal(uid=uid, sample_row=int(row), kind="logprob", logprob=-0.25 * np.array(t["loss_mask"], dtype=np.float32))
+        for uid, row, t in zip(uids, speller, tokens, strict=True)
+    ])  # fmt: skip
+    add_window(made, 0)
+    add_window(made, 1, seed=1)
+    made.add_plan(end_window(STAGE, 2, 0, made.snapshot()))
+    return made
+
+
+@pytest.fixture(scope="module")
+def loader(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoaderProcess]:
+    """One loader for all tests: a connection that asks for nothing keeps it alive between trainers."""
+    path = tmp_path_factory.mktemp("loader") / "loader.sock"
+    with start_server(store.uri, path, SPEC) as process, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as anchor:
+        anchor.connect(str(path))
+        yield process
+
+
+def connect(loader: LoaderProcess, rank: int = 0, world_size: int = 1, **options) -> LoaderClient:
+    return LoaderClient(loader.socket, rank, world_size, views="numpy", deadline_s=20, **options)
+
+
+def expect_pack(store: Store, plan: PlanWindow, pack: Pack) -> None:
+    """Compare every field of a pack with the store, sample by sample."""
+    rows = plan.sample_rows[plan.pack_starts[pack.index] : plan.pack_starts[pack.index + 1]]
+    teacher = TEACHERS[plan.pack_teachers[pack.index]]
+    payload = store.read_tokens(rows).to_pylist()
+    logprobs = store.read_signal(teacher, "logprob", rows)
+    reference = store.read_signal("adder", "logprob", rows)
+    topk = store.read_signal(teacher, "topk", rows)
+    hidden = store.read_signal(teacher, "hidden", rows)
+    assert (pack.teacher, pack.hidden_codec) == (teacher, "bf16")
+    assert pack.sample_rows.tolist() == rows.tolist()
+    assert pack.cu_seqlens.tolist() == np.cumsum([0] + [len(p["tokens"]) for p in payload]).tolist()
+    for i, (first, last) in enumerate(pairwise(pack.cu_seqlens.tolist())):
+        sample = payload[i]
+        prompt = len(sample["tokens"]) - len(sample["loss_mask"])
+        response = slice(first + prompt, last)
+        assert pack.tokens[first:last].tolist() == sample["tokens"]
+        assert pack.position_ids[first:last].tolist() == list(range(last - first))
+        assert pack.loss_mask[first:last].tolist() == [0] * prompt + sample["loss_mask"]
+        assert np.array_equal(pack.sampler_logprobs[response], np.float32(sample["logprobs"]))
+        assert np.array_equal(pack.teacher_logprobs[response], logprobs[i])
+        assert np.array_equal(pack.reference_logprobs[response], reference[i])
+        spans = [*sample["version_starts"], last - first - prompt]
+        versions = [v for v, (a, b) in zip(sample["versions"], pairwise(spans), strict=True) for _ in range(b - a)]
+        assert pack.policy_versions[first:last].tolist() == [-1] * prompt + versions
+        for field in (pack.sampler_logprobs, pack.teacher_logprobs, pack.reference_logprobs):
+            assert not field[first : first + prompt].any()
+    assert np.array_equal(pack.topk_ids, np.concatenate([ids for ids, _ in topk]))
+    assert np.array_equal(pack.topk_logprobs, np.concatenate([values for _, values in topk]))
+    assert np.array_equal(pack.hidden, np.concatenate(hidden))
+    assert len(pack.hidden) == pack.loss_mask.sum()
+
+
+def test_every_field_equals_the_store(store, loader):
+    plan = store.plan(STAGE, 0)
+    with connect(loader) as client:
+        seen = []
+        for batch in client.batches(STAGE, 0):
+            first, last = plan.pack_starts[plan.step_starts[batch.step : batch.step + 2]]
+            rows = plan.sample_rows[first:last]
+            assert batch.sequences == len(rows) == sum(len(pack.sample_rows) for pack in batch.packs)
+            assert batch.loss_tokens == sum(int(pack.loss_mask.sum()) for pack in batch.packs)
+            for pack in batch.packs:
+                expect_pack(store, plan, pack)
+            seen.append(batch.step)
+        assert seen == list(range(len(plan.step_starts) - 1))
+
+
+def test_advantages_are_relative_to_the_group(store, loader):
+    rewards = store.table("rewards", ["sample_row", "reward"]).to_pydict()
+    of_row = dict(zip(rewards["sample_row"], rewards["reward"], strict=True))
+    with connect(loader) as client:
+        for batch in client.batches(STAGE, 0):
+            for pack in batch.packs:
+                for row, reward, advantage in zip(pack.sample_rows, pack.rewards, pack.advantages, strict=True):
+                    group = [of_row[row // 4 * 4 + i] for i in range(4)]
+                    assert reward == np.float32(of_row[int(row)])
+                    assert advantage == pytest.approx(reward - np.mean(group), abs=1e-6)
+
+
+def test_torch_views_have_the_same_values_and_no_copy(loader):
+    import torch
+
+    with connect(loader) as client:
+        expected = {
+            pack.index: {name: getattr(pack, name).tolist() for name in ("tokens", "hidden", "rewards", "sample_rows")}
+            for batch in client.batches(STAGE, 0)
+            for pack in batch.packs
+        }
+    with LoaderClient(loader.socket, deadline_s=20) as client:
+        for pack in (pack for batch in client.batches(STAGE, 0) for pack in batch.packs):
+            assert pack.tokens.dtype == torch.int32
+            assert pack.sampler_logprobs.dtype == torch.float32
+            assert pack.hidden.shape == (int(pack.loss_mask.sum()), 16)
+            storages = {view.untyped_storage().data_ptr() for view in (pack.tokens, pack.hidden, pack.rewards)}
+            assert len(storages) == 1, "all fields are views of one mapping"
+            for name, values in expected.pop(pack.index).items():
+                assert getattr(pack, name).tolist() == values
+    assert not expected
+
+
+def test_views_are_read_only(loader):
+    with connect(loader) as client:
+        pack = next(client.batches(STAGE, 0)).packs[0]
+        with pytest.raises(ValueError, match="read-only"):
+            pack.tokens[0] = 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_share_a_step_without_overlap(store, loader, ranks):
+    plan = store.plan(STAGE, 0)
+    clients = [connect(loader, rank, ranks) for rank in range(ranks)]
+    streams = [client.batches(STAGE, 0) for client in clients]
+    for step, batches in enumerate(zip(*streams, strict=True)):
+        packs = sorted(pack.index for batch in batches for pack in batch.packs)
+        assert packs == list(range(plan.step_starts[step], plan.step_starts[step + 1]))
+        assert len({(batch.step, batch.loss_tokens, batch.sequences) for batch in batches}) == 1
+        for batch in batches:
+            teachers = [pack.teacher for pack in batch.packs]
+            assert sum(a != b for a, b in pairwise(teachers)) == max(len(set(teachers)) - 1, 0)
+            batch.release()
+    for client in clients:
+        client.close()
+
+
+def packs_of(client: LoaderClient, window: int, start: int) -> list[tuple[int, list[int], list[int]]]:
+    stream = client.batches(STAGE, window, start)
+    return [(b.step, [p.index for p in b.packs], b.packs[0].tokens.tolist()) for b in stream]
+
+
+def test_resume_by_integer_gives_the_same_batches(store, loader):
+    with connect(loader) as client:
+        whole = packs_of(client, 0, 0)
+        assert packs_of(client, 0, 2) == whole[2:]
+        assert packs_of(client, 0, len(whole)) == []
+        later = packs_of(client, 1, 0)
+    assert [step for step, _, _ in whole + later] == list(range(len(whole) + len(later))), "steps count over windows"
+
+
+@pytest.mark.parametrize("cut", [1, 3, 4, 6])
+def test_state_dict_resumes_following_in_the_middle(loader, cut):
+    with connect(loader) as client:
+        whole = [(b.window, b.step, [p.index for p in b.packs]) for b in client.follow(STAGE)]
+        assert {window for window, _, _ in whole} == {0, 1}
+    with connect(loader) as client:
+        stream = client.follow(STAGE)
+        head = [(b.window, b.step, [p.index for p in b.packs]) for _, b in zip(range(cut), stream, strict=False)]
+        state = json.loads(json.dumps(client.state_dict()))
+        client.load_state_dict(state)
+        tail = [(b.window, b.step, [p.index for p in b.packs]) for b in client.follow(STAGE)]
+    assert head + tail == whole
+
+
+def test_a_window_that_comes_later_is_waited_for(tmp_path):
+    """The trainer is ahead: it waits, is told why, and goes on as soon as the window is recorded."""
+    store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
+    add_window(store, 0)
+    spec = LoadSpec(stage=STAGE, deadline_s=20)
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        stream = client.follow(STAGE)
+        steps = len(store.plan(STAGE, 0).step_starts) - 1
+        for _ in range(steps):
+            next(stream)
+        def plan_the_rest() -> None:
+            add_window(store, 1)
+            store.add_plan(end_window(STAGE, 2, 0, store.snapshot()))
+
+        writer = threading.Timer(1.5, plan_the_rest)
+        writer.start()
+        assert [b.window for b in stream] == [1] * steps
+        writer.join()
+    with start_server(store.uri, tmp_path / "m.sock", spec) as loader, connect(loader, patience_s=1.0) as client:
+        stream = client.batches(STAGE, 7)
+        with pytest.raises(DeadlineError, match=r"window 7 .* not planned yet"):
+            next(stream)
+
+
+def test_a_whole_batch_may_be_held_and_packs_may_go_one_by_one(store, loader):
+    with connect(loader) as client:
+        stream = client.batches(STAGE, 0)
+        batch = next(stream)
+        packs = list(batch.packs)
+        assert len(packs) > SPEC.slots, "the ring grows to the batch"
+        first = packs[0].tokens.tolist()
+        batch.release(*packs[1:])
+        assert packs[0].tokens.tolist() == first
+        with pytest.raises(ResourceError, match="was released"):
+            batch.packs[1]
+        assert batch.packs[0] is packs[0]
+
+
+def test_a_ring_too_small_for_what_is_held_says_so(store, tmp_path):
+    spec = SPEC.model_copy(update={"slots": 2, "ring_bytes": 3 * 64 * 1024, "slot_bytes": 64 * 1024})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        stream = client.batches(STAGE, 0)
+        batch = next(stream)
+        with pytest.raises(ResourceError, match=r"all 3 slots .* are held by trainers, 3 by this one"):
+            list(batch.packs)
+        batch.release(*batch.packs[:3])
+        assert batch.packs[3].index == 3
+        batch.release()
+        for batch in stream:
+            for pack in batch.packs:
+                batch.release(pack)
+
+
+def test_a_pack_larger_than_a_slot_says_so(store, tmp_path):
+    spec = SPEC.model_copy(update={"slot_bytes": 4096})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        batch = next(client.batches(STAGE, 0))
+        with pytest.raises(ResourceError, match=r"a slot may have 4,096; raise load\.slot_bytes"):
+            list(batch.packs)
+
+
+def test_members_of_a_group_read_the_same_slots(loader):
+    clients = [connect(loader, member=member, members=2) for member in range(2)]
+    streams = [client.batches(STAGE, 0) for client in clients]
+    with ThreadPoolExecutor(2) as pool:
+        batches = list(pool.map(next, streams))
+        for pair in zip(*(batch.packs for batch in batches), strict=True):
+            assert pair[0].tokens.tolist() == pair[1].tokens.tolist()
+        slots = [[lease.slot for lease in batch.packs._leases.values()] for batch in batches]
+        assert slots[0] == slots[1]
+        batches[0].release()
+        assert batches[1].packs[0].tokens.tolist(), "held until the last member releases"
+        batches[1].release()
+        assert [batch.step for batch in pool.map(next, streams)] == [1, 1]
+    for client in clients:
+        client.close()
+
+
+def test_the_trainer_imports_neither_lance_nor_pyarrow():
+    code = (
+        "import sys; from mopd_dataplane.load.client import LoaderClient; "
+        "print([m for m in ('lance', 'pyarrow', 'torch', 'duckdb') if m in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_refusals(store, loader, tmp_path):
+    with connect(loader) as client:
+        with pytest.raises(InputError, match="serves stage 'student', not 'other'"):
+            next(client.batches("other", 0))
+        with pytest.raises(InputError, match="step 99 is outside window 0"):
+            next(client.batches(STAGE, 0, 99))
+        with pytest.raises(MismatchError, match="rank 0 is served already"):
+            connect(loader)
+        with pytest.raises(MismatchError, match="of 2 ranks joins while others say 1"):
+            connect(loader, 1, 2)
+        with pytest.raises(InputError, match="rank 3 of 2"):
+            connect(loader, 3, 2)
+        with pytest.raises(ResourceError, match="another loader listens"):
+            start_server(store.uri, loader.socket, SPEC)
+    with pytest.raises(UnknownNameError):
+        start_server(str(tmp_path / "nowhere"), tmp_path / "n.sock", SPEC)
+    with pytest.raises(InputError, match="107 are possible"):
+        start_server(store.uri, tmp_path / ("x" * 120), SPEC)
+    with pytest.raises(DeadlineError, match="no loader answers"):
+        LoaderClient(tmp_path / "nobody.sock")
+
+
+def test_missing_signals_are_named(tmp_path):
+    store = make_store(tmp_path / "s", lengths_of(8, mean_log=4, shortest=4, longest=100), teachers=TEACHERS)
+    add_window(store, 0)
+    spec = LoadSpec(stage=STAGE, signals=("logprob",), deadline_s=20)
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        batch = next(client.batches(STAGE, 0))
+        with pytest.raises(UnknownNameError, match="'logprob'"):
+            list(batch.packs)
+
+
+def test_only_this_user_may_connect(loader):
+    assert oct(loader.socket.stat().st_mode & 0o777) == "0o600"
+
+
+def test_the_server_ends_with_its_last_trainer(store, tmp_path):
+    with start_server(store.uri, tmp_path / "l.sock", SPEC) as own:
+        with connect(own) as client:
+            next(client.batches(STAGE, 0))
+        assert own.process.wait(20) == 0
+        assert not own.socket.exists()
