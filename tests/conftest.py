@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
     noise = np.random.default_rng(seed)
     store = create_store(str(root))
     write_tokenizer(root / "policies" / "student" / "v1")
+    stages = [{"name": "base", "start": "init"}, {"name": "student", "start": "base"}]
+    (root / "job.json").write_text(json.dumps({"student": {"path": ""}, "stages": stages}))
     questions = [_prompt(domain, split, i) for domain in DOMAINS for split in ("train", "eval") for i in range(prompts)]
     store.add_prompts(questions)
     for domain in DOMAINS:
@@ -155,10 +158,10 @@ def _step(plan: PlanWindow, generation: int, order: int, noise: np.random.Genera
 
 def _evaluate(store: Store, questions: list[Prompt], noise: np.random.Generator) -> None:
     """The see-saw: the base is weak, a specialist knows its domain only, the student comes close to each specialist."""
-    rates = {("base", 1): dict.fromkeys(DOMAINS, 0.25)}
+    rates = {("base", version): dict.fromkeys(DOMAINS, 0.25) for version in (0, 1)}
     for domain in DOMAINS:
         rates[f"sft-{domain}", 1] = {other: 0.97 if other == domain else 0.1 for other in DOMAINS}
-    for version in range(GENERATIONS + 1):
+    for version in range(1, GENERATIONS + 1):
         rates["student", version] = dict.fromkeys(DOMAINS, 0.25 + 0.17 * version)
     for (policy, version), rate in rates.items():
         store.add_evals([_answer(q, policy, version, rate[q.domain], noise) for q in questions])
@@ -169,6 +172,6 @@ def _answer(question: Prompt, policy: str, version: int, rate: float, noise: np.
     share = (int(question.prompt_id.rpartition("-")[2]) + 0.5) / 8
     return {
         "policy": policy, "policy_version": version, "prompt_id": question.prompt_id, "domain": question.domain,
-        "reward": float(share % 1 < rate), "reverse_kl": kl if policy == "student" else None, "response": HOSTILE,
+        "reward": float(share % 1 < rate), "reverse_kl": None if policy.startswith("sft") else kl, "response": HOSTILE,
         "response_len": len(HOSTILE), "finish_reason": "stop",
     }  # fmt: skip

@@ -7,6 +7,10 @@ Exit codes: 0 done · 1 audit found damage or an internal error · 2 input · 3 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -25,16 +29,36 @@ class Flow(TyperGroup):
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command; raises typer.Exit with the exit code of the error tree."""
-        try:
-            return super().invoke(ctx)
-        except MopdError as error:
-            if _debugging(ctx):
-                raise
-            print_error(error)
-            raise typer.Exit(error.exit_code) from None
-        except KeyboardInterrupt:
-            note("interrupted; run the same command again to continue")
-            raise typer.Exit(INTERRUPTED) from None
+        with _recorded_interrupts() as interrupts:
+            try:
+                return super().invoke(ctx)
+            except BaseException as error:
+                if interrupts or isinstance(error, KeyboardInterrupt):
+                    note("interrupted; run the same command again to continue")
+                    raise typer.Exit(INTERRUPTED) from None
+                if not isinstance(error, MopdError) or _debugging(ctx):
+                    raise
+                print_error(error)
+                raise typer.Exit(error.exit_code) from None
+
+
+@contextmanager
+def _recorded_interrupts() -> Iterator[list[int]]:
+    """Signals of Ctrl-C so far. What it raises may come back as another error, from DuckDB or from a peer that died."""
+    seen: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    listening = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if listening:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield seen
+    finally:
+        if listening:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _debugging(ctx: typer.Context) -> bool:

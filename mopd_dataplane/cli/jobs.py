@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mopd_dataplane.cli.output import print_facts, print_json, stderr
+from mopd_dataplane.cli.output import note, plain, print_facts, print_grid, print_json, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import JobFileError
 
@@ -27,6 +27,9 @@ StoreUri = Annotated[str | None, typer.Option("--store", metavar="STORE", help="
 StageName = Annotated[
     str | None,
     typer.Option("--stage", metavar="NAME", help="Stage of the job; needed when more than one fits the command."),
+]
+Follow = Annotated[
+    bool, typer.Option("--follow", help="Keep up with the other stages, each in a process of its own, until all end.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
 
@@ -48,12 +51,17 @@ def run(
 
     loaded = load(job, set_, seed, store)
     result = pipeline.run_job(loaded, only=stage, console=stderr())
-    present(result, as_json=as_json)
+    if as_json:
+        print_json(result)
+        return
+    print_accuracy(result["store"])
+    note(f"report: {result['report']}")
 
 
 def rollout(
     job: JobFile,
     stage: StageName = None,
+    follow: Follow = False,
     set_: Overrides = None,
     seed: Seed = None,
     store: StoreUri = None,
@@ -63,12 +71,13 @@ def rollout(
 
     Every token is logged as it is decoded; an interrupted generation continues from its log.
     """
-    one_stage("rollout_stage", load(job, set_, seed, store), stage, as_json=as_json)
+    one_stage("rollout_stage", load(job, set_, seed, store), stage, as_json=as_json, follow=follow)
 
 
 def score(
     job: JobFile,
     stage: StageName = None,
+    follow: Follow = False,
     set_: Overrides = None,
     seed: Seed = None,
     store: StoreUri = None,
@@ -78,7 +87,7 @@ def score(
 
     Only signals that are missing are computed; samples are never rewritten.
     """
-    one_stage("score_stage", load(job, set_, seed, store), stage, as_json=as_json)
+    one_stage("score_stage", load(job, set_, seed, store), stage, as_json=as_json, follow=follow)
 
 
 def reward(
@@ -114,9 +123,7 @@ def plan(
 def train(
     job: JobFile,
     stage: StageName = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Train while another process still rolls out and scores.")
-    ] = False,
+    follow: Follow = False,
     set_: Overrides = None,
     seed: Seed = None,
     store: StoreUri = None,
@@ -172,10 +179,20 @@ def one_stage(function: str, job: Job, name: str | None, *, as_json: bool, **opt
     present(work(job, stage, console=stderr(), **options), as_json=as_json)
 
 
+def print_accuracy(store: str) -> None:
+    """The table domain × policies of a store, as in its report."""
+    from mopd_dataplane import open_store
+    from mopd_dataplane.query.measures import measure
+    from mopd_dataplane.query.sections import seesaw
+
+    section = seesaw(measure(open_store(store)))
+    for grid in section.grids:
+        print_grid(grid)
+    note(section.empty or section.text)
+
+
 def present(result: Any, *, as_json: bool) -> None:
     """Print a stage's summary for a person or a script."""
-    from mopd_dataplane.cli.output import plain
-
     summary = plain(result)
     if as_json:
         print_json(summary)

@@ -25,6 +25,8 @@ from mopd_dataplane.query.text import one_line
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from mopd_dataplane.query.sections import Cell, Grid
+
 CELL_CHARACTERS = 200
 """Longest cell a terminal table shows; --json and --csv show all of it."""
 
@@ -114,6 +116,21 @@ def _print_level(facts: Mapping[str, Any], *, indent: int) -> None:
             _print_level(value, indent=indent + 2)
         else:
             stdout().print(Text(f"{label:<{width + indent}}  {cell(value)}"), soft_wrap=True)
+
+
+def print_grid(grid: Grid) -> None:
+    """A table of the report, with the small print of a cell behind its text."""
+    shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for place, name in enumerate(grid.head):
+        shown.add_column(Text(one_line(name)), justify="left" if place < grid.words else "right")
+    for row in grid.rows:
+        shown.add_row(*(_annotated(item) for item in row))
+    stdout().print(shown)
+
+
+def _annotated(item: Cell) -> Text:
+    text = Text(one_line(item.text), style="bold" if item.marked else "")
+    return text.append(f"\n{one_line(item.note)}", style="dim") if item.note else text
 
 
 def cell(value: Any) -> str:

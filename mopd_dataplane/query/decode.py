@@ -5,13 +5,13 @@ Needs the small `tokenizers` package; without it, or without a tokenizer file, i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.query.job import remembered_job
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -59,18 +59,15 @@ def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
         return Numbers()
     if folder is not None:
         return Decoder(folder / "tokenizer.json")
-    for candidate in _tokenizer_files(store.root):
+    for candidate in _tokenizer_files(store):
         return Decoder(candidate)
     return Numbers()
 
 
-def _tokenizer_files(root: Path | None) -> list[Path]:
+def _tokenizer_files(store: Store) -> list[Path]:
     """tokenizer.json of the store's policies, then of the folder its job started from."""
-    if root is None:
+    if store.root is None:
         return []
-    found = sorted((root / "policies").glob("**/tokenizer.json"))
-    job = root / "job.json"
-    if job.is_file():
-        start = json.loads(job.read_text())["student"]["path"]
-        found += [file for file in [Path(start) / "tokenizer.json"] if start and file.is_file()]
-    return found
+    found = sorted((store.root / "policies").glob("**/tokenizer.json"))
+    start = remembered_job(store).get("student", {}).get("path", "")
+    return found + [file for file in [Path(start) / "tokenizer.json"] if start and file.is_file()]

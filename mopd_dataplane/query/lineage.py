@@ -99,25 +99,22 @@ def sample_lineage(store: Store, uid: str) -> SampleLineage:
 
 
 def _uses(store: Store, row: int) -> pa.Table:
-    """Every (plan, step) that holds one row of `samples`, as a table of USES."""
-    plans = store.sql(
-        f'select stage, "window", digest, list_position(sample_rows, {row}) - 1 as place, pack_starts, step_starts '
-        f'from plans where list_contains(sample_rows, {row}) order by stage, "window"'
-    )
+    """Every (plan, step) that holds one row of `samples`, as a table of USES; once per epoch."""
+    plans = store.sql(f'select * from plans where list_contains(sample_rows, {row}) order by stage, "window"')
     uses = []
     for plan in plans.to_pylist():
-        pack = int(np.searchsorted(plan["pack_starts"], plan["place"], side="right")) - 1
-        within = int(np.searchsorted(plan["step_starts"], pack, side="right")) - 1
-        key = {"stage": plan["stage"], "window": plan["window"], "plan_digest": plan["digest"], "pack": pack}
-        steps = _steps_of(store, plan["stage"], plan["digest"])
-        period = len(plan["step_starts"]) - 1
-        trained = [s for order, s in enumerate(steps.to_pylist()) if order % period == within]
-        uses += [{**key, **step} for step in trained or [{"step": None, "policy_version": None}]]
+        key = {"stage": plan["stage"], "window": plan["window"], "plan_digest": plan["digest"]}
+        steps = _steps_of(store, plan["stage"], plan["digest"]).to_pylist()
+        for place in np.flatnonzero(np.asarray(plan["sample_rows"]) == row):
+            pack = int(np.searchsorted(plan["pack_starts"], place, side="right")) - 1
+            order = int(np.searchsorted(plan["step_starts"], pack, side="right")) - 1
+            step = steps[order] if order < len(steps) else {"step": None, "policy_version": None}
+            uses.append({**key, "pack": pack, **step})
     return pa.Table.from_pylist(uses, schema=USES)
 
 
 def _steps_of(store: Store, stage: str, plan_digest: str) -> pa.Table:
-    """Steps of one plan in order; a plan of S steps trained for E epochs has S * E of them."""
+    """Steps trained so far on one plan, in order."""
     keys = f"stage = {literal(stage)} and plan_digest = {literal(plan_digest)}"
     return store.table("steps", columns=["step", "policy_version"], filter=keys).sort_by("step")
 
@@ -140,8 +137,7 @@ def step_lineage(store: Store, stage: str, step: int) -> StepLineage:
 
 def _samples_of(store: Store, plan: dict[str, list[int]], order: int) -> pa.Table:
     starts = plan["step_starts"]
-    within = order % (len(starts) - 1)
-    packs = np.arange(starts[within], starts[within + 1])
+    packs = np.arange(starts[order], starts[order + 1])
     pack_starts = np.asarray(plan["pack_starts"])
     counts = pack_starts[packs + 1] - pack_starts[packs]
     rows = np.asarray(plan["sample_rows"])[pack_starts[packs[0]] : pack_starts[packs[-1] + 1]]

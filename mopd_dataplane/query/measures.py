@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.query.job import remembered_job, stage_starts
+
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
@@ -25,11 +27,11 @@ QUERIES: dict[str, str] = {
     "accuracy_by_version": """
         select policy, policy_version, domain, avg(reward)::double as accuracy, count(reward) as answers
         from evals group by policy, policy_version, domain having count(reward) > 0
-        order by policy, domain, policy_version""",
+        order by policy_version, policy, domain""",
     "heldout_kl": """
         select policy, policy_version, domain, avg(reverse_kl)::double as reverse_kl, count(*) as answers
         from evals where not isnan(reverse_kl) group by policy, policy_version, domain
-        order by policy, domain, policy_version""",
+        order by policy_version, policy, domain""",
     "routing": """
         with counted as (
             select run, domain, teacher, count(*) as samples
@@ -128,7 +130,26 @@ def measure(store: Store) -> Measures:
     )
     rows = {row["name"]: row["n"] for row in store.sql(counts, snapshot=snapshot).to_pylist()}
     answers = {name: store.sql(query, snapshot=snapshot).to_pylist() for name, query in QUERIES.items()}
+    starts = stage_starts(remembered_job(store))
+    for name in ("accuracy_by_version", "heldout_kl"):
+        answers[name] = from_the_start(answers[name], starts)
     return Measures(uri=store.uri, snapshot=snapshot, rows=rows, **answers)
+
+
+def from_the_start(rows: Rows, starts: dict[str, str]) -> Rows:
+    """Rows by version, with a stage's version 0 taken from the policy it starts from.
+
+    An evaluation labelled version 0 is of the named policy as a starting point; it is no version of its own stage.
+    """
+    own = [row for row in rows if row["policy_version"] > 0]
+    stages = {row["policy"] for row in own}
+    first = [
+        {**row, "policy": stage}
+        for stage, start in starts.items()
+        for row in rows
+        if stage in stages and row["policy"] == start and row["policy_version"] == 0
+    ]
+    return first + own
 
 
 def teacher_policies(measures: Measures) -> dict[str, str]:

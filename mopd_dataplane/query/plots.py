@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -170,10 +171,11 @@ def _finish(key: str, alt: str, figure: Figure, axes: Axes, series: int, *, lege
     import matplotlib as mpl
 
     buffer = io.StringIO()
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": key}):
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": key}), warnings.catch_warnings():
         if legend and axes.get_legend_handles_labels()[0]:
             columns = 4 if series > 3 else max(series, 1)
             figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4, columnspacing=1.4)
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # text stays text: the browser has the glyph
         figure.savefig(
             buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
@@ -194,7 +196,7 @@ def _inline(key: str, alt: str, document: str) -> str:
     box = re.search(r'viewBox="[^"]+"', head.group())
     assert box is not None
     opening = f'<svg {box.group()} role="img" aria-labelledby="{key}-alt" xmlns:xlink="http://www.w3.org/1999/xlink">'
-    return f'{opening}<title id="{key}-alt">{escape(alt)}</title>{svg[head.end() :]}'
+    return f'{opening}<title id="{key}-alt">{escape(one_line(alt))}</title>{svg[head.end() :]}'
 
 
 def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> dict[str, list[dict[str, Any]]]:

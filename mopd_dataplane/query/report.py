@@ -8,19 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.files import publish_file
 from mopd_dataplane.query.decode import find_decoder
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.sections import cards, sections
 from mopd_dataplane.query.show import BIN_EDGES, SampleView, read_sample, strength
 from mopd_dataplane.query.text import number, visible
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
 TEMPLATES = Path(__file__).parent / "templates"
 EXCERPT_DOMAINS = 6
 EXCERPT_TOKENS = 400
 """Longest response shown in the page; `mopd show` shows all of it."""
+
+_MOST_DIFFERENT = f"""
+    with scored as (
+        select uid, domain, generation, mean_reverse_kl from samples join scores using (uid)
+        where not isnan(mean_reverse_kl) and policy <> 'reference'),
+    newest as (select domain, max(generation) as generation from scored group by domain)
+    select domain, arg_max(uid, mean_reverse_kl) as uid from scored join newest using (domain, generation)
+    group by domain order by domain limit {EXCERPT_DOMAINS}"""
+_ANSWERS = f"""
+    with latest as (select policy, max(policy_version) as policy_version from evals group by policy
+                    order by max(created_at) desc, policy limit 1)
+    select domain, policy, policy_version, reward >= 0.5 as correct, reward, response, text as prompt, answer
+    from evals join latest using (policy, policy_version) join prompts using (prompt_id, domain)
+    where reward is not null
+    qualify row_number() over (partition by domain, reward >= 0.5 order by prompt_id) = 1
+    order by domain, correct desc limit {2 * EXCERPT_DOMAINS}"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,38 +55,21 @@ def write_report(
 
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
     """
-    page = render(measures or measure(store), excerpts(store, tokenizer=tokenizer))
+    numbers = measures or measure(store)
+    page = render(numbers, excerpts(store, numbers.snapshot, tokenizer=tokenizer))
     target = Path(out)
     publish_file(target, page.encode())
     return target
 
 
-def excerpts(store: Store, *, tokenizer: Path | None = None) -> Excerpts:
+def excerpts(store: Store, snapshot: Snapshot, *, tokenizer: Path | None = None) -> Excerpts:
     """For each domain the newest scored sample on which teacher and student differ most, and two held-out answers."""
-    chosen = store.sql(f"""
-        with scored as (
-            select uid, domain, generation, mean_reverse_kl from samples join scores using (uid)
-            where kind = 'logprob' and policy <> 'reference'),
-        newest as (select domain, max(generation) as generation from scored group by domain)
-        select domain, arg_max(uid, mean_reverse_kl) as uid from scored join newest using (domain, generation)
-        group by domain order by domain limit {EXCERPT_DOMAINS}""")["uid"].to_pylist()
     decoder = find_decoder(store, tokenizer)
-    return Excerpts(samples=[read_sample(store, uid, decoder=decoder) for uid in chosen], answers=_answers(store))
-
-
-def _answers(store: Store) -> list[dict[str, Any]]:
-    """Held-out answers of the policy that was evaluated last, at its newest version."""
-    last = store.sql("select policy, max(policy_version) as version from evals group by policy "
-                     "order by max(created_at) desc, policy limit 1").to_pylist()  # fmt: skip
-    if not last:
-        return []
-    rows: list[dict[str, Any]] = store.sql(f"""
-        select domain, policy, policy_version, reward >= 0.5 as correct, reward, response, text as prompt, answer
-        from evals join prompts using (prompt_id, domain)
-        where policy = {literal(last[0]["policy"])} and policy_version = {last[0]["version"]} and reward is not null
-        qualify row_number() over (partition by domain, reward >= 0.5 order by prompt_id) = 1
-        order by domain, correct desc limit {2 * EXCERPT_DOMAINS}""").to_pylist()
-    return rows
+    chosen = store.sql(_MOST_DIFFERENT, snapshot=snapshot)["uid"].to_pylist()
+    return Excerpts(
+        samples=[read_sample(store, uid, decoder=decoder) for uid in chosen],
+        answers=store.sql(_ANSWERS, snapshot=snapshot).to_pylist(),
+    )
 
 
 def render(measures: Measures, shown: Excerpts) -> str:

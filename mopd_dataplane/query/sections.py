@@ -153,6 +153,8 @@ def divergence(measures: Measures) -> Section:
             plot = line_plot(f"kl{len(plots)}", alt, lines, x="iteration", y="nat per token")
             plots.append((f"{run}: reverse KL to each teacher on its own rollouts.", plot))
     for policy, rows in grouped(measures.heldout_kl, "policy").items():
+        if len({row["policy_version"] for row in rows}) < 2:
+            continue
         lines = [_line(d, part, "policy_version", "reverse_kl") for d, part in grouped(rows, "domain").items()]
         alt = f"Held-out reverse KL of {policy} by version. {_ends(lines, number)}"
         plot = line_plot(f"kl{len(plots)}", alt, lines, x="policy version", y="nat per token")

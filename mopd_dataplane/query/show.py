@@ -33,13 +33,8 @@ class Token:
     policy_version: int
     sampler_logprob: float | None
     teacher_logprob: float | None
-
-    @property
-    def log_ratio(self) -> float | None:
-        """Teacher minus sampler log-prob, in nats; None where one of them is missing."""
-        if self.teacher_logprob is None or self.sampler_logprob is None:
-            return None
-        return self.teacher_logprob - self.sampler_logprob
+    log_ratio: float | None
+    """Teacher minus sampler log-prob, in nats; None where one of them is missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +132,8 @@ def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher
     for position, (token, text) in enumerate(zip(payload["tokens"][prompt_len:], pieces, strict=True)):
         trained = bool(payload["loss_mask"][position])
         span = bisect(payload["version_starts"], position) - 1
+        said = sampler[position] if trained and sampler is not None else None
+        judged = teacher[position] if trained and teacher is not None else None
         tokens.append(
             Token(
                 position=position,
@@ -144,8 +141,9 @@ def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher
                 text=text,
                 trained=trained,
                 policy_version=payload["versions"][span],
-                sampler_logprob=sampler[position] if trained and sampler is not None else None,
-                teacher_logprob=teacher[position] if trained and teacher is not None else None,
+                sampler_logprob=said,
+                teacher_logprob=judged,
+                log_ratio=None if said is None or judged is None else judged - said,
             )
         )
     return tokens

@@ -1,0 +1,137 @@
+"""Commands that ask a store, as a user or a script runs them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mopd_dataplane import Store
+from mopd_dataplane.cli.app import app
+
+
+def mopd(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160", "NO_COLOR": "1"})
+
+
+def answered(*arguments: str | Path) -> Any:
+    """Standard output as exactly one JSON value."""
+    result = mopd(*arguments)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def first_uid(store: Store) -> str:
+    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and generation = 0")
+    return str(found["uid"][0].as_py())
+
+
+def test_query_prints_a_table_and_counts_rows_on_stderr(demo_store: Store) -> None:
+    result = mopd("query", demo_store.uri, "select domain, count(*) as n from samples group by 1 order by 1")
+    assert result.exit_code == 0
+    assert [line.split() for line in result.stdout.splitlines() if "32" in line] == [
+        ["chain_sum", "32"], ["number_sorting", "32"], ["spell_backward", "32"],
+    ]  # fmt: skip
+    assert "3 rows" in result.stderr
+
+
+def test_query_json_is_one_array_with_nulls_for_what_json_lacks(demo_store: Store) -> None:
+    sql = "select 1 as a, 'nan'::float as b, [1, 2] as c, null as d, now() as e, 'x'::blob as f"
+    rows = answered("query", demo_store.uri, sql, "--json")
+    assert rows[0] | {"e": ""} == {"a": 1, "b": None, "c": [1, 2], "d": None, "e": "", "f": "78"}
+    assert answered("query", demo_store.uri, "select 1 where false", "--json") == []
+
+
+def test_query_csv_is_read_back(demo_store: Store) -> None:
+    result = mopd("query", demo_store.uri, "select 'a,\"b' as x, [1, 2] as y", "--csv")
+    assert list(csv.reader(io.StringIO(result.stdout))) == [["x", "y"], ['a,"b', "[1, 2]"]]
+
+
+def test_query_limit_says_what_is_not_shown(demo_store: Store) -> None:
+    result = mopd("query", demo_store.uri, "select uid from samples", "--limit", "2")
+    assert len(re.findall(r"^ [0-9a-f]{32} $", result.stdout, re.MULTILINE)) == 2
+    assert "96 rows; the first 2 are shown" in result.stderr
+    assert len(answered("query", demo_store.uri, "select uid from samples", "--json")) == 96
+    assert len(answered("query", demo_store.uri, "select uid from samples", "--json", "--limit", "3")) == 3
+
+
+def test_query_shows_model_text_harmlessly(demo_store: Store) -> None:
+    result = mopd("query", demo_store.uri, "select response from evals limit 1")
+    assert "\x1b" not in result.output
+    assert "␛[31mred" in result.stdout
+    assert "[bold]x[/bold]" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("delete from samples", "read-only"),
+        ("select 1; select 2", "give exactly one"),
+        ("select * from sampels", "did you mean 'samples'"),
+        ("selct 1", "syntax error"),
+    ],
+)
+def test_query_refuses_in_one_paragraph(demo_store: Store, sql: str, said: str) -> None:
+    result = mopd("query", demo_store.uri, sql)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_query_takes_one_format_only(demo_store: Store) -> None:
+    assert mopd("query", demo_store.uri, "select 1", "--json", "--csv").exit_code == 2
+
+
+def test_show_prints_the_sample(demo_store: Store) -> None:
+    result = mopd("show", demo_store.uri, first_uid(demo_store)[:12])
+    assert result.exit_code == 0
+    assert "\x1b" not in result.stdout
+    for expected in ("chain_sum-train-0", "chain_sum-expert", "interrupted 1 time", "trained on"):
+        assert expected in result.stdout
+
+
+def test_show_json_has_every_token(demo_store: Store) -> None:
+    uid = first_uid(demo_store)
+    view = answered("show", demo_store.uri, uid, "--json")
+    assert view["uid"] == uid
+    assert len(view["tokens"]) == view["metadata"]["response_len"]
+    token = next(token for token in view["tokens"] if token["trained"])
+    assert token["log_ratio"] == pytest.approx(token["teacher_logprob"] - token["sampler_logprob"])
+
+
+def test_report_writes_the_page_and_can_print_its_numbers(demo_store: Store, tmp_path: Path) -> None:
+    numbers = answered("report", demo_store.uri, "-o", tmp_path / "deep" / "r.html", "--json")
+    assert [row["policy"] for row in numbers["recovery"]] == ["student"] * 3
+    assert (tmp_path / "deep" / "r.html").read_text().startswith("<!doctype html>")
+    assert mopd("report", demo_store.uri).exit_code == 2
+
+
+def test_store_info_counts_rows(demo_store: Store) -> None:
+    facts = answered("store", "info", demo_store.uri, "--json")
+    assert facts["tables"]["samples"]["rows"] == 96
+    assert "signals/chain_sum-expert/logprob" in mopd("store", "info", demo_store.uri).stdout
+
+
+def test_store_compact_keeps_every_row(tmp_path: Path, make_store: Any) -> None:
+    store = make_store(tmp_path / "s", prompts=1)
+    before = store.samples().to_pylist()
+    answered("store", "compact", store.uri, "--json")
+    assert store.samples().to_pylist() == before
+
+
+@pytest.mark.parametrize(
+    "command", [["query", "STORE", "select 1"], ["show", "STORE", "ab"], ["store", "info", "STORE"]]
+)
+def test_a_place_without_store_is_an_input_error(tmp_path: Path, command: list[str]) -> None:
+    result = mopd(*(str(tmp_path / "none") if word == "STORE" else word for word in command))
+    assert result.exit_code == 2
+    assert "no store at" in result.stderr
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,159 @@
+"""How commands end: exit codes, one paragraph of error, Ctrl-C, and nearest matches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from mopd_dataplane import Store, errors
+from mopd_dataplane.cli import jobs
+from mopd_dataplane.cli.app import app
+
+JOB = """
+name = "tiny"
+store = "{store}"
+student = {{ path = "nowhere" }}
+domains.sums = {{ source = "reasoning-gym", dataset = "chain_sum" }}
+plan = {{ pack_tokens = 64, batch_samples = 4 }}
+teachers.expert = {{ source = "elsewhere" }}
+routing = {{ sums = "expert" }}
+stages = [{{ name = "first" }}, {{ name = "second", objective = "sampled" }}]
+objectives.sampled.policy_gradient = {{}}
+"""
+
+
+def mopd(*arguments: str | Path, **environment: str) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "160", **environment})
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    file = tmp_path / "job.toml"
+    file.write_text(JOB.format(store=tmp_path / "store"))
+    return file
+
+
+@pytest.mark.parametrize("name", ["InputError", "DamagedError", "ResourceError", "DeadlineError", "EngineError"])
+def test_every_error_ends_with_its_exit_code(name: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(errors, name)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise kind("first line \x1b[31m\nsecond [bold]line[/bold]")
+
+    monkeypatch.setattr(jobs, "load", fail)
+    result = mopd("run", job)
+    assert result.exit_code == kind.exit_code
+    assert result.stdout == ""
+    assert result.stderr == "error: first line ␛[31m\n       second [bold]line[/bold]\n"
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    plain = [sys.executable, "-m", "mopd_dataplane", "plan", str(tmp_path / "none.toml")]
+    debug = [*plain[:3], "--debug", *plain[3:]]
+    for command, environment, expected in (
+        (plain, {"MOPD_DEBUG": "0"}, False), (debug, {}, True), (plain, {"MOPD_DEBUG": "1"}, True),
+    ):  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+        assert done.returncode != 0
+        assert ("Traceback" in done.stderr) == expected, done.stderr
+
+
+def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store) -> None:
+    sql = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b where a.range % 7 = b.range % 11"
+    command = [sys.executable, "-m", "mopd_dataplane", "query", demo_store.uri, sql]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert err == "interrupted; run the same command again to continue\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["qury"], "'query'"),
+        (["store", "verfy", "s"], "'verify'"),
+        (["query", "--jsn", "s", "select 1"], "--json"),
+        (["run"], "JOB"),
+        (["query", "s", "select 1", "--limit", "0"], "--limit"),
+    ],
+)
+def test_a_slip_names_the_nearest_match(words: list[str], said: str) -> None:
+    result = mopd(*words)
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_job_errors_come_before_any_work(job: Path, tmp_path: Path) -> None:
+    for words, said in (
+        (["--set", "stages.first.plan.pack_tokenz=4"], "did you mean 'pack_tokens'"),
+        (["--set", "seed"], "--set takes KEY=VALUE"),
+        (["--stage", "frist"], "did you mean 'first'"),
+    ):
+        result = mopd("plan", job, *words)
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+def test_an_open_choice_of_stage_names_the_stages(job: Path) -> None:
+    result = mopd("rollout", job)
+    assert result.exit_code == 2
+    assert "first, second" in result.stderr
+
+
+def test_options_override_the_job_file(job: Path, tmp_path: Path) -> None:
+    loaded = jobs.load(str(job), ["plan.pack_tokens=128"], 9, str(tmp_path / 'a "b"'))
+    assert loaded.seed == 9
+    assert loaded.store == str(tmp_path / 'a "b"')
+    assert {stage.plan.pack_tokens for stage in loaded.stages} == {128}
+
+
+def test_broken_pipe_is_silent(demo_store: Store) -> None:
+    command = f"{sys.executable} -m mopd_dataplane query {demo_store.uri} 'select * from range(300000)' --csv | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.stdout == "range\n"
+    assert done.stderr == ""
+
+
+def commands() -> list[list[str]]:
+    import typer
+
+    root: Any = typer.main.get_command(app)
+    found: list[list[str]] = [[]]
+    for name, command in root.commands.items():
+        found.append([name])
+        found += [[name, child] for child in getattr(command, "commands", {})]
+    return found
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_help_explains_with_an_example(words: list[str]) -> None:
+    result = mopd(*words, "--help")
+    assert result.exit_code == 0
+    assert result.stderr == ""
+    assert "Example" in result.stdout or "Commands" in result.stdout
+
+
+def test_commands_stand_in_the_order_of_the_flow() -> None:
+    text = mopd("--help").stdout
+    order = [
+        text.index(f" {name} ") for name in ("run", "rollout", "score", "reward", "plan", "train", "query", "show")
+    ]
+    assert order == sorted(order)
+
+
+def test_version() -> None:
+    from mopd_dataplane import __version__
+
+    assert mopd("--version").stdout == f"mopd-dataplane {__version__}\n"

@@ -1,0 +1,207 @@
+"""The report: right numbers, one file, nothing from outside, nothing a model wrote can become markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mopd_dataplane import Store, create_store
+from mopd_dataplane.query.measures import Measures, from_the_start, measure, recovery
+from mopd_dataplane.query.plots import MOST_SERIES, Line, bars, histogram, line_plot
+from mopd_dataplane.query.report import write_report
+from mopd_dataplane.query.sections import sections
+
+
+@pytest.fixture(scope="module")
+def measures(demo_store: Store) -> Measures:
+    return measure(demo_store)
+
+
+@pytest.fixture(scope="module")
+def page(demo_store: Store, measures: Measures, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report(demo_store, tmp_path_factory.mktemp("report") / "r.html", measures=measures).read_text()
+
+
+class Outline(HTMLParser):
+    """Tags, ids and attributes of a page; complains about tags that do not close."""
+
+    VOID = frozenset({"meta", "path", "use", "rect", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_accuracy_and_recovery_are_those_of_the_tables(demo_store: Store, measures: Measures) -> None:
+    rows = demo_store.table("evals").to_pylist()
+
+    def mean(policy: str, version: int, domain: str) -> float:
+        own = [
+            r["reward"] for r in rows if (r["policy"], r["policy_version"], r["domain"]) == (policy, version, domain)
+        ]
+        return sum(own) / len(own)
+
+    found = recovery(measures)
+    assert [(row["policy"], row["domain"]) for row in found] == [
+        ("student", "chain_sum"), ("student", "number_sorting"), ("student", "spell_backward"),
+    ]  # fmt: skip
+    for row in found:
+        expected = mean("student", 4, row["domain"]) / mean(f"sft-{row['domain']}", 1, row["domain"])
+        assert row["recovery"] == pytest.approx(expected)
+        assert row["teacher"] == f"{row['domain']}-expert"
+
+
+def test_learning_curve_starts_where_the_stage_starts(measures: Measures) -> None:
+    rows = [row for row in measures.accuracy_by_version if row["domain"] == "chain_sum"]
+    student = [(row["policy_version"], row["accuracy"]) for row in rows if row["policy"] == "student"]
+    assert [version for version, _ in student] == [0, 1, 2, 3, 4]
+    assert student[0][1] == 0.25
+    assert [row["policy_version"] for row in rows if row["policy"] == "base"] == [1]
+
+
+def test_start_of_a_stage_is_not_a_version_of_the_policy_it_starts_from() -> None:
+    rows = [{"policy": "init", "policy_version": 0}, {"policy": "student", "policy_version": 1}]
+    assert from_the_start(rows, {"student": "init"}) == [{"policy": "student", "policy_version": 0}, rows[1]]
+    assert from_the_start(rows, {}) == [rows[1]]
+
+
+def test_reverse_kl_is_weighted_by_tokens(demo_store: Store, measures: Measures) -> None:
+    first = next(row for row in measures.teacher_kl if row["teacher"] == "chain_sum-expert" and row["generation"] == 0)
+    samples = {row["uid"]: row for row in demo_store.samples().to_pylist()}
+    total = weight = 0.0
+    for score in demo_store.table("scores", filter="teacher = 'chain_sum-expert' and kind = 'logprob'").to_pylist():
+        sample = samples[score["uid"]]
+        if sample["generation"] == 0:
+            total += score["mean_reverse_kl"] * sample["loss_tokens"]
+            weight += sample["loss_tokens"]
+    assert first["reverse_kl"] == pytest.approx(total / weight, rel=1e-5)
+    assert first["tokens"] == weight
+
+
+def test_lengths_times_and_cost_add_up(demo_store: Store, measures: Measures) -> None:
+    assert sum(row["samples"] for row in measures.lengths) == 96
+    assert {row["action"]: row["seconds"] for row in measures.times} == {
+        "rollout": 124.0, "score": 50.0, "plan": pytest.approx(0.8), "train": 88.0,
+    }  # fmt: skip
+    scores = demo_store.table("scores").to_pylist()
+    for row in measures.cost:
+        own = [score for score in scores if score["kind"] == row["kind"]]
+        assert row["bytes_per_token"] == sum(s["bytes"] for s in own) / sum(s["rows"] for s in own)
+
+
+def test_page_is_well_formed_and_has_every_section(page: str, measures: Measures) -> None:
+    outline = Outline(page)
+    assert outline.open == []
+    assert len(set(outline.ids)) == len(outline.ids), "ids of several plots must not collide"
+    for section in sections(measures):
+        assert section.key in outline.ids
+        assert section.empty == ""
+    links = [value for name, value in outline.attributes if name in ("href", "xlink:href")]
+    assert links
+    assert all(link.startswith("#") and link[1:] in outline.ids for link in links)
+
+
+def test_page_needs_nothing_from_outside_and_runs_no_script(page: str) -> None:
+    outline = Outline(page)
+    assert set(outline.tags).isdisjoint({"script", "link", "img", "iframe", "object", "embed", "base", "form"})
+    assert not [name for name, _ in outline.attributes if name.startswith("on")]
+    assert not [value for name, value in outline.attributes if name in ("src", "srcset", "action")]
+    assert re.findall(r"url\((?!#)", page) == []
+    assert "@import" not in page
+    assert "default-src 'none'" in page
+
+
+def test_model_text_stays_text(page: str) -> None:
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "<script" not in page
+    assert "\x1b" not in page
+    assert "␛[31mred␛[0m" in page
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    store = create_store(str(tmp_path / "s"))
+    name = "</title><script>$x_{1}$\x1b"
+    store.add_evals([
+        {"policy": name, "policy_version": v, "prompt_id": f"{v}", "domain": name, "reward": 1.0, "reverse_kl": 0.1,
+         "response": name, "response_len": 3, "finish_reason": "stop"}
+        for v in (1, 2)
+    ])  # fmt: skip
+    text = write_report(store, tmp_path / "r.html").read_text()
+    assert "<script" not in text
+    assert "\x1b" not in text
+    assert "$x_{1}$␛" in text
+    assert Outline(text).open == []
+
+
+def test_empty_store_says_so_in_every_section(tmp_path: Path) -> None:
+    store = create_store(str(tmp_path / "s"))
+    parts = sections(measure(store))
+    assert [part.key for part in parts if not part.empty] == ["store"]
+    text = write_report(store, tmp_path / "r.html").read_text()
+    assert "No training step is recorded." in text
+    assert "No scored samples and no held-out answers to show." in text
+    assert "<svg" not in text
+
+
+def test_fresh_data_gives_no_stale_plot(tmp_path: Path, make_store: Callable[..., Store]) -> None:
+    store = make_store(tmp_path / "s", prompts=1)
+    fresh = measure(store)
+    for row in fresh.steps:
+        row["staleness_max"] = 0
+    staleness = next(part for part in sections(fresh) if part.key == "staleness")
+    assert staleness.plots == []
+    assert "0 versions on every step" in staleness.text
+
+
+def test_report_is_read_at_one_snapshot(tmp_path: Path, make_store: Callable[..., Store]) -> None:
+    store = make_store(tmp_path / "s", prompts=1)
+    before = measure(store)
+    store.add_event("late", "student", "stage_time", 9, 1000.0, {"action": "rollout"})
+    assert before.snapshot.versions["events"] < store.snapshot().versions["events"]
+    assert store.sql("select sum(value) as s from events", snapshot=before.snapshot)["s"][0].as_py() == pytest.approx(
+        262.8
+    )
+
+
+def test_plots_are_svg_with_words_and_theme_colours() -> None:
+    lines = [Line(name=f"n{i}", x=[0, 1], y=[0.1, None], level=0.5) for i in range(MOST_SERIES + 2)]
+    plots = [
+        line_plot("a", 'says "so" & more', lines, x="x", y="y", share=True),
+        histogram("b", "alt", {"g": [(0.0, 3.0), (2.0, 1.0)]}, width=2, x="x", y="y"),
+        bars("c", "alt", {"row": {"part": 2.0}, "none": {}}, x="", labels={"row": "2", "none": "0"}),
+    ]
+    for plot in plots:
+        tree = ElementTree.fromstring(plot.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+        assert tree.attrib["role"] == "img"
+        title = tree[0]
+        assert title.tag.endswith("title")
+        assert title.attrib["id"] == tree.attrib["aria-labelledby"]
+        assert tree.findall(".//{*}text"), "labels stay text"
+        assert "var(--series-0)" in plot.svg
+        assert "#0400" not in plot.svg
+    assert plots[0].omitted == f"2 of {MOST_SERIES + 2} series do not fit and are left out."

@@ -1,0 +1,94 @@
+"""Rules of the house that a parser can check, over every source file of the two packages."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted([*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "kernels" / "mopd_kernels").rglob("*.py")])
+STAGES = {"rollout", "store", "score", "plan", "load", "train", "query"}
+NEIGHBOURS_ALLOWED = {("load", "store"), ("load", "plan"), ("query", "store"), ("store", "query")}
+"""The loader process reads the store and deals packs with the planner's pure function; queries read the store, and
+Store.sql answers through query. No other stage knows another."""
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
+UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+
+
+def relative(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), filename=relative(file))
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
+    """Every breach in one file, as `line: what`."""
+    stage = file.relative_to(ROOT).parts[1]
+    for line, module in imported(tree):
+        root, _, rest = module.partition(".")
+        if root in UNSAFE_MODULES:
+            yield f"{line}: imports {root}"
+        if root in ("lance", "lancedb") and stage != "store":
+            yield f"{line}: imports lance outside store/"
+        other = rest.partition(".")[0]
+        if root == "mopd_dataplane" and stage in STAGES and other in {*STAGES, "run", "cli"} - {stage}:
+            if (stage, other) not in NEIGHBOURS_ALLOWED:
+                yield f"{line}: stage {stage} imports {other}"
+        if root == "mopd_dataplane" and file.is_relative_to(ROOT / "kernels"):
+            yield f"{line}: a kernel imports mopd_dataplane"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in UNSAFE_CALLS:
+                yield f"{node.lineno}: calls {name}"
+            for keyword in node.keywords:
+                is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in UNSAFE_ARGUMENTS and not is_off:
+                    yield f"{node.lineno}: passes {keyword.arg}="
+        if isinstance(node, ast.Attribute) and node.attr in ("AF_INET", "AF_INET6"):
+            yield f"{node.lineno}: opens a network socket"
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"{node.lineno}: catches everything"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=relative)
+def test_file_keeps_the_rules(file: Path) -> None:
+    tree = parse(file)
+    assert list(breaches(file, tree)) == []
+    assert ast.get_docstring(tree), "a module docstring says what the file is for"
+    assert len(file.read_text().splitlines()) <= 500, "a file fits in the head"
+
+
+@pytest.mark.parametrize(
+    ("code", "breach"),
+    [
+        ("import pickle", "imports pickle"),
+        ("from lance import dataset", "imports lance outside store/"),
+        ("def f():\n    from mopd_dataplane.store.dataset import Store", "stage plan imports store"),
+        ("import mopd_dataplane.run.pipeline", "stage plan imports run"),
+        ("eval('1')", "calls eval"),
+        ("torch.load(path)", "calls torch.load"),
+        ("run('ls', shell=True)", "passes shell="),
+        ("socket.socket(socket.AF_INET)", "opens a network socket"),
+        ("try:\n    pass\nexcept:\n    pass", "catches everything"),
+    ],
+)
+def test_each_rule_catches_its_breach(code: str, breach: str) -> None:
+    file = ROOT / "mopd_dataplane" / "plan" / "sample.py"
+    assert [found.partition(": ")[2] for found in breaches(file, ast.parse(code))] == [breach]

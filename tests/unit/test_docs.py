@@ -1,0 +1,139 @@
+"""Documents say what is: the reference page is generated, commands parse, links lead somewhere, examples run."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from mopd_dataplane import Store
+from mopd_dataplane.cli.app import app
+from mopd_dataplane.cli.reference import reference
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("jobs/*/README.md")}
+)
+FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+SHELL = ("sh", "bash", "console", "shell")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def shell_lines(page: Path) -> Iterator[str]:
+    """Commands in the fenced shell blocks of a page: prompts dropped, continuation lines joined, output left out."""
+    for language, body in FENCE.findall(page.read_text()):
+        if language not in SHELL:
+            continue
+        lines = body.replace("\\\n", " ").splitlines()
+        prompted = any(line.startswith("$ ") for line in lines)
+        for line in lines:
+            if prompted and not line.startswith("$ "):
+                continue
+            if command := line.removeprefix("$ ").strip():
+                yield command
+
+
+def words_of(command: str) -> list[str]:
+    """Words of a command up to a pipe, a redirection, `&` or a comment."""
+    words = shlex.split(command, comments=True)
+    stops = [place for place, word in enumerate(words) if word in ("|", ">", "&", "&&", ";", "<")]
+    return words[: stops[0]] if stops else words
+
+
+def test_the_reference_page_is_what_help_says() -> None:
+    stored = (ROOT / "docs" / "cli.md").read_text()
+    assert stored == reference(), "run: make docs"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_mopd_command_parses(page: Path) -> None:
+    """Parsed, not run: unknown commands and options, missing arguments and wrong types fail."""
+    for command in shell_lines(page):
+        words = words_of(command)
+        if words[:1] != ["mopd"] or {"--help", "--version"} & set(words):
+            continue
+        node: Any = typer.main.get_command(app)
+        rest = words[1:]
+        while hasattr(node, "commands"):
+            assert rest, f"{command!r} names no command"
+            assert rest[0] in node.commands, f"{command!r}: no command {rest[0]!r}"
+            node, rest = node.commands[rest[0]], rest[1:]
+        node.make_context(node.name, list(rest))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_blocks_marked_to_be_run_do_run(page: Path, demo_store: Store) -> None:
+    """Blocks whose fence says `python run` or `sh run`, in order, with a real store in place of runs/quickstart."""
+    script = []
+    for language, body in re.findall(r"^```(python|sh) run\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        text = body.replace("runs/quickstart", demo_store.uri)
+        script.append(
+            text if language == "python" else f"import subprocess\nsubprocess.run({text!r}, shell=True, check=True)\n"
+        )
+    if script:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        command = [sys.executable, "-c", "\n".join(script)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path}, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_make_target_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in shell_lines(page):
+        words = words_of(command)
+        if words[:1] == ["make"]:
+            wanted = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
+            assert wanted <= targets, f"{command!r}: no target {wanted - targets}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in (first or second for first, second in LINK.findall(FENCE.sub("", page.read_text()))):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = page.parent / file if file else page
+        assert there.exists(), f"{relative(page)} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{relative(page)} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors that a Markdown viewer makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_python_blocks_compile(page: Path) -> None:
+    for language, body in FENCE.findall(page.read_text()):
+        if language == "python":
+            compile(body, relative(page), "exec")
+
+
+WITH_EXAMPLES = sorted(
+    file for file in (ROOT / "mopd_dataplane").rglob("*.py") if re.search(r"^\s*>>> ", file.read_text(), re.MULTILINE)
+)
+
+
+@pytest.mark.parametrize("file", WITH_EXAMPLES, ids=relative)
+def test_examples_in_docstrings_hold(file: Path) -> None:
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,0 +1,65 @@
+"""The public names, pinned: removing or renaming one is a decision, not an accident."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+import mopd_dataplane
+from mopd_dataplane import errors
+
+
+def test_names_of_the_package() -> None:
+    assert mopd_dataplane.__all__ == [
+        "MopdError",
+        "Prompt",
+        "Sample",
+        "Signal",
+        "Snapshot",
+        "Store",
+        "__version__",
+        "create_store",
+        "open_store",
+    ]
+    for name in mopd_dataplane.__all__:
+        assert getattr(mopd_dataplane, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Stor'"):
+        _ = mopd_dataplane.Stor
+
+
+@pytest.mark.parametrize(
+    ("name", "builtin", "exit_code"),
+    [
+        ("InputError", ValueError, 2),
+        ("JobFileError", ValueError, 2),
+        ("PromptError", ValueError, 2),
+        ("UnknownNameError", LookupError, 2),
+        ("MismatchError", ValueError, 2),
+        ("QueryError", ValueError, 2),
+        ("DamagedError", OSError, 3),
+        ("ResourceError", OSError, 4),
+        ("DeadlineError", TimeoutError, 5),
+        ("EngineError", RuntimeError, 6),
+    ],
+)
+def test_error_is_also_a_standard_exception(name: str, builtin: type[Exception], exit_code: int) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.MopdError)
+    assert issubclass(kind, builtin)
+    assert kind.exit_code == exit_code
+
+
+def test_every_error_class_is_listed_in_the_drawn_tree() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.MopdError):
+            assert name in (errors.__doc__ or "")
+
+
+def test_errors_travel_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(errors.UnknownNameError("no such thing")))
+    assert isinstance(error, errors.UnknownNameError)
+    assert str(error) == "no such thing"
