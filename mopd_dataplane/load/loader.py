@@ -32,6 +32,8 @@ from mopd_dataplane.records import PlanWindow
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
+JOIN_S = 2.0
+"""How long a joining trainer waits for its predecessor to be gone."""
 PROBE_S = 0.2
 """Pause between looks for a window that is not planned yet."""
 
@@ -113,15 +115,19 @@ class Loader:
         self._filler.start()
 
     def join(self, rank: int, ranks: int, member: int, members: int) -> Seat:
-        """Take a seat. Raises InputError for a rank outside 0..ranks-1, MismatchError when the lane is taken."""
+        """Take a seat. A trainer that was killed a moment ago may still hold it, so a taken one is waited for.
+
+        Raises InputError for a rank outside 0..ranks-1, MismatchError when the seat stays taken or others disagree on
+        the number of ranks.
+        """
         if not 0 <= rank < ranks or not 0 <= member < members:
             raise InputError(f"rank {rank} of {ranks}, member {member} of {members}: both count from 0")
         with self._changed:
-            if any(other.ranks != ranks for other in self._lanes.values()):
-                raise MismatchError(f"a trainer of {ranks} ranks joins while others say {next(iter(self._lanes))[1]}")
+            self._changed.wait_for(lambda: not self._refusal(rank, ranks, members), timeout=JOIN_S)
+            refusal = self._refusal(rank, ranks, members)
+            if refusal:
+                raise MismatchError(refusal)
             lane = self._lanes.setdefault((rank, ranks), Lane(rank, ranks, members))
-            if lane.members != members or len(lane.seats) == members:
-                raise MismatchError(f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)")
             self._seats += 1
             lane.seats.add(self._seats)
             self._changed.notify_all()
@@ -153,6 +159,15 @@ class Loader:
             self._sources = {w: s for w, s in self._sources.items() if w >= min(used | {window})}
             self._changed.notify_all()
         return source.steps, self._steps_before(window)
+
+    def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
+        """What a window is, waiting until it is planned: its steps (0 closes the log), and two digests."""
+        plan = self._wait_for_window(window, beat).plan
+        return {
+            "steps": len(plan.step_starts) - 1,
+            "plan_digest": plan.digest,
+            "snapshot_digest": plan.snapshot.digest,
+        }
 
     def advance(self, seat: Seat) -> tuple[WindowSource, int, list[int]] | None:
         """The seat's next step: (window, step, its packs); None at the end of the window."""
@@ -261,6 +276,16 @@ class Loader:
         return [pack for pack in self._deal(source.plan, source.lengths, step, lane.ranks)[lane.rank] if pack >= 0]
 
     # -- items; the lock is held -----------------------------------------------------------------------------------
+
+    def _refusal(self, rank: int, ranks: int, members: int) -> str:
+        """Why a trainer cannot join now; empty when it can."""
+        for other in self._lanes.values():
+            if other.ranks != ranks:
+                return f"a trainer of {ranks} ranks joins while others say {other.ranks}"
+        lane = self._lanes.get((rank, ranks))
+        if lane is not None and (lane.members != members or len(lane.seats) == members):
+            return f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)"
+        return ""
 
     def _find(self, seat: Seat, step: int, ordinal: int) -> Item:
         if seat.source is None or step >= seat.step:

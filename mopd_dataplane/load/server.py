@@ -118,7 +118,9 @@ class _Conversation:
             return
         if self._seat is None:
             raise InputError("the first message must be hello")
-        if operation == "open":
+        if operation == "plan":
+            self._send(self._loader.planned(int(message["window"]), self._beat))
+        elif operation == "open":
             steps, base = self._loader.open(self._seat, int(message["window"]), int(message["step"]), self._beat)
             self._send({"steps": steps, "base": base})
         elif operation == "next":
