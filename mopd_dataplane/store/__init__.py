@@ -2,6 +2,7 @@
 
     place.py      where a store lies, and its small JSON files
     layout.py     table name -> Lance schema; formats that do not match are refused
+    lance_errors.py  what Lance raises, told apart
     table.py      one dataset: read at a version, append payload, insert rows exactly once
     keys.py       key -> row, in memory, so that an insert costs the same at any table size
     lock.py       one committer at a time on this machine

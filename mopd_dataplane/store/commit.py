@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import Sample
+from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
 from mopd_dataplane.store.rows import check_sample, sample_crc, sample_rows, token_rows
-from mopd_dataplane.store.table import Table, lance_errors
+from mopd_dataplane.store.table import Table
 
 EPOCH_KEY = "mopd:epoch:"
 
@@ -80,11 +81,11 @@ def fence(samples: Table, writer: str, epoch: int) -> None:
     prepared on an earlier version is refused by the compare-and-swap, looks again, and sees the new epoch.
     """
     while _epoch_of(dataset := samples.open(), writer) < epoch:
-        with lance_errors(samples.uri):
+        with writing(samples.uri):
             try:
                 dataset.update_schema_metadata({EPOCH_KEY + writer: str(epoch)})
             except OSError as error:
-                if "conflict" not in str(error):
+                if not is_overtaken(error):
                     raise
 
 

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
-from mopd_dataplane.store import commit, maintain, reading, signals, verify
+from mopd_dataplane.store import commit, lance_errors, maintain, reading, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.layout import check_format
@@ -117,7 +117,8 @@ class Store:
             if column not in dataset.schema.names:
                 known = nearest(column, dataset.schema.names)
                 raise UnknownNameError(f"table {name!r} has no column {column!r}: {known}")
-        return dataset.to_table(columns=None if columns is None else list(columns), filter=filter, limit=limit)
+        with lance_errors.reading(dataset.uri):
+            return dataset.to_table(columns=None if columns is None else list(columns), filter=filter, limit=limit)
 
     def samples(
         self, columns: Sequence[str] | None = None, filter: str | None = None, snapshot: Snapshot | None = None

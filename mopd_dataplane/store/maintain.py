@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mopd_dataplane.store.fragments import drop_old, merge_small
+from mopd_dataplane.store.lance_errors import writing
 from mopd_dataplane.store.layout import blob_columns
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.table import Table, lance_errors
+from mopd_dataplane.store.table import Table
 
 LARGE_FILE = 1 << 30
 """Bytes from which on a file is left as it is."""
@@ -43,7 +44,7 @@ def compact(place: Place, tables: Mapping[str, Table]) -> dict[str, dict[str, in
 
 
 def _tidy(place: Place, table: Table) -> Iterator[tuple[str, int]]:
-    with committing(place, table.name), lance_errors(table.uri):
+    with committing(place, table.name), writing(table.uri):
         dataset = table.open()
         if not blob_columns(table.spec):
             yield "files_merged", merge_small(dataset, LARGE_FILE, table.barrier)

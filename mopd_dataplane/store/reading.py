@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.rows import PAYLOAD, list_views
 
 OPEN_BLOBS = 64
@@ -32,7 +33,8 @@ def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[st
     names = list(columns) if columns is not None else dataset.schema.names
     if not len(wanted):
         return dataset.to_table(columns=names, limit=0)
-    return dataset.take(wanted.tolist(), columns=names)
+    with lance_errors.reading(dataset.uri):
+        return dataset.take(wanted.tolist(), columns=names)
 
 
 def read_tokens(
@@ -151,13 +153,12 @@ class HiddenReader:
 
     def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
         """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
-        blob = self._blob(payload_row)
-        piece = blob.read_range(start_byte, len(target))
-        if len(piece) != len(target):
+        try:
+            piece = self._blob(payload_row).read_range(start_byte, len(target))
+        except (ValueError, OSError) as error:
             raise DamagedError(
-                f"{self._dataset.uri}: row {payload_row} gave {len(piece)} bytes from byte {start_byte}, "
-                f"wanted {len(target)}"
-            )
+                f"{self._dataset.uri}: row {payload_row}, {len(target)} bytes from byte {start_byte}: {error}"
+            ) from error
         target[:] = piece
 
     def _blob(self, payload_row: int) -> lance.BlobFile:

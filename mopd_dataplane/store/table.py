@@ -9,17 +9,14 @@ wakes up after an hour can never make a key visible twice.
 
 from __future__ import annotations
 
-import errno
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lance
 import numpy as np
 import pyarrow as pa
-from lance.commit import CommitConflictError
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
@@ -28,6 +25,7 @@ from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.store.barrier import Barrier, set_aside_torn_manifest
 from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.keys import KeyDirectory
+from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.layout import blob_columns, check_schema, lance_schema, spec_of
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.tables import DATA_STORAGE_VERSION
@@ -72,7 +70,7 @@ class Table:
 
     def create(self) -> None:
         """Make the empty dataset, durable on return; nothing happens when there is one already."""
-        with lance_errors(self.uri):
+        with writing(self.uri):
             try:
                 made = lance.write_dataset(
                     self.schema.empty_table(),
@@ -101,7 +99,9 @@ class Table:
         options = self._place.storage_options or None
         try:
             return lance.dataset(self.uri, version=version, session=self._place.session, storage_options=options)
-        except (ValueError, OSError) as error:
+        except BaseException as error:
+            if not isinstance(error, ValueError | OSError) and not is_panic(error):
+                raise
             if "was not found" in str(error) and version is None:
                 raise UnknownNameError(f"no dataset {self.name!r} in {self._place.uri}") from error
             if version is None and self._place.root and set_aside_torn_manifest(self._place.root / self.name):
@@ -123,7 +123,7 @@ class Table:
     def append(self, rows: pa.Table) -> tuple[int, lance.LanceDataset]:
         """Append payload rows as they are; the first one's row, and the dataset that has them."""
         dataset = self._evolved()
-        with lance_errors(self.uri):
+        with writing(self.uri):
             fragments = self._write(dataset, rows)
             checkpoint(f"{self.name}.append.written")
             operation = lance.LanceOperation.Append(fragments)
@@ -149,7 +149,7 @@ class Table:
             new = (found < 0) & (first == np.arange(rows.num_rows))
             if not new.any():
                 return Inserted(found, new, dataset)
-            with lance_errors(self.uri):
+            with writing(self.uri):
                 if fresh is None or (fresh.new != new).any():
                     fresh = _Fresh(new, self._write(dataset, rows.filter(pa.array(new))))
                 checkpoint(f"{self.name}.insert.written")
@@ -173,7 +173,7 @@ class Table:
         dataset = self.open()
         missing = [field for field in self.schema if field.name not in dataset.schema.names]
         if missing:
-            with lance_errors(self.uri):
+            with writing(self.uri):
                 dataset.add_columns(pa.schema(missing))
         return dataset
 
@@ -195,7 +195,7 @@ class Table:
             merge_small(dataset, limit, self.barrier)
             drop_old(dataset)
         except OSError as error:
-            if not _overtaken(error):
+            if not is_overtaken(error):
                 raise
         return self.open()
 
@@ -209,14 +209,9 @@ class Table:
         try:
             return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
         except OSError as error:
-            if _overtaken(error) or _holds(self.open(), fresh):
+            if is_overtaken(error) or _holds(self.open(), fresh):
                 return None
             raise
-
-
-def _overtaken(error: OSError) -> bool:
-    """Whether a commit was refused because another one came first; Lance raises it in two ways."""
-    return isinstance(error, CommitConflictError) or "commit conflict" in str(error)
 
 
 def _first_of_each(keys: pa.Table) -> NDArray[np.int64]:
@@ -244,19 +239,3 @@ def _first_row(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -
             return row
         row += fragment.count_rows()
     raise DamagedError(f"{dataset.uri}: version {dataset.version} lacks the files it was committed with")
-
-
-@contextmanager
-def lance_errors(where: str) -> Iterator[None]:
-    """Turn the ways in which Lance says that the disk takes no more into ResourceError."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, ResourceError | DamagedError):
-            raise
-        full = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up",
-                errno.EFBIG: "the file size limit of this process is reached"}
-        for number, reason in full.items():
-            if error.errno == number or f"os error {number}" in str(error):
-                raise ResourceError(f"{where}: {reason}; nothing became visible; make room and retry") from error
-        raise

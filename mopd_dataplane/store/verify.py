@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import signal_crcs, token_crcs
 from mopd_dataplane.store.table import Table
@@ -61,7 +62,9 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
             opened[name] = table.open()
             report.checked[name] = opened[name].count_rows()
             report.findings.extend(_duplicates(name, opened[name], table.spec.key))
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             report.findings.append(Finding(name, -1, "", f"cannot be read: {error}"))
             opened.pop(name, None)
     for check in (_samples, _scores, _rewards, _plans):
@@ -224,8 +227,8 @@ def _readable(crcs_at: Callable[[Sequence[int]], list[int]], rows: list[int]) ->
     try:
         return [*crcs_at(rows)]
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # damaged pages can make the Rust decoder panic, which is no Exception
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if len(rows) == 1:
             return [f"cannot be read ({error})"]
     return [crc for row in rows for crc in _readable(crcs_at, [row])]

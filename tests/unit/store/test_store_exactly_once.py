@@ -1,4 +1,4 @@
-"""Each sample visible exactly once: after SIGKILL between any two writes, with racing, stopped and undead committers."""
+"""Each sample visible exactly once: after SIGKILL between any two writes, with racing, stopped, undead committers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ def test_open_without_a_store_names_the_way_to_make_one(tmp_path: Path) -> None:
 
 def test_a_creation_killed_halfway_is_finished_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from mopd_dataplane.store import table; from mopd_dataplane.store.dataset import Store\n"
+        "import os, signal, sys\n"
+        "from mopd_dataplane.store import table\n"
+        "from mopd_dataplane.store.dataset import Store\n"
         "real = table.Table.create\n"
         "def create(self):\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if self.name == 'scores' else real(self)\n"
@@ -74,7 +76,7 @@ def test_a_store_of_a_newer_format_is_refused_naming_both(store: Store) -> None:
     (store.root / "store.json").write_text(json.dumps(mark | {"format_version": FORMAT_VERSION + 1}))
     before = files_of(store.root)
     for attempt in (Store.open, Store.create):
-        with pytest.raises(MismatchError, match=f"format version {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}"):
+        with pytest.raises(MismatchError, match=f"version {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}"):
             attempt(store.uri)
     assert files_of(store.root) == before
 
@@ -107,8 +109,12 @@ def extra(schema: pa.Schema) -> pa.Schema:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(renamed, "'uid' is missing"), (other_type, "'prompt_len' is int64 not null, expected int32 not null"),
-     (nullable, "'prompt_id' is string, expected string not null"), (extra, "'surprise' is not known and not nullable")],
+    [
+        (renamed, "'uid' is missing"),
+        (other_type, "'prompt_len' is int64 not null, expected int32 not null"),
+        (nullable, "'prompt_id' is string, expected string not null"),
+        (extra, "'surprise' is not known and not nullable"),
+    ],
 )
 def test_other_columns_are_refused(store: Store, change: object, said: str) -> None:
     assert store.root is not None

@@ -1,0 +1,165 @@
+"""The disk says no: full, limited, or gone dark. Nothing half-written is visible and nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import store_builders as build
+
+from mopd_dataplane import faultpoints
+from mopd_dataplane.errors import DamagedError, ResourceError
+from mopd_dataplane.store import barrier
+from mopd_dataplane.store.dataset import Store
+
+Start = Callable[..., subprocess.Popen[str]]
+Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
+
+
+def sound(store: Store, count: int) -> None:
+    assert store.samples(["uid"]).num_rows == count
+    assert store.read_tokens(np.arange(count), verify=True).num_rows == count
+    assert store.verify().ok
+
+
+def test_file_size_limit_then_room_again(store: Store, start_child: Start, answer_of: Answer) -> None:
+    store.commit_samples([build.sample(0)], writer="w")
+    said = answer_of(start_child(store.uri, "--samples", 0, 8, "--response", 200_000, "--file-limit", 300_000))
+    assert said["error"] == "ResourceError"
+    assert "file size limit" in said["message"]
+    sound(store, 1)
+    assert answer_of(start_child(store.uri, "--samples", 0, 8, "--response", 200_000)) == {"inserted": 7}
+    sound(store, 8)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs is not permitted here; the file size limit test covers the same path")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_then_room_again(small_disk: Path) -> None:
+    store = Store.create(small_disk / "store")
+
+    def fill() -> None:
+        for start in range(0, 400, 8):
+            store.commit_samples([build.sample(i, response=20_000) for i in range(start, start + 8)], writer="w")
+
+    with pytest.raises(ResourceError, match="disk is full; nothing became visible"):
+        fill()
+    visible = store.samples(["uid"]).num_rows
+    assert 0 < visible < 400
+    assert visible % 8 == 0
+    assert store.read_tokens(np.arange(visible), verify=True).num_rows == visible
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    batch = [build.sample(i, response=20_000) for i in range(visible + 8)]
+    assert store.commit_samples(batch, writer="w").inserted == 8
+    sound(store, visible + 8)
+
+
+def test_creation_on_a_full_disk_leaves_no_store(small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 20_000))
+    with pytest.raises(ResourceError, match="disk is full"):
+        Store.create(small_disk / "store")
+    (small_disk / "filler").unlink()
+    assert Store.create(small_disk / "store").commit_samples([build.sample(0)], writer="w").inserted == 1
+
+
+def test_what_is_acknowledged_has_been_synced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file the newest version consists of, and its directory, is synced before commit_samples returns."""
+    synced: set[str] = set()
+    real = barrier.fsync
+    monkeypatch.setattr(barrier, "fsync", lambda path: (synced.add(str(path)), real(path))[1])
+    store = Store.open(store.uri)
+    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    assert store.root is not None
+    for name in ("samples", "tokens"):
+        dataset = store.dataset(name)
+        files = [f"data/{f.path}" for fragment in dataset.get_fragments() for f in fragment.data_files()]
+        files += [f"_versions/{(1 << 64) - 1 - dataset.version:020d}.manifest", "data", "_versions", "_transactions"]
+        assert {str(store.root / name / file) for file in files} <= synced
+        newest = max((store.root / name / "_transactions").iterdir(), key=os.path.getmtime)
+        assert str(newest) in synced
+
+
+def test_data_is_synced_before_the_version_that_names_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    real = barrier.fsync
+    monkeypatch.setattr(barrier, "fsync", lambda path: (happened.append(Path(path).suffix), real(path))[1])
+    faultpoints.observe(happened.append)
+    try:
+        Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
+    finally:
+        faultpoints.observe(None)
+    written, committed = happened.index("samples.insert.written"), happened.index("samples.insert.committed")
+    assert ".lance" in happened[happened.index("commit.payload.durable") : written]
+    assert ".manifest" in happened[committed:]
+    assert ".lance" not in happened[committed:]
+
+
+def test_a_failed_sync_is_never_retried(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Path] = []
+
+    def failing(path: Path) -> None:
+        calls.append(path)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(barrier, "fsync", failing)
+    with pytest.raises(ResourceError, match="Input/output error"):
+        Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
+    assert len(calls) == 1
+    assert store.samples(["uid"]).num_rows == 0
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_power_cut_that_tears_the_newest_manifest(store: Store, left: int) -> None:
+    """A version that was never synced is set aside; everything acknowledged before it is there."""
+    assert store.root is not None
+    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    store.commit_samples([build.sample(4)], writer="w")
+    manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
+    with manifest.open("r+b") as file:
+        file.truncate(left)
+    reopened = Store.open(store.uri)
+    sound(reopened, 4)
+    assert manifest.with_suffix(".torn").exists()
+    assert reopened.commit_samples([build.sample(i) for i in range(6)], writer="w").inserted == 2
+    sound(reopened, 6)
+
+
+def test_power_cut_that_takes_the_whole_last_version(store: Store, tmp_path: Path) -> None:
+    """Files and directory entries written after the last barrier are gone: the store is the one of the barrier."""
+    assert store.root is not None
+    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    shutil.copytree(store.root, tmp_path / "at-barrier")
+    store.commit_samples([build.sample(i) for i in range(4, 8)], writer="w")
+    shutil.copytree(store.root / "tokens", tmp_path / "at-barrier" / "tokens", dirs_exist_ok=True)
+    survivor = Store.open(tmp_path / "at-barrier")
+    sound(survivor, 4)
+    assert survivor.verify().orphans == {"tokens": 4}
+    assert survivor.commit_samples([build.sample(i) for i in range(8)], writer="w").inserted == 4
+    assert survivor.dataset("tokens").count_rows() == 8, "the payload that survived is adopted"
+
+
+def test_a_rotten_manifest_is_damage_and_is_left_alone(store: Store) -> None:
+    assert store.root is not None
+    store.commit_samples([build.sample(0)], writer="w")
+    manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
+    content = bytearray(manifest.read_bytes())
+    content[: len(content) // 2] = os.urandom(len(content) // 2)
+    manifest.write_bytes(content)
+    with pytest.raises(DamagedError, match="cannot be opened"):
+        Store.open(store.uri).samples()
+    assert manifest.exists()
