@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from mopd_dataplane import Prompt, Sample, Signal, Store, create_store
 from mopd_dataplane.records import PlanWindow, StepMetrics, Teacher, sample_uid
@@ -60,7 +62,7 @@ def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
     questions = [_prompt(domain, split, i) for domain in DOMAINS for split in ("train", "eval") for i in range(prompts)]
     store.add_prompts(questions)
     for domain in DOMAINS:
-        store.add_teacher(_teacher(domain))
+        store.add_teacher(_teacher(root, domain))
     for generation in range(GENERATIONS):
         _iteration(store, [p for p in questions if p.split == "train"], generation, noise)
     _evaluate(store, [p for p in questions if p.split == "eval"], noise)
@@ -72,11 +74,14 @@ def _prompt(domain: str, split: str, index: int) -> Prompt:
     return Prompt(prompt_id=f"{domain}-{split}-{index}", domain=domain, text=text, answer=str(index + 4), split=split)
 
 
-def _teacher(domain: str) -> Teacher:
+def _teacher(root: Path, domain: str) -> Teacher:
+    head = root / "heads" / f"{domain}-expert.safetensors"
+    head.parent.mkdir(exist_ok=True)
+    save_file({"weight": np.zeros((len(CHARACTERS), 8), np.float32)}, head)
     return Teacher(
         name=f"{domain}-expert", source=f"stage:sft-{domain}", weights_digest="0" * 64, tokenizer_digest=TOKENIZER,
         vocab_size=len(CHARACTERS), hidden_size=8, dtype="float32",
-        head_file=f"heads/{domain}-expert.safetensors", head_digest="1" * 64,
+        head_file=f"heads/{domain}-expert.safetensors", head_digest=hashlib.sha256(head.read_bytes()).hexdigest(),
     )  # fmt: skip
 
 

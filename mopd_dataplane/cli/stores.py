@@ -38,16 +38,20 @@ def verify(
 ) -> None:
     """Audit a store row by row: counts, digests, references, payload checksums.
 
-    Exit code 0 when it is sound, 1 when something is wrong. Nothing is changed.
+    Exit code 0 when it is sound, 1 when something is wrong. Nothing is changed. Rows left over by interrupted commits
+    are counted; nobody sees them and they are harmless.
     """
     from mopd_dataplane import open_store
 
     audit = open_store(store).verify(deep=not fast)
     if as_json:
-        print_json(audit)
+        print_json({"ok": audit.ok, **plain(audit)})
     else:
-        print_facts(plain(audit))
-        note("sound" if audit.ok else f"{len(audit.findings)} findings")
+        checked = [[name, rows, audit.orphans.get(name, 0)] for name, rows in audit.checked.items()]
+        print_rows(("table", "rows checked", "left over"), checked)
+        if audit.findings:
+            print_rows(("table", "row", "uid", "problem"), [[f.table, f.row, f.uid, f.problem] for f in audit.findings])
+        note("sound" if audit.ok else f"{len(audit.findings)} wrong; restore them from a copy, or score them again")
     if not audit.ok:
         raise typer.Exit(AUDIT_FAILED)
 

@@ -13,7 +13,7 @@ SOURCES = sorted([*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "kernels" /
 STAGES = {"rollout", "store", "score", "plan", "load", "train", "query"}
 NEIGHBOURS_ALLOWED = {("load", "store"), ("load", "plan"), ("query", "store"), ("store", "query")}
 """The loader process reads the store and deals packs with the planner's pure function; queries read the store, and
-Store.sql answers through query. No other stage knows another."""
+Store.sql answers through query. No other stage knows another; a process's __main__ puts its parts together."""
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
@@ -47,9 +47,9 @@ def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
         if root in ("lance", "lancedb") and stage != "store":
             yield f"{line}: imports lance outside store/"
         other = rest.partition(".")[0]
-        if root == "mopd_dataplane" and stage in STAGES and other in {*STAGES, "run", "cli"} - {stage}:
-            if (stage, other) not in NEIGHBOURS_ALLOWED:
-                yield f"{line}: stage {stage} imports {other}"
+        strange = {*STAGES, "run", "cli"} - {stage, *(b for a, b in NEIGHBOURS_ALLOWED if a == stage)}
+        if root == "mopd_dataplane" and stage in STAGES and other in strange and file.name != "__main__.py":
+            yield f"{line}: stage {stage} imports {other}"
         if root == "mopd_dataplane" and file.is_relative_to(ROOT / "kernels"):
             yield f"{line}: a kernel imports mopd_dataplane"
     for node in ast.walk(tree):

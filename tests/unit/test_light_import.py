@@ -21,14 +21,16 @@ def test_the_probe_sees_an_import() -> None:
     assert "sqlite3" in modules_after("import sqlite3")
 
 
+HELP = "from typer.testing import CliRunner; from mopd_dataplane.cli.app import app; CliRunner().invoke(app, {words})"
+
+
 @pytest.mark.parametrize(
     "code",
     [
         "import mopd_dataplane",
         "import mopd_dataplane.errors, mopd_dataplane.records",
-        "from typer.testing import CliRunner; from mopd_dataplane.cli.app import app; CliRunner().invoke(app, ['--help'])",
-        "from typer.testing import CliRunner; from mopd_dataplane.cli.app import app; "
-        "CliRunner().invoke(app, ['train', '--help'])",
+        HELP.format(words=["--help"]),
+        HELP.format(words=["train", "--help"]),
     ],
 )
 def test_nothing_heavy_is_loaded(code: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 
 import mopd_dataplane
@@ -57,9 +55,3 @@ def test_every_error_class_is_listed_in_the_drawn_tree() -> None:
     for name, kind in vars(errors).items():
         if isinstance(kind, type) and issubclass(kind, errors.MopdError):
             assert name in (errors.__doc__ or "")
-
-
-def test_errors_travel_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(errors.UnknownNameError("no such thing")))
-    assert isinstance(error, errors.UnknownNameError)
-    assert str(error) == "no such thing"

@@ -127,6 +127,21 @@ def test_store_compact_keeps_every_row(tmp_path: Path, make_store: Any) -> None:
     assert store.samples().to_pylist() == before
 
 
+def test_store_verify_finds_a_flipped_byte_and_ends_with_1(tmp_path: Path, make_store: Any) -> None:
+    store = make_store(tmp_path / "s", prompts=1)
+    assert answered("store", "verify", store.uri, "--json")["ok"] is True
+    file = max((tmp_path / "s" / "tokens" / "data").iterdir(), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[100] ^= 0x10
+    file.write_bytes(content)
+    result = mopd("store", "verify", store.uri, "--json")
+    assert result.exit_code == 1
+    audit = json.loads(result.stdout)
+    assert audit["ok"] is False
+    assert "crc32c" in audit["findings"][0]["problem"]
+    assert mopd("store", "verify", store.uri, "--fast").exit_code == 0
+
+
 @pytest.mark.parametrize(
     "command", [["query", "STORE", "select 1"], ["show", "STORE", "ab"], ["store", "info", "STORE"]]
 )
