@@ -43,7 +43,13 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
         if ranks.leads:
             stack.enter_context(only_writer(Path(spec.checkpoint_dir)))
         source = stack.enter_context(
-            LoaderClient(spec.socket, rank=ranks.rank, world_size=ranks.world, deadline_s=spec.deadline_s)
+            LoaderClient(
+                spec.socket,
+                rank=ranks.rank,
+                world_size=ranks.world,
+                deadline_s=spec.deadline_s,
+                patience_s=spec.patience_s,
+            )
         )
         run = stack.enter_context(closing(Run(spec, source, ranks)))
         return 0 if run.train(stop) else EXIT_CODE

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from mopd_kernels.heads import Head
@@ -23,7 +23,7 @@ from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import MicroBatch, build, group_packs
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
 from mopd_dataplane.train.optimizer import learning_rate, make_optimizer
-from mopd_dataplane.train.ranks import Ranks
+from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import Window
 from mopd_dataplane.train.student import Student
 
@@ -54,6 +54,9 @@ class BatchSource(Protocol):
 
     def batches(self, stage: str, window: int, start_step: int) -> Iterator[LoadedBatch]:
         """Batches of a window from step `start_step` of the window on."""
+
+    def plan(self, stage: str, window: int) -> dict[str, Any]:
+        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; no steps: the log is closed."""
 
 
 @dataclass
@@ -163,7 +166,7 @@ class Trainer:
 
     def _clip(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.settings.grad_clip)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        return float(whole(norm))
 
 
 class _StepSums:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @dataclass(frozen=True)
@@ -85,13 +84,23 @@ class Ranks:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, on every rank (a collective call), detached."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not is_shard(tensor):
+        return tensor
+    full: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without importing torch.distributed.tensor, which one process never needs."""
+    return hasattr(tensor, "full_tensor")
 
 
 def assign(target: Tensor, value: Tensor) -> None:
     """Copy a full tensor into a parameter or into this rank's shard of it."""
     with torch.no_grad():
         value = value.to(target.device)
-        if isinstance(target, DTensor):
-            value = distribute_tensor(value, target.device_mesh, target.placements)
+        if is_shard(target):
+            from torch.distributed.tensor import distribute_tensor
+
+            value = distribute_tensor(value, target.device_mesh, target.placements)  # type: ignore[attr-defined]
         target.copy_(value)

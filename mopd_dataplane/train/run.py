@@ -7,8 +7,10 @@ would have taken. `latest` always names a complete checkpoint, and metrics.jsonl
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 
 import torch
@@ -55,7 +57,7 @@ class Run:
 
     def train(self, stop: Stop) -> bool:
         """Train what is left of every window. Returns False when `stop` ended it early, at a checkpoint."""
-        for window in self.spec.windows:
+        for window in self.spec.windows or self._followed(self._position.window):
             if window.window >= self._position.window:
                 if not self._train_window(window, stop):
                     return False
@@ -123,13 +125,22 @@ class Run:
     def _resume(self) -> Position:
         saved = self._checkpoints.latest()
         if saved is None:
-            return Position(window=self.spec.windows[0].window)
+            return Position(window=self.spec.windows[0].window if self.spec.windows else 0)
         position, identity = saved
-        inside = [window for window in self.spec.windows if window.window == position.window]
-        wanted = self._identity(inside[0] if inside else self.spec.windows[0])
+        windows = self.spec.windows or tuple(islice(self._followed(position.window), int(position.window_step > 0)))
+        inside = [window for window in windows if window.window == position.window]
+        wanted = self._identity(inside[0] if inside else windows[0]) if windows else identity
         check_identity(identity, wanted, self._checkpoints.folder, inside_window=bool(inside and position.window_step))
         self._checkpoints.restore(self._trainer.student, self._trainer.optimizer)
         return position
+
+    def _followed(self, first: int) -> Iterator[Window]:
+        """Windows of the plan log as they are planned, until the empty one that closes it."""
+        for window in count(first):
+            planned = self._source.plan(self.spec.stage, window)
+            if not planned["steps"]:
+                return
+            yield Window(window=window, policy_version=window, **planned)
 
     def _identity(self, window: Window) -> Identity:
         return Identity(

@@ -43,7 +43,8 @@ class TrainSpec(Section):
     """`checkpoints/<stage>`: checkpoints and metrics.jsonl."""
     socket: str
     """Unix socket of the loader."""
-    windows: tuple[Window, ...]
+    windows: tuple[Window, ...] = ()
+    """Windows to train; when empty, the plan log is followed from the first window until it is closed."""
     train: Train
     objective: Objective
     heads: dict[str, HeadFile] = Field(default_factory=dict)
@@ -56,6 +57,8 @@ class TrainSpec(Section):
     """Of the forward pass; weights and optimizer state stay float32."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: log-probs of the policy-gradient term are taken at it."""
+    patience_s: float = Field(default=60.0, gt=0)
+    """Longest wait for a window that is still being planned; the loader says meanwhile that it lives."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for the loader."""
     keep_checkpoints: int = Field(default=2, ge=1)

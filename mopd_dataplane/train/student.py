@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from mopd_kernels.heads import Head
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from mopd_dataplane.models import embedding_weight, head_weight, hidden_states, lm_head, load_model
 from mopd_dataplane.train.microbatch import Layout, MicroBatch
 from mopd_dataplane.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Result = TypeVar("Result")
 
