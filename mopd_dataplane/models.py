@@ -120,7 +120,7 @@ def copy_tokenizer(source: str | Path, target: str | Path) -> None:
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:
     """[V, D] weight of the LM head."""
-    weight: torch.Tensor = model.get_output_embeddings().weight
+    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     return weight
 
 
@@ -147,7 +147,7 @@ def lm_head(model: PreTrainedModel) -> Head:
     """LM head of a model as the kernels take it: weight, bias, and what the architecture does to its logits."""
     from mopd_kernels.heads import Head
 
-    bias = getattr(model.get_output_embeddings(), "bias", None)
+    bias = getattr(model.get_output_embeddings(), "bias", None)  # type: ignore[no-untyped-call]
     return Head(head_weight(model), bias, logit_softcap(model) or None, logit_scale(model))
 
 
