@@ -53,8 +53,8 @@ def commit_samples(
     _check_epoch(samples.open(), writer, epoch)
     fence(samples, writer, epoch)
     crcs = [sample_crc(sample) for sample in batch]
-    known = samples.find(pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())})) >= 0
-    absent = np.flatnonzero(~known).tolist()
+    found, _ = samples.find(pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())}))
+    absent = np.flatnonzero(found < 0).tolist()
     payload_rows = np.full(len(batch), -1, np.int64)
     payload_rows[absent], with_payload = place_payload(
         tokens,

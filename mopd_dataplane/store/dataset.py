@@ -281,10 +281,9 @@ class Store:
 
     def plan(self, stage: str, window: int) -> PlanWindow | None:
         """A recorded window, None when there is none."""
-        dataset = self.dataset("plans")
         keys = pa.table({"stage": pa.array([stage]), "window": pa.array([window], pa.int32())})
-        row = int(self._table("plans").find(keys)[0])
-        return None if row < 0 else plan_of(take_rows(dataset, [row], None))
+        rows, dataset = self._table("plans").find(keys)
+        return None if rows[0] < 0 else plan_of(take_rows(dataset, rows, None))
 
     def plans(self, stage: str) -> list[int]:
         """Windows recorded for a stage, in order."""
@@ -344,9 +343,9 @@ class Store:
         if not rows.num_rows:
             return 0
         columns = list(compare or (column for column in rows.column_names if column != "created_at"))
-        found = self._table(name).find(rows)
+        found, dataset = self._table(name).find(rows)
         known = np.flatnonzero(found >= 0)
-        stored = take_rows(self.dataset(name), found[known], columns).to_pylist()
+        stored = take_rows(dataset, found[known], columns).to_pylist()
         for place, old in zip(known.tolist(), stored, strict=True):
             new = rows.slice(place, 1).select(columns).to_pylist()[0]
             for column in columns:

@@ -25,8 +25,7 @@ def place_payload(
     metadata row points to it. The rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at`
     computes the checksums of given rows of the dataset.
     """
-    dataset = table.open()
-    places = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
+    places, dataset = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
     left = np.flatnonzero(places >= 0)
     if len(left):
         equal = np.array(crcs_at(dataset, places[left].tolist())) == np.array(crcs)[left]

@@ -128,7 +128,8 @@ def commit_signals(
         "teacher": pa.array([teacher.name] * len(signals), pa.string()),
         "kind": pa.array([kind] * len(signals), pa.string()),
     })
-    absent = np.flatnonzero(scores.find(keys) < 0)
+    found, _ = scores.find(keys)
+    absent = np.flatnonzero(found < 0)
     if not len(absent):
         return 0
     fresh = [signals[i] for i in absent.tolist()]

@@ -10,6 +10,7 @@ wakes up after an hour can never make a key visible twice.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Table:
         self._place = place
         self._checked = False
         self._keys = KeyDirectory(self.spec.key)
+        self._keys_lock = threading.Lock()
         self.barrier = Barrier(place.root / name) if place.root is not None else None
 
     @property
@@ -116,9 +118,11 @@ class Table:
             return False
         return True
 
-    def find(self, keys: pa.Table) -> NDArray[np.int64]:
-        """[n] row of each key in the newest version, -1 where the table does not have it."""
-        return self._keys.find(self.open(), keys)
+    def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
+        """[n] row of each key in the newest version, -1 where the table does not have it; and that version."""
+        with self._keys_lock:
+            dataset = self.open()
+            return self._keys.find(dataset, keys), dataset
 
     def append(self, rows: pa.Table) -> tuple[int, lance.LanceDataset]:
         """Append payload rows as they are; the first one's row, and the dataset that has them."""
@@ -140,10 +144,9 @@ class Table:
         first = _first_of_each(rows.select(self.spec.key))
         self._evolved()
         for attempt in range(ATTEMPTS):
-            dataset = self.open()
+            found, dataset = self.find(rows)
             if admit is not None:
                 admit(dataset)
-            found = self._keys.find(dataset, rows)
             if fresh is not None and _holds(dataset, fresh.fragments):
                 return Inserted(found, fresh.new, dataset)
             new = (found < 0) & (first == np.arange(rows.num_rows))
@@ -157,7 +160,8 @@ class Table:
             if committed is not None:
                 checkpoint(f"{self.name}.insert.committed")
                 base = dataset.count_rows()
-                self._keys.learn(base, rows.filter(pa.array(new)))
+                with self._keys_lock:
+                    self._keys.learn(base, rows.filter(pa.array(new)))
                 found[new] = base + np.arange(new.sum())
                 return Inserted(found[first], new, self._tidied(committed))
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
