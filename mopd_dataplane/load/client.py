@@ -78,8 +78,7 @@ class LoaderClient:
         Asking for the next batch, or for another stream, releases the last one.
         Raises InputError for another stage than the loader serves, DeadlineError when data does not come in time.
         """
-        if stage != self._stage:
-            raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start one for it")
+        self._check_stage(stage)
         self._end_batch()
         opened = self._ask({"op": "open", "window": window, "step": start_step})
         self._position = {"window": window, "step": start_step}
@@ -100,6 +99,11 @@ class LoaderClient:
             )
             yield self._batch
 
+    def plan(self, stage: str, window: int) -> dict[str, Any]:
+        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; no steps: the log is closed."""
+        self._check_stage(stage)
+        return self._ask({"op": "plan", "window": window})
+
     def follow(self, stage: str) -> Iterator[LoadedBatch]:
         """Batches of every window from the current position on, until the empty window that closes the plan log.
 
@@ -111,6 +115,10 @@ class LoaderClient:
             if int(opened["steps"]) == 0:
                 return
             yield from self.batches(stage, window, step)
+
+    def _check_stage(self, stage: str) -> None:
+        if stage != self._stage:
+            raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start one for it")
 
     def state_dict(self) -> dict[str, int]:
         """Where the next batch comes from: {"window", "step"}; the same at any world size."""

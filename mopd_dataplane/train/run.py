@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -57,13 +57,17 @@ class Run:
 
     def train(self, stop: Stop) -> bool:
         """Train what is left of every window. Returns False when `stop` ended it early, at a checkpoint."""
-        for window in self.spec.windows or self._followed(self._position.window):
-            if window.window >= self._position.window:
-                if not self._train_window(window, stop):
-                    return False
-                self._position = Position(step=self._position.step, window=window.window + 1)
-                self._save(window)
-            self._publish(window)
+        last_finished = max(self._position.window - 1, 0)
+        try:
+            for window in self.spec.windows or self._followed(last_finished, stop):
+                if window.window >= self._position.window:
+                    if not self._train_window(window, stop):
+                        return False
+                    self._position = Position(step=self._position.step, window=window.window + 1)
+                    self._save(window)
+                self._publish(window)
+        except Interrupted:
+            return False
         return True
 
     def close(self) -> None:
@@ -127,27 +131,33 @@ class Run:
         if saved is None:
             return Position(window=self.spec.windows[0].window if self.spec.windows else 0)
         position, identity = saved
-        windows = self.spec.windows or tuple(islice(self._followed(position.window), int(position.window_step > 0)))
-        inside = [window for window in windows if window.window == position.window]
-        wanted = self._identity(inside[0] if inside else windows[0]) if windows else identity
+        inside = [window for window in self.spec.windows if window.window == position.window]
+        if not self.spec.windows and position.window_step:
+            inside = [self._planned(position.window)]
+        wanted = self._identity(inside[0] if inside else None)
         check_identity(identity, wanted, self._checkpoints.folder, inside_window=bool(inside and position.window_step))
         self._checkpoints.restore(self._trainer.student, self._trainer.optimizer)
         return position
 
-    def _followed(self, first: int) -> Iterator[Window]:
+    def _followed(self, first: int, stop: Stop) -> Iterator[Window]:
         """Windows of the plan log as they are planned, until the empty one that closes it."""
         for window in count(first):
-            planned = self._source.plan(self.spec.stage, window)
-            if not planned["steps"]:
+            with stop.interrupting():
+                planned = self._planned(window)
+            if planned.steps == 0:
                 return
-            yield Window(window=window, policy_version=window, **planned)
+            yield planned
 
-    def _identity(self, window: Window) -> Identity:
+    def _planned(self, window: int) -> Window:
+        """A window by the loader's word, waiting until it is planned; training window n starts from version n."""
+        return Window(window=window, policy_version=window, **self._source.plan(self.spec.stage, window))
+
+    def _identity(self, window: Window | None) -> Identity:
         return Identity(
             stage=self.spec.stage,
             objective=self.spec.objective.model_dump(mode="json"),
-            plan_digest=window.plan_digest,
-            snapshot_digest=window.snapshot_digest,
+            plan_digest=window.plan_digest if window else "",
+            snapshot_digest=window.snapshot_digest if window else "",
         )
 
     def _publish(self, window: Window) -> None:

@@ -25,8 +25,8 @@ class Window(Section):
     window: int
     plan_digest: str
     snapshot_digest: str
-    steps: int = Field(ge=1)
-    """Optimizer steps of one pass."""
+    steps: int = Field(ge=0)
+    """Optimizer steps; none close the plan log."""
     policy_version: int = Field(ge=0)
     """Version the window starts from; its end publishes the next one."""
 
