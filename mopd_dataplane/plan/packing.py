@@ -44,17 +44,16 @@ def _place(
     distinct: list[int], counts: list[int], cap: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Placements in the order of the sorted samples: packs first..first + bins - 1 each take `copies` samples."""
-    placed: list[tuple[int, int, int]] = []
+    placed: list[int] = []
     room: dict[int, list[tuple[int, int]]] = {}
     rooms: list[int] = []
     opened = 0
 
     def give_back(left: int, first: int, last: int) -> None:
-        if left and first < last:
-            if left not in room:
-                room[left] = []
-                insort(rooms, left)
-            room[left].append((first, last))
+        if left not in room:
+            room[left] = []
+            insort(rooms, left)
+        room[left].append((first, last))
 
     for length, count in zip(distinct, counts, strict=True):
         while count:
@@ -69,19 +68,21 @@ def _place(
                 first, last = opened, opened + -(-count // (cap // length))
                 opened = last
             each = space // length
-            full = min(last - first, count // each)
-            if full:
-                placed.append((first, full, each))
+            if count >= each:
+                full = min(last - first, count // each)
+                placed += (first, full, each)
                 count -= full * each
-                give_back(space - each * length, first, first + full)
+                if space > each * length:
+                    give_back(space - each * length, first, first + full)
                 first += full
-            if count and first < last and count < each:
-                placed.append((first, 1, count))
+            if 0 < count < each and first < last:
+                placed += (first, 1, count)
                 give_back(space - count * length, first, first + 1)
                 first += 1
                 count = 0
-            give_back(space, first, last)
-    columns = np.array(placed, dtype=np.int64)
+            if first < last:
+                give_back(space, first, last)
+    columns = np.array(placed, dtype=np.int64).reshape(-1, 3)
     return columns[:, 0], columns[:, 1], columns[:, 2]
 
 

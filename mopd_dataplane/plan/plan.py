@@ -57,21 +57,23 @@ def build_window(
             key = philox_key(seed, "plan", stage, window, epoch, "packs")
             epoch_plans.append(_packs_then_batches(chosen, order, settings, key, left_out))
     layout = _join(epoch_plans)
-    costs = pack_costs(chosen.total_len[layout.order], layout.pack_starts, linear_cost)
-    layout, costs = _order_by_teacher(layout, chosen.teachers, costs)
+    pack_teachers = chosen.teachers[layout.samples[layout.pack_starts[:-1]]]
+    costs = pack_costs(chosen.total_len[layout.samples], layout.pack_starts, linear_cost)
+    packs = _order_by_teacher(layout, pack_teachers, costs)
+    samples, pack_starts = gather_packs(layout.samples, layout.pack_starts, packs)
     plan = PlanWindow(
         stage=stage,
         window=window,
         seed=seed,
         settings=recorded_settings(settings, epochs, group_size, policy_version),
         snapshot=snapshot,
-        sample_rows=chosen.sample_rows[layout.order],
-        pack_starts=layout.pack_starts,
-        pack_teachers=chosen.teachers[layout.order[layout.pack_starts[:-1]]],
+        sample_rows=chosen.sample_rows[samples],
+        pack_starts=pack_starts,
+        pack_teachers=pack_teachers[packs],
         step_starts=layout.step_starts,
         teachers=list(teachers),
     )
-    plan.stats = _stats(plan, chosen, layout, costs, settings, selection, left_out)
+    plan.stats = _stats(plan, chosen, samples, costs[packs], settings) | _dropped(selection, left_out)
     plan.digest = plan_digest(plan)
     return plan
 
@@ -110,20 +112,34 @@ def plan_digest(plan: PlanWindow) -> str:
 
 @dataclass(slots=True)
 class _Layout:
-    """order: [samples] positions in the selected columns; packs and steps as in PlanWindow."""
+    """Packs as they were made, and the steps they are dealt to.
 
-    order: NDArray[np.int64]
+    samples: positions in the selected columns; pack k holds samples[pack_starts[k]:pack_starts[k + 1]].
+    Step s trains on packs[step_starts[s]:step_starts[s + 1]].
+    """
+
+    samples: NDArray[np.int64]
     pack_starts: NDArray[np.int64]
+    packs: NDArray[np.int64]
     step_starts: NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class _Units:
-    """What is shuffled as one: a sample, or a whole group. Unit u holds members[starts[u]:starts[u + 1]]."""
+    """What is shuffled as one: a sample, or a whole group.
 
-    members: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    Group u holds members[starts[u]:starts[u + 1]]; both are None where every sample is its own unit.
+    """
+
     domains: NDArray[np.int16]
+    members: NDArray[np.int64] | None = None
+    starts: NDArray[np.int64] | None = None
+
+    def samples(self, order: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(samples of the units in that order, where each unit starts among them)."""
+        if self.members is None or self.starts is None:
+            return order, np.arange(len(order) + 1)
+        return gather_packs(self.members, self.starts, order)
 
 
 def _check(settings: jobfile.Plan, teachers: list[str], columns: Columns, group_size: int) -> None:
@@ -138,20 +154,19 @@ def _check(settings: jobfile.Plan, teachers: list[str], columns: Columns, group_
 
 
 def _units(chosen: Columns, group_size: int) -> _Units:
-    n = len(chosen)
     if group_size == 1:
-        return _Units(members=np.arange(n), starts=np.arange(n + 1), domains=chosen.domains)
+        return _Units(chosen.domains)
     _, codes = np.unique(chosen.groups, return_inverse=True)
     members = stable_order(codes)
     starts = np.concatenate(([0], np.cumsum(np.bincount(codes))))
-    return _Units(members=members, starts=starts, domains=chosen.domains[members[starts[:-1]]])
+    return _Units(chosen.domains[members[starts[:-1]]], members, starts)
 
 
 def _draw(
     chosen: Columns, units: _Units, settings: jobfile.Plan, key: int, left_out: dict[str, int]
 ) -> NDArray[np.int64]:
     """The epoch's order of units: a uniform permutation, thinned and interleaved when a mixture is asked for."""
-    order = permutation(len(units.starts) - 1, key)
+    order = permutation(len(units.domains), key)
     if not settings.mixture:
         return order
     quota = mixture_quota(units.domains, chosen.domain_names, settings.mixture)
@@ -160,8 +175,7 @@ def _draw(
     counts = np.bincount(codes, minlength=len(quota))
     ordinal = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     kept = np.sort(by_domain[ordinal < np.repeat(quota, counts)])
-    sizes = np.diff(units.starts)
-    left_out["mixture"] += int(sizes.sum() - sizes[order[kept]].sum())
+    left_out["mixture"] += len(chosen) - len(units.samples(order[kept])[0])
     return interleave(units.domains, order[kept], key + 1)
 
 
@@ -169,7 +183,7 @@ def _batches_then_packs(
     chosen: Columns, units: _Units, order: NDArray[np.int64], settings: jobfile.Plan, left_out: dict[str, int]
 ) -> _Layout:
     """Cut the order into steps, then pack inside each step."""
-    samples, unit_starts = gather_packs(units.members, units.starts, order)
+    samples, unit_starts = units.samples(order)
     weight = chosen.total_len if settings.batch_tokens else np.ones(len(chosen), dtype=np.int64)
     limit = settings.batch_tokens or settings.batch_samples
     sizes = np.add.reduceat(weight[samples].astype(np.int64), unit_starts[:-1])
@@ -189,16 +203,16 @@ def _batches_then_packs(
         starts.append(pack_starts[1:] + done)
         packs.append(packs[-1] + len(pack_starts) - 1)
         done += len(batch)
-    return _Layout(np.concatenate(orders), np.concatenate(starts), np.array(packs))
+    return _Layout(np.concatenate(orders), np.concatenate(starts), np.arange(packs[-1]), np.array(packs))
 
 
 def _packs_then_batches(
     chosen: Columns, order: NDArray[np.int64], settings: jobfile.Plan, key: int, left_out: dict[str, int]
 ) -> _Layout:
     """Pack the whole epoch, then deal shuffled packs to steps of an equal number of packs."""
-    strata = chosen.teachers.astype(np.int64) + 1
+    strata: NDArray[np.integer] = chosen.teachers
     if settings.mixture:
-        strata = strata * len(chosen.domain_names) + chosen.domains
+        strata = (chosen.teachers.astype(np.int64) + 1) * len(chosen.domain_names) + chosen.domains
     inside, pack_starts = _pack_strata(chosen.total_len[order], strata[order], settings.pack_tokens)
     samples = order[inside]
     packs = len(pack_starts) - 1
@@ -209,10 +223,9 @@ def _packs_then_batches(
     steps = packs // per_step if settings.drop_last else -(-packs // per_step)
     if steps == 0:
         raise InputError(f"{len(samples):,} samples do not fill one batch and plan.drop_last is set; nothing is left")
-    samples, pack_starts = gather_packs(samples, pack_starts, shuffled[: steps * per_step])
-    left_out["last_batch"] += len(order) - len(samples)
-    step_starts = np.minimum(np.arange(steps + 1) * per_step, len(pack_starts) - 1)
-    return _Layout(samples, pack_starts, step_starts)
+    left_out["last_batch"] += int(np.diff(pack_starts)[shuffled[steps * per_step :]].sum())
+    dealt = shuffled[: steps * per_step]
+    return _Layout(samples, pack_starts, dealt, np.minimum(np.arange(steps + 1) * per_step, len(dealt)))
 
 
 def _packs_per_step(lengths: NDArray[np.int32], packs: int, settings: jobfile.Plan) -> int:
@@ -258,49 +271,53 @@ def _pack_strata(
 
 def _join(epochs: list[_Layout]) -> _Layout:
     """One layout after the other."""
-    orders, packs, steps = [], [np.zeros(1, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
+    if len(epochs) == 1:
+        return epochs[0]
+    zero = np.zeros(1, dtype=np.int64)
+    starts, packs, steps = [zero], [], [zero]
+    made = 0
     for layout in epochs:
-        orders.append(layout.order)
-        steps.append(layout.step_starts[1:] + sum(len(part) for part in packs) - 1)
-        packs.append(layout.pack_starts[1:] + packs[-1][-1])
-    return _Layout(np.concatenate(orders), np.concatenate(packs), np.concatenate(steps))
+        packs.append(layout.packs + made)
+        made += len(layout.pack_starts) - 1
+        starts.append(layout.pack_starts[1:] + starts[-1][-1])
+        steps.append(layout.step_starts[1:] + steps[-1][-1])
+    samples = np.concatenate([layout.samples for layout in epochs])
+    return _Layout(samples, np.concatenate(starts), np.concatenate(packs), np.concatenate(steps))
 
 
 def _order_by_teacher(
     layout: _Layout, teachers: NDArray[np.int16], costs: NDArray[np.float64]
-) -> tuple[_Layout, NDArray[np.float64]]:
-    """Sort each step's packs by teacher, heavy packs first; every other step walks the teachers backwards.
+) -> NDArray[np.int64]:
+    """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards.
 
     A step then begins with the teacher the last one ended with, which saves one change of head per step.
     """
-    steps = np.repeat(np.arange(len(layout.step_starts) - 1), np.diff(layout.step_starts))
-    pack_teachers = teachers[layout.order[layout.pack_starts[:-1]]].astype(np.int64)
-    walk = np.where(steps % 2 == 0, pack_teachers, -pack_teachers)
-    packs = np.lexsort((-costs, walk, steps))
-    order, pack_starts = gather_packs(layout.order, layout.pack_starts, packs)
-    return _Layout(order, pack_starts, layout.step_starts), costs[packs]
+    heavy_first = np.argsort(-costs[layout.packs], kind="stable")
+    steps = np.repeat(np.arange(len(layout.step_starts) - 1), np.diff(layout.step_starts))[heavy_first]
+    packs = layout.packs[heavy_first]
+    code = teachers[packs].astype(np.int64) + 1
+    walk = int(code.max()) + 1
+    return packs[stable_order(steps * walk + np.where(steps % 2 == 0, code, walk - 1 - code))]
 
 
 def _stats(
-    plan: PlanWindow,
-    chosen: Columns,
-    layout: _Layout,
-    costs: NDArray[np.float64],
-    settings: jobfile.Plan,
-    selection: Selection,
-    left_out: dict[str, int],
+    plan: PlanWindow, chosen: Columns, samples: NDArray[np.int64], costs: NDArray[np.float64], settings: jobfile.Plan
 ) -> dict[str, float]:
-    tokens = int(chosen.total_len[layout.order].sum())
-    packs = len(plan.pack_starts) - 1
-    stats = {
-        "samples": len(layout.order),
+    tokens = int(chosen.total_len[samples].sum())
+    packs = len(plan.pack_teachers)
+    return {
+        "samples": len(samples),
         "tokens": tokens,
-        "loss_tokens": int(chosen.loss_tokens[layout.order].sum()),
+        "loss_tokens": int(chosen.loss_tokens[samples].sum()),
         "packs": packs,
         "steps": len(plan.step_starts) - 1,
         "density": tokens / (packs * settings.pack_tokens),
         "straggler_ratio": straggler_ratio(costs, plan.step_starts, settings.ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
+
+
+def _dropped(selection: Selection, left_out: dict[str, int]) -> dict[str, float]:
+    """dropped_<reason> for every reason that left a sample out."""
     counts = {reason: len(rows) for reason, rows in selection.dropped.items()} | left_out
-    return stats | {f"dropped_{reason}": count for reason, count in counts.items() if count}
+    return {f"dropped_{reason}": count for reason, count in counts.items() if count}

@@ -54,7 +54,7 @@ def select(
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
         raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}")
-    return Selection(columns=columns.take(keep), dropped=dropped)
+    return Selection(columns=columns.take(keep) if dropped else columns, dropped=dropped)
 
 
 def unusable(columns: Columns, settings: jobfile.Plan, policy_version: int | None) -> dict[str, NDArray[np.bool_]]:
