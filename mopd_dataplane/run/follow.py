@@ -5,56 +5,150 @@
     mopd train JOB --follow      plans windows as signals become visible, trains, publishes
 
 They meet in the store only. A producer that is ahead is held back between iterations, never inside one; a trainer that
-is ahead waits. Each ends by recording that it has ended, and each can be killed and started again.
+is ahead waits. Each records that it has ended, and each can be killed and started again.
 """
 
 from __future__ import annotations
 
+import json
 import time
 
+import numpy as np
+
 from mopd_dataplane.jobfile import Stage
+from mopd_dataplane.plan.follow import Decision, next_window
+from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.generate import rollout
-from mopd_dataplane.run.judge import reward, score
+from mopd_dataplane.run.generate import generation_prompts, rollout
+from mopd_dataplane.run.judge import register_teachers, reward, score
 from mopd_dataplane.run.learn import Training
+from mopd_dataplane.run.rows import Rows, stage_samples
+from mopd_dataplane.run.schedule import planner_columns
 
 POLL_S = 0.5
 
 
-def rollout_follow(run: Run, stage: Stage) -> None:
-    """Every iteration of a stage, each sampled by the newest policy there is when it begins."""
+def rollout_follow(run: Run, stage: Stage) -> int:
+    """Every iteration of a stage, each sampled by the newest policy there is when it begins. Returns samples stored."""
     for generation in range(stage.iterations):
         _hold_back(run, stage)
         rollout(run, stage, generation, version=run.policies.latest(stage))
     _record_end(run, stage, "rollout")
+    return len(stage_samples(run.store, stage, None, ["run"])[0])
 
 
-def score_follow(run: Run, stage: Stage) -> None:
+def score_follow(run: Run, stage: Stage) -> dict[str, float]:
     """Judge and verify samples as they become visible, until the rollouts have ended."""
+    register_teachers(run, stage)
+    counts = {"signals": 0.0, "rewards": 0.0}
     while True:
         last_round = _has_ended(run, stage, "rollout")
-        scored = score(run, stage)["signals"]
-        rewarded = reward(run, stage)["rewards"]
+        signals = score(run, stage)["signals"]
+        rewards = reward(run, stage)["rewards"]
+        counts = {"signals": counts["signals"] + signals, "rewards": counts["rewards"] + rewards}
         if last_round:
-            break
-        if not scored and not rewarded:
+            _record_end(run, stage, "score")
+            return counts
+        if not signals and not rewards:
             time.sleep(POLL_S)
-    _record_end(run, stage, "score")
 
 
-def train_follow(run: Run, stage: Stage) -> None:
-    """Plan and train windows as they become possible, until everything scored is trained on."""
+def train_follow(run: Run, stage: Stage) -> dict[str, float]:
+    """Plan and train windows as they become possible, until everything that was scored is trained on or dropped.
+
+    Returns how stale the trained samples were, in policy versions.
+    """
+    told = ""
     with Training(run, stage) as training:
         while True:
-            window = training.next_window
-            decision = _decide(run, stage, window)
-            for reason, rows in decision.dropped.items():
-                _record_drop(run, stage, window, reason, rows)
-            if decision.window is None:
-                run.progress.say(f"{stage.name:<16} wait     {decision.wait}")
+            window = run.policies.latest(stage)
+            plan = run.store.plan(stage.name, window) or _next_plan(run, stage, window)
+            if isinstance(plan, str):
+                if plan != told:
+                    run.progress.say(f"{stage.name:<16} wait     {plan}")
+                    told = plan
                 time.sleep(POLL_S)
-                continue
-            run.store.add_plan(decision.window)
-            if not len(decision.window.sample_rows):
+            elif not len(plan.sample_rows):
                 break
-            training.train(decision.window)
+            else:
+                training.train(plan)
+    steps = run.store.table("steps", ["stage", "staleness_mean", "staleness_max", "loss_tokens"]).to_pylist()
+    mine = [step for step in steps if step["stage"] == stage.name]
+    tokens = sum(step["loss_tokens"] for step in mine)
+    return {
+        "steps": len(mine),
+        "loss_tokens": tokens,
+        "staleness_mean": sum(step["staleness_mean"] * step["loss_tokens"] for step in mine) / max(tokens, 1),
+        "staleness_max": max((step["staleness_max"] for step in mine), default=0),
+    }
+
+
+def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
+    """The next window, recorded; or the reason to wait for it."""
+    finished = _has_ended(run, stage, "score")
+    decision = _decide(run, stage, window, finished=finished)
+    for reason, rows in decision.dropped.items():
+        name, detail = f"drop/{stage.name}/{window}/{reason}/{rows[0]}", {"reason": reason, "rows": rows.tolist()}
+        run.store.add_event(name, stage.name, "drop", window, float(len(rows)), detail)
+    if decision.window is None:
+        return decision.wait
+    run.store.add_plan(decision.window)
+    return decision.window
+
+
+def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
+    snapshot = run.store.snapshot()
+    rows, samples = stage_samples(run.store, stage, None, ["generation", "writer_seq"], snapshot)
+    if not len(rows) and not finished:
+        return Decision(wait="no samples yet")
+    per_generation = len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
+    admission = samples["generation"].to_numpy().astype(np.int64) * per_generation + samples["writer_seq"].to_numpy()
+    return next_window(
+        planner_columns(run, stage, None, snapshot),
+        settled_rows(run, stage),
+        stage.plan,
+        admission=admission,
+        finished=finished,
+        policy_version=window,
+        seed=run.job.seed,
+        stage=stage.name,
+        window=window,
+        snapshot=snapshot,
+        teachers=list(run.job.teachers_of(stage)),
+        epochs=stage.train.epochs,
+        group_size=stage.rollout.group_size,
+    )
+
+
+def settled_rows(run: Run, stage: Stage) -> Rows:
+    """Rows of samples that a window holds or a recorded decision has dropped."""
+    plans = [run.store.plan(stage.name, window) for window in run.store.plans(stage.name)]
+    planned = [plan.sample_rows for plan in plans if plan is not None]
+    events = run.store.table("events", ["detail"], filter=f"kind = 'drop' AND stage = '{stage.name}'")
+    dropped = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *planned, *dropped]).astype(np.int64))
+
+
+def _hold_back(run: Run, stage: Stage) -> None:
+    """Wait until what is sampled but not planned fits the staleness bound; one window is always allowed."""
+    limit = stage.plan.max_staleness * (stage.plan.batch_samples or stage.plan.batch_tokens)
+    told = False
+    while limit:
+        rows, samples = stage_samples(run.store, stage, None, ["total_len"])
+        waiting = ~np.isin(rows, settled_rows(run, stage))
+        ahead = int(waiting.sum()) if stage.plan.batch_samples else int(samples["total_len"].to_numpy()[waiting].sum())
+        if ahead < limit:
+            return
+        if not told:
+            run.progress.say(f"{stage.name:<16} wait     {ahead:,} ahead of the trainer; the bound is {limit:,}")
+            told = True
+        time.sleep(POLL_S)
+
+
+def _record_end(run: Run, stage: Stage, what: str) -> None:
+    run.store.add_event(f"{what}_end/{stage.name}", stage.name, f"{what}_end", -1, None, {})
+
+
+def _has_ended(run: Run, stage: Stage, what: str) -> bool:
+    ended = run.store.table("events", ["event_id"], filter=f"event_id = '{what}_end/{stage.name}'")
+    return ended.num_rows > 0

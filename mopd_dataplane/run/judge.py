@@ -33,9 +33,7 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     counts = {"signals": 0.0, "loss_tokens": 0.0}
     if not total:
         return counts
-    pool = teacher_pool(run, stage)
-    for teacher in dict.fromkeys(teacher for teacher, _ in work):
-        run.store.add_teacher(pool.register(teacher, run.root))
+    pool = register_teachers(run, stage)
     with run.progress.step(stage.name, "score", total=total, unit="signals") as (advance, report):
         for teacher in dict.fromkeys(teacher for teacher, _ in work):
             kinds = [kind for name, kind in work if name == teacher]
@@ -80,13 +78,19 @@ def verify(run: Run, prompt: Prompt, response: str) -> dict[str, object]:
     return {"verifier": function.name, "verifier_version": function.version, "reward": function(prompt, response)}
 
 
-def teacher_pool(run: Run, stage: Stage) -> TeacherPool:
-    """The teachers a stage routes to, and the reference policy of its objective if it has one."""
+def register_teachers(run: Run, stage: Stage) -> TeacherPool:
+    """The teachers a stage routes to (and the reference policy of its objective), checked and known to the store.
+
+    Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit.
+    """
     specs = {
         name: TeacherSpec(run.policies.teacher(name, stage), run.job.teachers[name])
         for name in (*run.job.teachers_of(stage), *_reference(run, stage))
     }
-    return TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
+    pool = TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
+    for teacher in specs:
+        run.store.add_teacher(pool.register(teacher, run.root))
+    return pool
 
 
 def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:

@@ -1,13 +1,15 @@
-"""Train one planned window: a loader process, a trainer process, and the policy version they leave behind."""
+"""Train planned windows: a loader process and a trainer process, alive from window to window."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import TracebackType
 
 from mopd_dataplane.errors import EngineError, MopdError
 from mopd_dataplane.files import publish_file
@@ -18,121 +20,135 @@ from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.train.metrics import read_metrics
-from mopd_dataplane.train.spec import HeadFile, TrainSpec, Window
+from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
-POLL_S = 0.2
+POLL_S = 0.1
 STOP_S = 30.0
 """How long an interrupted trainer may take to write its last checkpoint."""
+PATIENCE_S = 7 * 86400.0
+"""A trainer waits for its next window as long as this process lives; the loader ends with it, and tells."""
 
 
-def train_window(run: Run, stage: Stage, plan: PlanWindow) -> int:
-    """Train a window unless its policy version exists; returns that version. Continues from the last checkpoint.
+class Training:
+    """The training of one stage. Processes start with the first window that has to be trained, and end with the block.
 
-    Raises the trainer's error under its own exit code, EngineError when it died without one.
+    with Training(run, stage) as training:
+        version = training.train(plan)
     """
-    version = plan.window + 1
-    if run.policies.latest(stage) < version:
-        steps = len(plan.step_starts) - 1
-        with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
-            _train(run, stage, plan, advance)
-            done = [m for m in _ingest(run, stage) if m.window == plan.window]
-            report.facts = _summary(done)
-        name = f"time/{stage.name}/{plan.window}/train"
-        run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
-    _ingest(run, stage)
-    return version
 
+    def __init__(self, run: Run, stage: Stage) -> None:
+        self._run = run
+        self._stage = stage
+        self._trainer: subprocess.Popen[bytes] | None = None
+        self._resources = contextlib.ExitStack()
 
-def checkpoint_folder(run: Run, stage: Stage) -> Path:
-    """Where a stage's trainer keeps checkpoints and metrics."""
-    return run.root / "checkpoints" / stage.name
+    def train(self, plan: PlanWindow) -> int:
+        """Train a recorded window unless its policy version exists; returns that version.
 
+        Continues from the last checkpoint. Raises the trainer's error under its own exit code, EngineError when it
+        died without one.
+        """
+        run, stage, version = self._run, self._stage, plan.window + 1
+        if run.policies.latest(stage) < version:
+            steps = len(plan.step_starts) - 1
+            with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
+                trainer = self._trainer or self._start()
+                self._watch(trainer, plan, version, advance)
+                done = [m for m in self._metrics() if m.window == plan.window]
+                report.facts = _summary(done)
+            name = f"time/{stage.name}/{plan.window}/train"
+            run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
+        if metrics := self._metrics():
+            run.store.add_steps(metrics)
+        return version
 
-def train_spec(run: Run, stage: Stage, plan: PlanWindow, socket: Path) -> TrainSpec:
-    """What the trainer process is told."""
-    heads = {
-        name: HeadFile(path=str(run.root / teacher.head_file), digest=teacher.head_digest)
-        for name, teacher in run.store.teachers().items()
-        if name in plan.teachers
-    }
-    steps = len(plan.step_starts) - 1
-    window = Window(
-        window=plan.window,
-        plan_digest=plan.digest,
-        snapshot_digest=plan.snapshot.digest,
-        steps=steps,
-        policy_version=plan.window,
-    )
-    return TrainSpec(
-        stage=stage.name,
-        start=str(run.policies.start(stage)),
-        policy_dir=str(run.policies.stage_folder(stage)),
-        checkpoint_dir=str(checkpoint_folder(run, stage)),
-        socket=str(socket),
-        windows=(window,),
-        train=stage.train.model_copy(update={"epochs": 1}),
-        objective=run.job.objective(stage),
-        heads=heads,
-        teachers=tuple(plan.teachers),
-        total_steps=steps * stage.iterations,
-        seed=run.job.seed,
-        dtype=run.job.student.dtype,
-        temperature=stage.rollout.temperature or 1.0,
-        deadline_s=run.job.load.deadline_s,
-    )
+    def __enter__(self) -> Training:
+        return self
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+        self._trainer = None
 
-def _train(run: Run, stage: Stage, plan: PlanWindow, advance: Advance) -> None:
-    with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
-        socket = Path(scratch) / "loader.sock"
-        spec_file = Path(scratch) / "train.json"
-        publish_file(spec_file, train_spec(run, stage, plan, socket).model_dump_json().encode())
+    def _start(self) -> subprocess.Popen[bytes]:
+        run, stage = self._run, self._stage
+        scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
         load_spec = LoadSpec.for_stage(stage.name, run.job.load, run.job.objective(stage))
-        with start_server(run.store.uri, socket, load_spec):
-            trainer = subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec_file)])
-            try:
-                _watch(run, stage, plan, trainer, advance)
-            finally:
-                _stop(trainer)
+        self._resources.enter_context(start_server(run.store.uri, scratch / "loader.sock", load_spec))
+        publish_file(scratch / "train.json", self._spec(scratch / "loader.sock").model_dump_json().encode())
+        command = [sys.executable, "-m", "mopd_dataplane.train", str(scratch / "train.json")]
+        trainer = self._trainer = subprocess.Popen(command)
+        self._resources.callback(_stop, trainer)
+        return trainer
 
+    def _spec(self, socket: Path) -> TrainSpec:
+        run, stage = self._run, self._stage
+        teachers = run.job.teachers_of(stage)
+        known = run.store.teachers()
+        return TrainSpec(
+            stage=stage.name,
+            start=str(run.policies.start(stage)),
+            policy_dir=str(run.policies.stage_folder(stage)),
+            checkpoint_dir=str(self._folder),
+            socket=str(socket),
+            train=stage.train,
+            objective=run.job.objective(stage),
+            heads={
+                name: HeadFile(path=str(run.root / known[name].head_file), digest=known[name].head_digest)
+                for name in teachers
+                if name in known
+            },
+            teachers=teachers,
+            total_steps=self._steps_expected(),
+            seed=run.job.seed,
+            dtype=run.job.student.dtype,
+            temperature=stage.rollout.temperature or 1.0,
+            deadline_s=run.job.load.deadline_s,
+            patience_s=PATIENCE_S,
+        )
 
-def _watch(run: Run, stage: Stage, plan: PlanWindow, trainer: subprocess.Popen[bytes], advance: Advance) -> None:
-    """Follow the metrics file until the trainer ends."""
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = trainer.wait(POLL_S)
-            break
-        done = [m for m in read_metrics(checkpoint_folder(run, stage)) if m.window == plan.window]
-        if done:
-            advance(len(done), **_summary(done[-1:]))
-    if code == 0:
-        return
-    for kind in (*MopdError.__subclasses__(),):
-        if kind.exit_code == code:
-            raise kind(
-                f"stage {stage.name!r}: the trainer stopped with the error above; fix it and run again to continue"
-            )
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    raise EngineError(f"stage {stage.name!r}: the trainer {how}; run the same command again to continue")
+    @property
+    def _folder(self) -> Path:
+        return self._run.root / "checkpoints" / self._stage.name
+
+    def _steps_expected(self) -> int:
+        """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every iteration."""
+        first = self._run.store.plan(self._stage.name, 0)
+        return 0 if first is None else (len(first.step_starts) - 1) * self._stage.iterations
+
+    def _metrics(self) -> list[StepMetrics]:
+        return read_metrics(self._folder)
+
+    def _watch(self, trainer: subprocess.Popen[bytes], plan: PlanWindow, version: int, advance: Advance) -> None:
+        """Follow the metrics file until the window's policy is published."""
+        while self._run.policies.latest(self._stage) < version:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(POLL_S)
+                if self._run.policies.latest(self._stage) < version:
+                    self._died(trainer.returncode)
+            done = [m for m in self._metrics() if m.window == plan.window]
+            if done:
+                advance(len(done), **_summary(done[-1:]))
+
+    def _died(self, code: int) -> None:
+        where = f"stage {self._stage.name!r}: the trainer"
+        for kind in MopdError.__subclasses__():
+            if kind.exit_code == code:
+                raise kind(f"{where} stopped with the error above; mend it and run the same command again to continue")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise EngineError(f"{where} {how}; run the same command again to continue from its last checkpoint")
 
 
 def _stop(trainer: subprocess.Popen[bytes]) -> None:
     """Ask a running trainer to checkpoint and leave; kill it when it does not."""
     if trainer.poll() is None:
-        trainer.terminate()
+        os.kill(trainer.pid, signal.SIGTERM)
         try:
             trainer.wait(STOP_S)
         except subprocess.TimeoutExpired:
             trainer.kill()
             trainer.wait()
-
-
-def _ingest(run: Run, stage: Stage) -> list[StepMetrics]:
-    """Bring the stage's metrics file into `steps`; rows that are there stay as they are."""
-    metrics = read_metrics(checkpoint_folder(run, stage))
-    if metrics:
-        run.store.add_steps(metrics)
-    return metrics
 
 
 def _summary(steps: list[StepMetrics]) -> dict[str, str]:

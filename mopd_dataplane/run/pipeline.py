@@ -20,9 +20,10 @@ from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.data import store_reference
 from mopd_dataplane.run.evaluate import accuracy, evaluate
+from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
 from mopd_dataplane.run.generate import rollout
 from mopd_dataplane.run.judge import reward, score
-from mopd_dataplane.run.learn import train_window
+from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.schedule import explain_plan, plan_window
 
@@ -48,19 +49,20 @@ def run_stage(run: Run, stage: Stage) -> None:
         return
     if stage.start == "init" and stage.data == "rollout":
         evaluate(run, stage, 0)
-    for window in range(stage.iterations):
-        if run.policies.latest(stage) <= window:
-            run_window(run, stage, window)
-        if _is_evaluated(run, stage, window + 1):
-            evaluate(run, stage, window + 1)
+    with Training(run, stage) as training:
+        for window in range(stage.iterations):
+            if run.policies.latest(stage) <= window:
+                run_window(run, stage, window, training)
+            if _is_evaluated(run, stage, window + 1):
+                evaluate(run, stage, window + 1)
     run.mark_done(stage)
 
 
-def run_window(run: Run, stage: Stage, window: int) -> None:
+def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
     """One round of data, signals, plan and training; leaves policy version `window + 1`."""
     produce(run, stage, window)
     score(run, stage, generation=_generation(stage, window))
-    train_window(run, stage, plan_window(run, stage, window, generation=_generation(stage, window)))
+    training.train(plan_window(run, stage, window, generation=_generation(stage, window)))
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
@@ -86,15 +88,14 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     """Produce the samples of the stage's next window, or with `follow` of all its windows."""
     run = open_run(job, Progress(console))
     if follow:
-        rollout_follow(run, stage)
-        return {"stage": stage.name, "samples": _count(run, "samples", stage)}
+        return {"stage": stage.name, "samples": rollout_follow(run, stage)}
     window = run.policies.latest(stage)
     if stage.data == "reference":
         store_reference(run, stage)
-        return {"stage": stage.name, "window": window, "samples": _count(run, "samples", stage)}
+        return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
     report = rollout(run, stage, window)
     facts = asdict(report) if report else {}
-    return {**facts, "stage": stage.name, "window": window, "samples": _count(run, "samples", stage)}
+    return {**facts, "stage": stage.name, "window": window, "samples": _samples(run, stage)}
 
 
 def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> Summary:
@@ -107,8 +108,7 @@ def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follo
     """Compute every signal that a stage's samples lack; with `follow`, as they appear."""
     run = open_run(job, Progress(console))
     if follow:
-        score_follow(run, stage)
-        return {"stage": stage.name}
+        return {"stage": stage.name, **score_follow(run, stage)}
     return {"stage": stage.name, **score(run, stage)}
 
 
@@ -122,14 +122,23 @@ def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explai
 
 
 def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
-    """Train every recorded window that has no policy version yet; with `follow`, plan windows as they become possible."""
+    """Train every recorded window that has no policy version; with `follow`, plan windows as they become possible."""
     run = open_run(job, Progress(console))
-    if follow:
-        return train_follow(run, stage)
-    for window in run.store.plans(stage.name):
-        if window >= run.policies.latest(stage):
-            train_window(run, stage, plan_window(run, stage, window, generation=None))
-    return {"stage": stage.name, "policy_version": run.policies.latest(stage), "policy": str(run.policies.last(stage))}
+    trained = train_follow(run, stage) if follow else train_recorded(run, stage)
+    newest = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.last(stage))}
+    return {"stage": stage.name, **trained, **newest}
+
+
+def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
+    """Train every recorded window that has no policy version yet."""
+    trained = 0
+    with Training(run, stage) as training:
+        for window in run.store.plans(stage.name):
+            plan = run.store.plan(stage.name, window)
+            if plan is not None and len(plan.sample_rows) and window >= run.policies.latest(stage):
+                training.train(plan)
+                trained += 1
+    return {"windows": trained}
 
 
 def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
@@ -143,5 +152,5 @@ def _generation(stage: Stage, window: int) -> int | None:
     return window if stage.data == "rollout" else None
 
 
-def _count(run: Run, table: str, stage: Stage) -> int:
-    return run.store.dataset(table).count_rows(f"run = '{stage.name}'")
+def _samples(run: Run, stage: Stage) -> int:
+    return run.store.dataset("samples").count_rows(f"run = '{stage.name}'")

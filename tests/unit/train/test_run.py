@@ -253,7 +253,7 @@ def test_a_half_precision_policy_is_published_in_its_dtype(spec: TrainSpec, wind
 
 def test_a_bad_spec_names_its_key(spec: TrainSpec, tmp_path: Path) -> None:
     content = json.loads(spec.model_dump_json())
-    content["windows"][0]["steps"] = 0
+    content["windows"][0]["steps"] = -1
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"windows\.0\.steps"):
