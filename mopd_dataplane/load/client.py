@@ -32,6 +32,7 @@ from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, ra
 from mopd_dataplane.records import Batch, Pack
 
 Views = Literal["torch", "numpy"]
+CONNECT_RETRY_S = 0.05
 
 
 class LoaderClient:
@@ -65,7 +66,7 @@ class LoaderClient:
         self._slots: dict[int, _MappedSlot] = {}
         self._position = {"window": 0, "step": 0}
         self._batch: LoadedBatch | None = None
-        self._channel = Channel(_connect(Path(socket)))
+        self._channel = Channel(_connect(Path(socket), deadline_s))
         greeting = self._ask({
             "op": "hello", "version": VERSION, "rank": rank, "world_size": world_size, "member": member,
             "members": members,
@@ -300,11 +301,16 @@ class _MappedSlot:
         return part.view(kinds[field.dtype]).view(field.shape)
 
 
-def _connect(path: Path) -> sockets.socket:
-    connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    try:
-        connection.connect(str(path))
-    except OSError as error:
-        connection.close()
-        raise DeadlineError(f"no loader answers on {path}: {error.strerror}; start it first") from error
-    return connection
+def _connect(path: Path, deadline_s: float) -> sockets.socket:
+    """Connect to a loader, which may still be starting."""
+    until = time.monotonic() + deadline_s
+    while True:
+        connection = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        try:
+            connection.connect(str(path))
+            return connection
+        except OSError as error:
+            connection.close()
+            if time.monotonic() > until:
+                raise DeadlineError(f"no loader answers on {path}: {error.strerror}; start it first") from error
+            time.sleep(CONNECT_RETRY_S)

@@ -75,10 +75,15 @@ class Training:
         run, stage = self._run, self._stage
         scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
         load_spec = LoadSpec.for_stage(stage.name, run.job.load, run.job.objective(stage))
-        self._resources.enter_context(start_server(run.store.uri, scratch / "loader.sock", load_spec))
         publish_file(scratch / "train.json", self._spec(scratch / "loader.sock").model_dump_json().encode())
         command = [sys.executable, "-m", "mopd_dataplane.train", str(scratch / "train.json")]
         trainer = self._trainer = subprocess.Popen(command)
+        # Both start at once, the trainer waits for the loader; the trainer must end first, or it would miss its loader.
+        try:
+            self._resources.enter_context(start_server(run.store.uri, scratch / "loader.sock", load_spec))
+        except BaseException:
+            _stop(trainer)
+            raise
         self._resources.callback(_stop, trainer)
         return trainer
 

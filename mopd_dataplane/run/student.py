@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,9 +44,12 @@ def make_student(student: Student, folder: Path, *, seed: int) -> Path:
     return folder
 
 
-def character_tokenizer() -> PreTrainedTokenizerBase:
-    """One token per printable ASCII character and newline; the beginning-of-sequence token in front of every text."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """One token per printable ASCII character and newline; the beginning-of-sequence token in front of every text.
+
+    whole: strings that are one token each wherever they appear, the longest first.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     characters = string.digits + string.ascii_letters + string.punctuation + " \n"
@@ -56,6 +60,7 @@ def character_tokenizer() -> PreTrainedTokenizerBase:
         single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
     )
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
@@ -70,7 +75,7 @@ def _from_config(student: Student, folder: Path, seed: int) -> None:
     settings = dict(student.config)
     model_type = settings.pop("model_type", None)
     if student.tokenizer in ("", "characters"):
-        tokenizer = character_tokenizer()
+        tokenizer = character_tokenizer(student.tokens)
         tokenizer.save_pretrained(folder)
         special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
         settings = {"vocab_size": len(tokenizer), **special, "eos_token_id": tokenizer.eos_token_id, **settings}

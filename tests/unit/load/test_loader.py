@@ -314,7 +314,7 @@ def test_refusals(store, loader, tmp_path):
     with pytest.raises(InputError, match="107 are possible"):
         start_server(store.uri, tmp_path / ("x" * 120), SPEC)
     with pytest.raises(DeadlineError, match="no loader answers"):
-        LoaderClient(tmp_path / "nobody.sock")
+        LoaderClient(tmp_path / "nobody.sock", deadline_s=0.2)
 
 
 def test_missing_signals_are_named(tmp_path):
