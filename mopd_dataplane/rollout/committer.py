@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from mopd_dataplane.errors import DeadlineError, ResourceError
@@ -56,6 +57,7 @@ class Committer:
         self._waiting: queue.Queue[Finished | None] = queue.Queue(maxsize=_QUEUE)
         self._done: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._stopping = False
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._thread.start()
 
@@ -73,13 +75,20 @@ class Committer:
         return batches
 
     def drain(self) -> None:
-        """Commit everything that was handed over and end the thread."""
+        """Commit everything that was handed over and end the thread. Raises what a commit raised."""
         self._put(None)
         self._thread.join(timeout=_DEADLINE_S)
         if self._thread.is_alive():
-            raise DeadlineError(
-                f"a commit to the store has not returned in {_DEADLINE_S:.0f} s; the log keeps its samples"
-            )
+            raise DeadlineError(f"a commit has not returned in {_DEADLINE_S:.0f} s; the token log keeps its samples")
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """End the thread after the commit in hand; the log keeps what it has not taken."""
+        self._stopping = True
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(timeout=_DEADLINE_S)
 
     def _put(self, item: Finished | None) -> None:
         deadline = time.monotonic() + _DEADLINE_S + self._full_disk_wait_s
@@ -96,7 +105,7 @@ class Committer:
     def _run(self) -> None:
         try:
             ended = False
-            while not ended:
+            while not ended and not self._stopping:
                 batch, ended = self._collect()
                 if batch:
                     self._commit_batch(batch)

@@ -105,6 +105,9 @@ class Flusher:
                 pass
         except ResourceError as failure:
             self.fail(failure)
+        except BaseException as error:
+            self.fail(ResourceError(f"the thread that syncs the token log died: {error!r}; run again to continue"))
+            raise
 
     def _turn(self) -> bool:
         with self._changed:

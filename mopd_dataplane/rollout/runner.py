@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from mopd_dataplane import jobfile
-from mopd_dataplane.errors import MismatchError, MopdError, PromptError
+from mopd_dataplane.errors import MismatchError, PromptError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
 from mopd_dataplane.rollout.draft import Draft, Opening
@@ -88,8 +87,7 @@ def run_rollout(
             committer.drain()
             loop.collect_commits()
         except BaseException:
-            with suppress(MopdError, OSError):
-                committer.drain()
+            committer.stop()
             log.abort()
             raise
         finally:

@@ -18,11 +18,12 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mopd_dataplane import jobfile
-from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.errors import MopdError, ResourceError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.filesystem import Level, Mount, mount_of
@@ -32,6 +33,19 @@ from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.ownership import claim_epoch, claim_file, make_folder, take_lock
 from mopd_dataplane.rollout.recovery import Recovered, epoch_folders, recover, segment_files
 from mopd_dataplane.rollout.segmentfile import SegmentFile
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Whatever the operating system refuses becomes a ResourceError that says which log it was."""
+    try:
+        yield
+    except MopdError:
+        raise
+    except OSError as error:
+        raise ResourceError(
+            f"token log {folder}: {error}; every logged token is kept, run again to continue"
+        ) from error
 
 
 class TokenLog:
@@ -75,14 +89,15 @@ class TokenLog:
         notice: told in one line when the disk is full and when it no longer is.
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = take_lock(folder)
-        try:
-            recovered = recover(folder)
-            return cls(folder, settings, recovered, lock, notice), recovered
-        except BaseException:
-            os.close(lock)
-            raise
+        with _named(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = take_lock(folder)
+            try:
+                recovered = recover(folder)
+                return cls(folder, settings, recovered, lock, notice), recovered
+            except BaseException:
+                os.close(lock)
+                raise
 
     @property
     def level(self) -> Level:
@@ -136,9 +151,10 @@ class TokenLog:
         with self._appending, self._flusher.paused():
             self._flusher.check()
             try:
-                self._end_segment()
-                self._begin_segment(previous=self._last_crc)
-                self._checkpoint(ledger)
+                with _named(self.folder):
+                    self._end_segment()
+                    self._begin_segment(previous=self._last_crc)
+                    self._checkpoint(ledger)
             except ResourceError as failure:
                 self._flusher.fail(failure)
                 raise
@@ -148,10 +164,11 @@ class TokenLog:
         self._flusher.stop()
         try:
             self._flusher.check()
-            self._end_segment()
-            checkpoint("wal.closed")
-            if forget:
-                shutil.rmtree(self._epoch_folder)
+            with _named(self.folder):
+                self._end_segment()
+                checkpoint("wal.closed")
+                if forget:
+                    shutil.rmtree(self._epoch_folder)
         finally:
             self._file.close()
             os.close(self._lock)

@@ -1,0 +1,105 @@
+"""Runs rollouts in forked children that kill themselves with SIGKILL at a named point.
+
+One JSON object per line on stdin: {"home": …, "point": …, "visit": n, "prompts": …, "engine": "toy" or a model folder};
+one line on stdout per rollout: the child's exit code (negative: the signal) and what its report says. Forking from a
+process that has imported everything makes one attempt cost what its work costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mopd_dataplane import faultpoints, jobfile
+from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.rollout.engine import Engine
+from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.runner import run_rollout
+
+
+class Shelf:
+    """A store in one file: a line per sample, synced, cut back to whole lines when it is opened."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        whole = file.read_bytes() if file.exists() else b""
+        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        self.uids = {json.loads(line)["uid"] for line in file.read_text().splitlines()}
+
+    def commit(self, samples: list[Sample]) -> None:
+        """Append what is new, durably."""
+        new = [sample for sample in samples if sample.uid not in self.uids]
+        with self.file.open("a") as file:
+            file.writelines(json.dumps(row(sample)) + "\n" for sample in new)
+            file.flush()
+            os.fsync(file.fileno())
+        self.uids |= {sample.uid for sample in new}
+
+
+def row(sample: Sample) -> dict[str, Any]:
+    """A sample as JSON, log-probs as float32 bits."""
+    assert sample.logprobs is not None
+    return {
+        "uid": sample.uid,
+        "tokens": sample.tokens.tolist(),
+        "bits": sample.logprobs.view("int32").tolist(),
+        "reason": sample.finish_reason,
+        "resume": sample.resume,
+        "interruptions": sample.interruptions,
+    }
+
+
+def attempt(task: dict[str, Any]) -> dict[str, Any]:
+    """One rollout in this process; dies on the `visit`-th pass of `point`."""
+    left = task["visit"]
+
+    def die(name: str) -> None:
+        nonlocal left
+        if name == task["point"]:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    faultpoints.observe(die)
+    home = Path(task["home"])
+    home.mkdir(exist_ok=True)
+    shelf = Shelf(home / "shelf.jsonl")
+    toy = task["engine"] == "toy"
+    engine: Engine = ToyEngine(slots=16) if toy else HfEngine(task["engine"], slots=16)
+    prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(task["prompts"])]
+    report = run_rollout(
+        engine, prompts, stage="student", generation=1, seed=0, rollout=jobfile.Rollout(max_new_tokens=48),
+        wal=jobfile.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
+        render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
+        already=shelf.uids,
+    )  # fmt: skip
+    return {"samples": report.samples, "resumed": report.resumed, "exact": report.exact, "drift": report.max_drift}
+
+
+def main() -> None:
+    """Serve attempts until stdin ends."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task = json.loads(line)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            os.write(writing, json.dumps(attempt(task)).encode())
+            os._exit(0)
+        os.close(writing)
+        with open(reading) as answer:
+            report = answer.read()
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"code": os.waitstatus_to_exitcode(status)} | json.loads(report or "{}")), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A tiny real model with a real tokenizer, a toy rollout, and a store made of one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
+
+TINY = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random two-layer Qwen3 with one token per character."""
+    from mopd_dataplane.run.student import make_student
+
+    return make_student(jobfile.Student(config=TINY), tmp_path_factory.mktemp("models") / "tiny", seed=3)
+
+
+class Shelf:
+    """A store in a list that, like the real one, keeps each uid once."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, Sample] = {}
+        self.offered = 0
+
+    def commit(self, samples: list[Sample]) -> None:
+        """Keep what is new."""
+        self.offered += len(samples)
+        for sample in samples:
+            self.samples.setdefault(sample.uid, sample)
+
+
+@pytest.fixture
+def shelf() -> Shelf:
+    """An empty store."""
+    return Shelf()
+
+
+@pytest.fixture
+def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
+    """run_rollout on the toy engine over `count` prompts, with everything else defaulted."""
+
+    def rolled(
+        shelf: Shelf, *, count: int = 20, slots: int = 8, home: Path | None = None, **given: Any
+    ) -> RolloutReport:
+        settings = {
+            "stage": "student",
+            "generation": 1,
+            "seed": 7,
+            "rollout": jobfile.Rollout(max_new_tokens=60),
+            "wal": jobfile.Wal(segment_bytes=1 << 14, full_disk_wait_s=0),
+            "wal_dir": home or tmp_path / "wal",
+            "commit": shelf.commit,
+            "render": lambda prompt: [ord(c) % 12 for c in prompt.text],
+            "already": set(shelf.samples),
+        } | given
+        engine = settings.pop("engine", None) or ToyEngine(slots=slots)
+        prompts = settings.pop("prompts", None)
+        if prompts is None:
+            prompts = [Prompt(prompt_id=f"p{i}", domain="toy", text=f"{i}+{i}") for i in range(count)]
+        return run_rollout(engine, prompts, **settings)
+
+    return rolled

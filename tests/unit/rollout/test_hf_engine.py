@@ -1,0 +1,195 @@
+"""The Hugging Face engine: batches do not matter, and transformers' own generate agrees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.rollout.engine import LENGTH, STOP, Request, check_step
+from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.sampling import sample_key
+from mopd_dataplane.rollout.stops import StopText
+
+Answer = tuple[list[int], list[float], int]
+TOLERANCE = 2e-5
+"""float32 through two layers and a 64-wide sum: a few units of 2^-24 relative on logits of size ~10."""
+
+
+def requests(count: int, **settings: object) -> list[Request]:
+    rng = np.random.default_rng(5)
+    made = []
+    for i in range(count):
+        prompt = rng.integers(4, 100, rng.integers(1, 40)).astype(np.int32)
+        made.append(Request(uid=str(i), prompt_ids=prompt, key=sample_key(str(i)), **{"max_new_tokens": 30} | settings))
+    return made
+
+
+def decode(engine: HfEngine, work: list[Request]) -> dict[str, Answer]:
+    """Run requests to their end, refilling each slot as it gets free."""
+    waiting, free = list(work), list(range(engine.slots))
+    running: dict[int, Request] = {}
+    answers: dict[str, Answer] = {request.uid: ([], [], 0) for request in work}
+    while waiting or running:
+        admitted = []
+        while waiting and free:
+            slot, request = free.pop(), waiting.pop(0)
+            running[slot] = request
+            admitted.append((slot, request))
+        engine.admit(admitted)
+        output = engine.step()
+        check_step(output, engine.vocab_size)
+        for slot, token, logprob, finished in zip(
+            *(a.tolist() for a in (output.slots, output.token_ids, output.logprobs, output.finished)), strict=True
+        ):
+            tokens, logprobs, _ = answers[running[slot].uid]
+            tokens.append(token)
+            logprobs.append(logprob)
+            if finished:
+                answers[running[slot].uid] = (tokens, logprobs, finished)
+                del running[slot]
+                free.append(slot)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> dict[str, Answer]:
+    return decode(HfEngine(tiny_model, slots=16), requests(40))
+
+
+@pytest.mark.parametrize("slots", [1, 3, 40])
+def test_tokens_do_not_depend_on_batch_mates_or_order(
+    tiny_model: Path, reference: dict[str, Answer], slots: int
+) -> None:
+    work = [requests(40)[i] for i in np.random.default_rng(slots).permutation(40)]
+    answers = decode(HfEngine(tiny_model, slots=slots), work)
+    for uid, (tokens, logprobs, finished) in reference.items():
+        assert answers[uid][0] == tokens
+        assert answers[uid][2] == finished
+        np.testing.assert_allclose(answers[uid][1], logprobs, atol=TOLERANCE)
+
+
+def test_both_ends_occur(reference: dict[str, Answer]) -> None:
+    assert {finished for _, _, finished in reference.values()} == {STOP, LENGTH}
+    for tokens, _, finished in reference.values():
+        assert (tokens[-1] == 2) == (finished == STOP)
+        assert len(tokens) == 30 or finished == STOP
+
+
+def test_greedy_agrees_with_transformers(tiny_model: Path) -> None:
+    engine = HfEngine(tiny_model, slots=4)
+    work = requests(6, temperature=0.0, max_new_tokens=20)
+    answers = decode(engine, work)
+    for request in work:
+        prompt = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
+        theirs = engine._model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
+        assert answers[request.uid][0] == theirs[0, prompt.shape[1] :].tolist()
+
+
+def test_logprobs_are_those_of_the_model_at_the_sampling_settings(tiny_model: Path) -> None:
+    engine = HfEngine(tiny_model, slots=4)
+    work = requests(4, temperature=0.8, top_k=20)
+    for uid, (tokens, logprobs, _) in decode(engine, work).items():
+        prompt = work[int(uid)].prompt_ids
+        ids = torch.tensor([[*prompt.tolist(), *tokens]])
+        with torch.no_grad():
+            logits = engine._model(ids).logits[0, len(prompt) - 1 : -1] / 0.8
+        threshold = logits.topk(20).values[:, -1:]
+        expected = logits.masked_fill(logits < threshold, -torch.inf).log_softmax(-1)
+        picked = expected[torch.arange(len(tokens)), torch.tensor(tokens)]
+        np.testing.assert_allclose(logprobs, picked.numpy(), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kept", [1, 7, 29])
+def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, reference: dict[str, Answer], kept: int) -> None:
+    engine = HfEngine(tiny_model, slots=5)
+    for request in requests(40):
+        tokens, logprobs, _ = reference[request.uid]
+        if len(tokens) <= kept:
+            continue
+        prefix = np.array(tokens[:kept], np.int32)
+        resumed = Request(
+            uid=request.uid, prompt_ids=request.prompt_ids, prefix_ids=prefix, key=request.key, max_new_tokens=30
+        )
+        rescored = engine.admit([(0, resumed)])[0]
+        np.testing.assert_allclose(rescored, logprobs[max(0, kept - 16) : kept], atol=TOLERANCE)
+        output = engine.step()
+        assert output.positions.tolist() == [kept]
+        assert output.token_ids.tolist() == [tokens[kept]]
+        engine.release(0)
+
+
+def test_stop_strings_end_a_sample_wherever_they_fall(tiny_model: Path, reference: dict[str, Answer]) -> None:
+    engine = HfEngine(tiny_model, slots=8)
+    text = {uid: engine.tokenizer.decode(tokens) for uid, (tokens, _, _) in reference.items()}
+    uid = next(uid for uid, answer in text.items() if len(answer) > 12)
+    stop = text[uid][7:9]
+    answers = decode(engine, requests(40, stop=(stop, "never")))
+    cut = text[uid].index(stop) + len(stop)
+    assert engine.tokenizer.decode(answers[uid][0]) == text[uid][:cut]
+    assert answers[uid][2] == STOP
+    untouched = [other for other, answer in text.items() if stop not in answer]
+    assert untouched
+    assert all(answers[other][0] == reference[other][0] for other in untouched)
+
+
+def test_stop_text_is_found_across_the_resume_point() -> None:
+    from mopd_dataplane.run.student import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    ids = tokenizer.encode("ab##c", add_special_tokens=False)
+    for cut in range(len(ids)):
+        stops = StopText(tokenizer, ("##",))
+        before = stops.extend(ids[:cut])
+        after = [stops.extend([token]) for token in ids[cut:]]
+        assert (before, [cut + i for i, seen in enumerate(after) if seen]) == ((True, []) if cut > 3 else (False, [3]))
+
+
+def test_garbage_weights_are_an_error_and_write_nothing(tiny_model: Path) -> None:
+    engine = HfEngine(tiny_model, slots=2)
+    engine.admit([(0, requests(1)[0])])
+    engine._head_weight = engine._head_weight.clone()
+    engine._head_weight[5] = float("nan")
+    with pytest.raises(EngineError, match="non-finite logits for sample 0 at response position 0"):
+        engine.step()
+
+
+def test_a_policy_is_swapped_only_when_every_slot_is_free(tiny_model: Path) -> None:
+    engine = HfEngine(tiny_model, slots=2)
+    engine.admit([(0, requests(1)[0])])
+    with pytest.raises(EngineError, match="still live"):
+        engine.load_policy(tiny_model, 1)
+    engine.release(0)
+    engine.load_policy(tiny_model, 1)
+    assert engine.policy_version == 1
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    from mopd_dataplane.run.student import make_student
+
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 8,
+        "max_window_layers": 1,
+    }  # fmt: skip
+    folder = make_student(jobfile.Student(config=config), tmp_path / "sliding", seed=0)
+    with pytest.raises(MismatchError, match="sliding_attention"):
+        HfEngine(folder, slots=1)
+
+
+def test_llama_decodes_too(tmp_path: Path) -> None:
+    from mopd_dataplane.run.student import make_student
+
+    config = {
+        "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
+    }  # fmt: skip
+    folder = make_student(jobfile.Student(config=config), tmp_path / "llama", seed=0)
+    many, one = decode(HfEngine(folder, slots=8), requests(12)), decode(HfEngine(folder, slots=1), requests(12))
+    assert {uid: answer[0] for uid, answer in many.items()} == {uid: answer[0] for uid, answer in one.items()}
