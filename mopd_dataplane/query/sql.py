@@ -10,7 +10,10 @@ import re
 from typing import TYPE_CHECKING
 
 import duckdb
+import lance
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
 
 from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.layout import blob_columns, spec_of
@@ -65,12 +68,33 @@ def _register(
     spoken = [name for name in names if sql_name(name) in query.lower()]
     for name in spoken or names:
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
+        source = _Payload(dataset) if spec_of(name).heavy else dataset
         if not blobs:
-            connection.register(sql_name(name), dataset)
+            connection.register(sql_name(name), source)
             continue
         shown = ", ".join(f'"{column}"' for column in dataset.schema.names if column not in blobs)
-        connection.register(f"{sql_name(name)}/rows", dataset)
+        connection.register(f"{sql_name(name)}/rows", source)
         connection.execute(f'create view "{sql_name(name)}" as select {shown} from "{sql_name(name)}/rows"')
+
+
+class _Payload(pads.Dataset):  # type: ignore[misc]
+    """A payload table as DuckDB reads it: filters are applied in Arrow, because Lance refuses DuckDB's on tables with
+    unsigned columns."""
+
+    def __init__(self, dataset: lance.LanceDataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns, as the table has them."""
+        return self._dataset.schema
+
+    def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> pads.Scanner:
+        """Batches of some columns; columns only the filter speaks of are read beside them."""
+        shown = self.schema.names if columns is None else columns
+        read = [name for name in self.schema.names if name in shown or name in str(filter)]
+        batches = self._dataset.scanner(columns=read).to_reader()
+        return pads.Scanner.from_batches(batches, columns=shown, filter=filter)
 
 
 def _explain(error: duckdb.Error, store: Store) -> str:
