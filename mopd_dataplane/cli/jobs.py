@@ -47,9 +47,10 @@ def run(
     Every stage in order: rollout, score, plan, train, evaluate; then the report. Safe to kill at any moment and to
     repeat: finished work is kept, interrupted samples continue. With --stage, that stage only.
     """
+    loaded = load(job, set_, seed, store)
+
     from mopd_dataplane.run import pipeline
 
-    loaded = load(job, set_, seed, store)
     result = pipeline.run_job(loaded, only=stage, console=stderr())
     if as_json:
         print_json(result)
@@ -186,9 +187,9 @@ def print_accuracy(store: str) -> None:
     from mopd_dataplane.query.sections import seesaw
 
     section = seesaw(measure(open_store(store)))
+    note(section.empty or section.text)
     for grid in section.grids:
         print_grid(grid)
-    note(section.empty or section.text)
 
 
 def present(result: Any, *, as_json: bool) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.job import remembered_job, stage_starts
+from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.sql import sql_name
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -94,8 +96,10 @@ QUERIES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Every number of a report. Each field but the first three is the answer of the query of that name."""
+    """Every number of a report. Each field after the first four is the answer of the query of that name."""
 
+    name: str
+    """Name of the job, or of the store's folder."""
     uri: str
     snapshot: Snapshot
     rows: dict[str, int]
@@ -118,7 +122,13 @@ class Measures:
 
     def numbers(self) -> dict[str, Any]:
         """The measures and the recovery as plain values, for --json."""
-        facts = {"uri": self.uri, "versions": self.snapshot.versions, "digest": self.snapshot.digest, "rows": self.rows}
+        facts = {
+            "name": self.name,
+            "uri": self.uri,
+            "versions": self.snapshot.versions,
+            "digest": self.snapshot.digest,
+            "rows": self.rows,
+        }
         return {**facts, **{name: getattr(self, name) for name in QUERIES}, "recovery": recovery(self)}
 
 
@@ -126,28 +136,29 @@ def measure(store: Store) -> Measures:
     """Ask a store for the numbers of a report, at its present snapshot."""
     snapshot = store.snapshot()
     counts = " union all ".join(
-        f"select '{name}' as name, count(*) as n from {name}" for name in snapshot.versions if "/" not in name
+        f'select {literal(name)} as name, count(*) as n from "{sql_name(name)}"' for name in snapshot.versions
     )
     rows = {row["name"]: row["n"] for row in store.sql(counts, snapshot=snapshot).to_pylist()}
     answers = {name: store.sql(query, snapshot=snapshot).to_pylist() for name, query in QUERIES.items()}
-    starts = stage_starts(remembered_job(store))
+    job = remembered_job(store)
     for name in ("accuracy_by_version", "heldout_kl"):
-        answers[name] = from_the_start(answers[name], starts)
-    return Measures(uri=store.uri, snapshot=snapshot, rows=rows, **answers)
+        answers[name] = from_the_start(answers[name], stage_starts(job))
+    name = job.get("name") or store.uri.rstrip("/").rpartition("/")[2]
+    return Measures(name=name, uri=store.uri, snapshot=snapshot, rows=rows, **answers)
 
 
 def from_the_start(rows: Rows, starts: dict[str, str]) -> Rows:
     """Rows by version, with a stage's version 0 taken from the policy it starts from.
 
-    An evaluation labelled version 0 is of the named policy as a starting point; it is no version of its own stage.
+    That policy is evaluated as its own version 0 when it is no stage (`init`), else as its newest version.
     """
     own = [row for row in rows if row["policy_version"] > 0]
-    stages = {row["policy"] for row in own}
+    newest = {row["policy"]: row["policy_version"] for row in rows}  # rows rise by version
     first = [
-        {**row, "policy": stage}
-        for stage, start in starts.items()
+        {**row, "policy": stage, "policy_version": 0}
+        for stage in dict.fromkeys(row["policy"] for row in own)
         for row in rows
-        if stage in stages and row["policy"] == start and row["policy_version"] == 0
+        if (row["policy"], row["policy_version"]) == (starts.get(stage), newest.get(starts.get(stage, ""), 0))
     ]
     return first + own
 

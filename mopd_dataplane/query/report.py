@@ -85,7 +85,7 @@ def render(measures: Measures, shown: Excerpts) -> str:
     )
     environment.filters |= {"visible": visible, "strength": strength, "number": number}
     return environment.get_template("report.html.j2").render(
-        name=measures.uri.rstrip("/").rpartition("/")[2],
+        name=measures.name,
         measures=measures,
         cards=cards(measures),
         sections=sections(measures),

@@ -9,7 +9,10 @@ from typing import Any
 from mopd_dataplane.query.measures import Measures, Rows, recovery, teacher_policies
 from mopd_dataplane.query.plots import Line, Plot, bars, grouped, histogram, line_plot
 from mopd_dataplane.query.text import count, duration, number, percent, size
+from mopd_dataplane.tables import TABLES
 
+FLOW = ("data", "rollout", "reward", "score", "plan", "train", "evaluate")
+"""Actions of a stage, in order."""
 Plots = list[tuple[str, Plot]]
 """(caption, plot)"""
 
@@ -95,9 +98,7 @@ def seesaw(measures: Measures) -> Section:
     ]  # fmt: skip
     body.append([Cell(text="mean"), *(_mean_cell(rows, recovered, policy) for policy in policies)])
     head = ["domain", *(f"{policy} v{version}" for policy, version in policies.items())]
-    caption = (
-        "Outlined: the domain's teacher. Percent of its accuracy that a student reaches stands below the student's."
-    )
+    caption = "Outlined: the domain's teacher. Small print: the share of its accuracy that the student reaches."
     text = "Verified accuracy on held-out prompts, last version of every policy."
     return Section(key="accuracy", title=title, text=text, grids=[Grid(head=head, rows=body, caption=caption)])
 
@@ -105,7 +106,8 @@ def seesaw(measures: Measures) -> Section:
 def _accuracy_cell(row: dict[str, Any] | None, recovered: dict[str, Any] | None, own: bool) -> Cell:
     if row is None:
         return Cell(text="–")
-    note = f"{percent(recovered['recovery'])} of {recovered['teacher']}" if recovered else ""
+    compared = recovered is not None and recovered["recovery"] is not None
+    note = f"{percent(recovered['recovery'])} of {recovered['teacher']}" if recovered and compared else ""
     return Cell(text=percent(row["accuracy"]), heat=row["accuracy"], note=note, marked=own)
 
 
@@ -123,7 +125,7 @@ def learning(measures: Measures) -> Section:
     plots: Plots = []
     theirs = {(r["policy"], r["domain"]): r["teacher_accuracy"] for r in recovery(measures)}
     for policy, rows in grouped(measures.accuracy_by_version, "policy").items():
-        if len({row["policy_version"] for row in rows}) < 2:
+        if not _is_curve(rows):
             continue
         lines = [
             _line(domain, part, "policy_version", "accuracy", level=theirs.get((policy, domain)))
@@ -153,7 +155,7 @@ def divergence(measures: Measures) -> Section:
             plot = line_plot(f"kl{len(plots)}", alt, lines, x="iteration", y="nat per token")
             plots.append((f"{run}: reverse KL to each teacher on its own rollouts.", plot))
     for policy, rows in grouped(measures.heldout_kl, "policy").items():
-        if len({row["policy_version"] for row in rows}) < 2:
+        if not _is_curve(rows):
             continue
         lines = [_line(d, part, "policy_version", "reverse_kl") for d, part in grouped(rows, "domain").items()]
         alt = f"Held-out reverse KL of {policy} by version. {_ends(lines, number)}"
@@ -242,9 +244,10 @@ def times(measures: Measures) -> Section:
     """Wall time of every stage, split by action."""
     if not measures.times:
         return Section(key="time", title="Time per stage", empty="No stage times are recorded.")
-    rows: dict[str, dict[str, float]] = {}
-    for row in measures.times:
-        rows.setdefault(row["stage"], {})[row["action"]] = row["seconds"]
+    spent = {(row["stage"], row["action"]): row["seconds"] for row in measures.times}
+    actions = sorted({action for _, action in spent}, key=lambda action: (_place(action), action))
+    stages = dict.fromkeys(stage for stage, _ in spent)
+    rows = {stage: {action: spent.get((stage, action), 0.0) for action in actions} for stage in stages}
     totals = {stage: sum(parts.values()) for stage, parts in rows.items()}
     labels = {stage: duration(total) for stage, total in totals.items()}
     alt = "Wall time by stage: " + ", ".join(f"{stage} {label}" for stage, label in labels.items()) + "."
@@ -275,15 +278,8 @@ def cost(measures: Measures) -> Section:
 
 def facts(measures: Measures) -> Section:
     """Where the numbers come from."""
-    versions = sorted(measures.snapshot.versions.items())
-    body = [
-        [
-            Cell(text=name),
-            Cell(text=count(measures.rows[name]) if name in measures.rows else "–"),
-            Cell(text=str(version)),
-        ]
-        for name, version in versions
-    ]
+    names = sorted(measures.rows, key=lambda name: (list(TABLES).index(name) if name in TABLES else len(TABLES), name))
+    body = [_plain(name, count(measures.rows[name]), str(measures.snapshot.versions[name])) for name in names]
     text = f"Every number on this page was read from {measures.uri} at snapshot {measures.snapshot.digest}."
     return Section(key="store", title="Store", text=text, grids=[Grid(head=["table", "rows", "version"], rows=body)])
 
@@ -295,6 +291,15 @@ def _line(name: str, rows: Rows, x: str, y: str, *, level: float | None = None) 
 def _ends(lines: Sequence[Line], show: Any) -> str:
     """First and last value of each line, in words."""
     return "; ".join(f"{line.name} from {show(line.y[0])} to {show(line.y[-1])}" for line in lines if line.y) + "."
+
+
+def _is_curve(rows: Rows) -> bool:
+    """Whether a policy has several versions of its own, beside the one it starts from."""
+    return len({row["policy_version"] for row in rows} - {0}) > 1
+
+
+def _place(action: str) -> int:
+    return FLOW.index(action) if action in FLOW else len(FLOW)
 
 
 def _plain(*texts: str) -> list[Cell]:

@@ -84,10 +84,18 @@ def test_learning_curve_starts_where_the_stage_starts(measures: Measures) -> Non
     assert [row["policy_version"] for row in rows if row["policy"] == "base"] == [1]
 
 
-def test_start_of_a_stage_is_not_a_version_of_the_policy_it_starts_from() -> None:
-    rows = [{"policy": "init", "policy_version": 0}, {"policy": "student", "policy_version": 1}]
-    assert from_the_start(rows, {"student": "init"}) == [{"policy": "student", "policy_version": 0}, rows[1]]
-    assert from_the_start(rows, {}) == [rows[1]]
+def test_start_is_the_newest_version_of_the_policy_a_stage_starts_from() -> None:
+    rows = [
+        {"policy": name, "policy_version": version} for version in (0, 1, 2) for name in ("init", "base", "student")
+    ]
+    rows = [
+        row for row in rows if (row["policy"], row["policy_version"]) not in (("init", 1), ("init", 2), ("student", 0))
+    ]
+    found = from_the_start(rows, {"base": "init", "student": "base"})
+    assert [row["policy_version"] for row in found if row["policy"] == "student"] == [0, 1, 2]
+    assert [row["policy_version"] for row in found if row["policy"] == "base"] == [0, 1, 2]
+    assert "init" not in {row["policy"] for row in found}
+    assert [row["policy_version"] for row in from_the_start(rows, {}) if row["policy"] == "student"] == [1, 2]
 
 
 def test_reverse_kl_is_weighted_by_tokens(demo_store: Store, measures: Measures) -> None:
