@@ -134,6 +134,7 @@ class LoaderClient:
         with contextlib.suppress(DeadlineError):  # the loader may be gone already
             self._channel.send({"op": "bye"}, deadline_s=self._deadline_s)
         self._channel.close()
+        self._batch = None
         self._slots.clear()
 
     def __enter__(self) -> LoaderClient:
