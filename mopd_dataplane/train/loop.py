@@ -238,7 +238,7 @@ def _no_tokens(device: torch.device) -> MicroBatch:
     empty = torch.zeros(0, device=device)
     two = torch.tensor([[0, 0]], device=device)
     return MicroBatch(
-        teacher="", input_ids=two, position_ids=torch.tensor([[0, 1]], device=device), predictors=none, targets=none,
-        sequence=none, position=none, sampler_logprobs=empty, policy_versions=none, loss_counts=none,
-        advantages=empty, rewards=empty, tokens=0,
+        teacher="", input_ids=two, position_ids=torch.tensor([[0, 1]], device=device), sequence_lengths=[2],
+        predictors=none, targets=none, sequence=none, position=none, sampler_logprobs=empty, policy_versions=none,
+        loss_counts=none, advantages=empty, rewards=empty, tokens=0,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Pack
 
 Layout = Literal["packed", "rows"]
-"""packed: a row is a pack, sequences side by side. rows: a row is one sequence, padded on the right."""
+"""packed: one row, every sequence of every pack side by side. rows: a row is one sequence, padded on the right."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,8 @@ class MicroBatch:
     """[B, W] int64; padding is token 0"""
     position_ids: Tensor
     """[B, W] int64, restarting at 0 in every sequence; padding is 0"""
+    sequence_lengths: list[int]
+    """Tokens of each sequence, in order; packed layout: they fill the row."""
     predictors: Tensor
     """[M] int64 index into the flattened [B * W] hidden states"""
     targets: Tensor
@@ -90,26 +92,23 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
     Raises MismatchError when the first token of a sequence is marked as trained: nothing predicts it.
     """
     parts = [_PackView(pack) for pack in packs]
-    rows, columns, sequence, base_row, base_sequence = [], [], [], 0, 0
-    for part in parts:
-        own = part.sequence_of_token
-        rows.append((own if layout == "rows" else torch.zeros_like(own)) + base_row)
-        columns.append(part.positions if layout == "rows" else torch.arange(part.length))
-        sequence.append(own + base_sequence)
-        base_row += part.sequences if layout == "rows" else 1
-        base_sequence += part.sequences
-    row, column = torch.cat(rows), torch.cat(columns)
-    width = int(column.max()) + 1
+    lengths = torch.cat([part.lengths for part in parts])
     mask = torch.cat([part.mask for part in parts])
     positions = torch.cat([part.positions for part in parts])
     tokens = torch.cat([part.tokens for part in parts])
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    if layout == "packed":
+        height, row, column = 1, torch.zeros_like(sequence), torch.arange(len(tokens))
+    else:
+        height, row, column = len(lengths), sequence, positions
+    width = int(column.max()) + 1
     if bool((mask & (positions == 0)).any()):
         raise MismatchError("the first token of a sequence is marked as trained; every sample needs a prompt token")
-    input_ids = torch.zeros(base_row, width, dtype=torch.int64)
+    input_ids = torch.zeros(height, width, dtype=torch.int64)
     input_ids[row, column] = tokens
     position_ids = torch.zeros_like(input_ids)
     position_ids[row, column] = positions
-    trained_sequence = torch.cat(sequence)[mask]
+    trained_sequence = sequence[mask]
 
     def trained(name: str) -> Tensor | None:
         values = [part.field(name) for part in parts]
@@ -126,13 +125,14 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         teacher=packs[0].teacher,
         input_ids=input_ids,
         position_ids=position_ids,
+        sequence_lengths=lengths.tolist(),
         predictors=(row * width + column)[mask] - 1,
         targets=tokens[mask],
         sequence=trained_sequence,
         position=positions[mask],
         sampler_logprobs=_required(trained("sampler_logprobs")),
         policy_versions=_required(trained("policy_versions")).long(),
-        loss_counts=torch.bincount(trained_sequence, minlength=base_sequence),
+        loss_counts=torch.bincount(trained_sequence, minlength=len(lengths)),
         advantages=_required(joined("advantages")),
         rewards=_required(joined("rewards")),
         tokens=len(tokens),
@@ -153,9 +153,7 @@ class _PackView:
         self.tokens = torch.as_tensor(pack.tokens).long()
         self.positions = torch.as_tensor(pack.position_ids).long()
         self.mask = torch.as_tensor(pack.loss_mask).bool()
-        lengths = torch.as_tensor(pack.cu_seqlens).long().diff()
-        self.length, self.sequences = len(self.tokens), len(lengths)
-        self.sequence_of_token = torch.repeat_interleave(torch.arange(self.sequences), lengths)
+        self.lengths = torch.as_tensor(pack.cu_seqlens).long().diff()
 
     def field(self, name: str) -> Tensor | None:
         value = getattr(self._pack, name)

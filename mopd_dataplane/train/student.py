@@ -12,6 +12,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor, nn
 
 from mopd_dataplane.models import embedding_weight, head_weight, hidden_states, lm_head, load_model
+from mopd_dataplane.train.attention import use_packed_attention
 from mopd_dataplane.train.microbatch import Layout, MicroBatch
 from mopd_dataplane.train.ranks import Ranks
 
@@ -35,13 +36,15 @@ class Student(nn.Module):
         self.dtype = dtype
         self.freeze_head = freeze_head
         self.layout: Layout = "packed" if packs_apart(model) else "rows"
+        """How micro-batches must be built for this model."""
 
     def forward(self, batch: MicroBatch, judge: Callable[[Tensor, Head], Result]) -> Result:
         """judge(hidden [M, D], head): the states that predict the trained tokens, in the order of `batch.targets`."""
         device = batch.input_ids.device.type
         lower = torch.autocast(device, self.dtype) if self.dtype != torch.float32 else nullcontext()
+        packed = {"sequence_lengths": batch.sequence_lengths} if self.layout == "packed" else {}
         with lower:
-            states = hidden_states(self.model, batch.input_ids, position_ids=batch.position_ids)
+            states = hidden_states(self.model, batch.input_ids, position_ids=batch.position_ids, **packed)
         rows = states.flatten(0, 1)[batch.predictors].to(self.dtype)
         head = lm_head(self.model)
         weight = head.weight.to(self.dtype)
@@ -73,21 +76,26 @@ def load_student(
 
 @torch.no_grad()
 def packs_apart(model: PreTrainedModel) -> bool:
-    """Whether sequences side by side in one row do not see each other, given position ids that restart.
+    """Give a model packed attention, and ask it whether sequences side by side in a row now ignore each other.
 
-    transformers builds a block-diagonal mask from such position ids for most attention models; recurrent ones and some
-    attention back-ends ignore them. This asks the model itself, with two short sequences, packed and apart.
+    Recurrent models and models with an attention of their own do not; they keep what they had and get a row a sequence.
     """
-    training = model.training
+    training, before = model.training, model.config._attn_implementation
+    use_packed_attention(model)
     model.train(False)
     device = model.device
     ids = (torch.arange(12, device=device) * 7919 + 1) % len(embedding_weight(model))
     positions = torch.cat([torch.arange(5), torch.arange(7)]).to(device)
-    packed = hidden_states(model, ids[None], position_ids=positions[None])[0]
     apart = torch.cat([hidden_states(model, part[None])[0] for part in (ids[:5], ids[5:])])
+    try:
+        packed = hidden_states(model, ids[None], position_ids=positions[None], sequence_lengths=[5, 7])[0]
+        good = bool((packed - apart).float().norm() < 1e-2 * apart.float().norm())
+    except TypeError:  # its forward pass takes no such keyword
+        good = False
+    if not good:
+        model.set_attn_implementation(before)
     model.train(training)
-    error = (packed - apart).float().norm() / apart.float().norm()
-    return bool(error < 1e-2)
+    return good
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

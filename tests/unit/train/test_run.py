@@ -122,6 +122,8 @@ def test_every_window_publishes_a_policy_and_metrics_count_steps(whole: TrainSpe
         models.load_tokenizer(spec.start)
     )
     assert len(list(Path(spec.checkpoint_dir).glob("step-*"))) == spec.keep_checkpoints
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (Path(spec.start), v2))
+    assert before == after  # the trainer's own attention stays in the trainer
 
 
 @pytest.mark.parametrize("stop_after", [1, 4, 7])

@@ -1,0 +1,69 @@
+"""Causal attention over sequences packed side by side in one row: each sequence by itself, no mask, no padding.
+
+The mask of a packed row grows with the square of the row; what is attended grows with the squares of its sequences
+only. One call of torch's own kernel per sequence computes just that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "mopd_packed"
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    sequence_lengths: list[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers' models call it.
+
+    query [1, H, T, d], key and value [1, H_kv, T, d]. sequence_lengths: tokens of each sequence, summing to T; without
+    it every row is one sequence. sliding_window: how many tokens back, itself included, a token sees. Returns
+    [1, T, H, d].
+    """
+    lengths = sequence_lengths or [query.shape[2]]
+    parts = []
+    for q, k, v in zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True):
+        band = _band(q, sliding_window)
+        parts.append(
+            scaled_dot_product_attention(
+                q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, dropout_p=dropout, enable_gqa=True
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Give a model this attention in place of transformers' `sdpa`; one with another kind keeps its own."""
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(NAME)
+
+
+def _band(query: Tensor, window: int | None) -> Tensor | None:
+    """[L, L] mask of a sliding window; None where the window reaches the whole sequence."""
+    length = query.shape[2]
+    if not window or length <= window:
+        return None
+    places = torch.arange(length, device=query.device)
+    back = places[:, None] - places[None, :]
+    return (back >= 0) & (back < window)
+
+
+AttentionInterface.register(NAME, packed_attention)
