@@ -130,17 +130,19 @@ def settled_rows(run: Run, stage: Stage) -> Rows:
 
 
 def _hold_back(run: Run, stage: Stage) -> None:
-    """Wait until what is sampled but not planned fits the staleness bound; one window is always allowed."""
-    limit = stage.plan.max_staleness * (stage.plan.batch_samples or stage.plan.batch_tokens)
+    """Wait until one more iteration fits the staleness bound; when less than a window is waiting, it always goes on."""
+    window = stage.plan.batch_samples or stage.plan.batch_tokens
     told = False
-    while limit:
+    while stage.plan.max_staleness:
         rows, samples = stage_samples(run.store, stage, None, ["total_len"])
-        waiting = ~np.isin(rows, settled_rows(run, stage))
-        ahead = int(waiting.sum()) if stage.plan.batch_samples else int(samples["total_len"].to_numpy()[waiting].sum())
-        if ahead < limit:
+        weights = np.ones(len(rows)) if stage.plan.batch_samples else samples["total_len"].to_numpy()
+        ahead = int(weights[~np.isin(rows, settled_rows(run, stage))].sum())
+        more = len(generation_prompts(run, stage, 0)) * stage.rollout.group_size * (weights.mean() if len(rows) else 0)
+        if ahead < window or ahead + more <= stage.plan.max_staleness * window:
             return
         if not told:
-            run.progress.say(f"{stage.name:<16} wait     {ahead:,} ahead of the trainer; the bound is {limit:,}")
+            bound = stage.plan.max_staleness * window
+            run.progress.say(f"{stage.name:<16} wait     {ahead:,} ahead of the trainer; the bound is {bound:,}")
             told = True
         time.sleep(POLL_S)
 

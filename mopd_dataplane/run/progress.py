@@ -49,7 +49,7 @@ class Progress:
     def say(self, text: str) -> None:
         """One plain line."""
         if not self.quiet:
-            self.console.print(escape(text))
+            self.console.print(escape(text), soft_wrap=True)
 
     @contextmanager
     def step(self, stage: str, action: str, *, total: int | None, unit: str) -> Iterator[tuple[Advance, StepReport]]:

@@ -114,11 +114,11 @@ def run_mopd(*arguments: str | Path, check: bool = True, timeout: float = 300) -
     return done
 
 
-def write_tiny_job(folder: Path, text: str = TINY_JOB, store: str = "store") -> Path:
-    """The tiny job as a file whose store lies beside it."""
+def write_tiny_job(folder: Path, text: str = TINY_JOB, *, extra: str = "") -> Path:
+    """The tiny job as a file whose store lies beside it; `extra` is appended."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "job.toml"
-    file.write_text(text.format(store=folder / store))
+    file.write_text((text + extra).format(store=folder / "store"))
     return file
 
 
