@@ -1,0 +1,76 @@
+"""Commands that measure: each prints its figures beside the machine's own limit, taken in the same run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.output import print_facts, print_json
+from mopd_dataplane.cli.register import register
+
+Folder = Annotated[
+    Path, typer.Option("--folder", metavar="DIR", exists=True, file_okay=False, help="Where to measure; default: here.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def plan(
+    samples: Annotated[int, typer.Option("--samples", min=1000, help="Samples to plan.")] = 1_000_000,
+    strict: Annotated[bool, typer.Option("--strict", help="Draw each batch before packing it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """From metadata columns to a finished window: shuffle, pack, balance, teacher order.
+
+    Seconds, density, straggler ratio, peak memory and payload bytes read, in a process of its own on one core.
+    """
+    from mopd_dataplane.bench.plan import measure
+
+    figures = measure(samples, strict=strict)
+    print_json(figures) if as_json else print_facts(figures)
+
+
+def write(
+    rows: Annotated[
+        list[int] | None,
+        typer.Option("--rows", min=1, help="Table size at which to time a commit; repeatable. Default: 10000, 100000."),
+    ] = None,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """The write path: payload bytes per second beside the raw disk, and commit time by table size.
+
+    Every commit is durable. Large tables are filled up first, which takes a while and is not timed.
+    """
+    from mopd_dataplane.store.bench import write_figures
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-write-") as scratch:
+        figures = write_figures(Path(scratch), rows or [10_000, 100_000])
+    print_json(figures) if as_json else print_facts(figures)
+
+
+def wal(
+    sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences decoded together.")] = 64,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Length of each part.")] = 3.0,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """The token log: tokens per second, time to acknowledgement, share of decode time.
+
+    The raw write limit of the same folder and a real decode step are measured in the same run.
+    """
+    from mopd_dataplane.bench.wal import measure
+
+    figures = measure(folder, sequences=sequences, seconds=seconds)
+    print_json(figures) if as_json else print_facts(figures)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the `bench` group."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    register(group, plan, "mopd bench plan --samples 10000000 --json")
+    register(group, write, "mopd bench write --folder /mnt/nvme --rows 10000 --rows 1000000 --json")
+    register(group, wal, "mopd bench wal --sequences 64")
+    app.add_typer(group, name="bench", rich_help_panel="Measurements", help="Measure this machine and the data plane.")

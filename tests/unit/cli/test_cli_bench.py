@@ -1,0 +1,45 @@
+"""Measurements print one JSON object with the published keys, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mopd_dataplane.cli.app import app
+
+
+def figures(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["bench", *words, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_plan() -> None:
+    found = figures("plan", "--samples", "5000")
+    assert found["samples"] == 5000
+    assert {"seconds", "density", "straggler_ratio", "peak_rss_bytes", "payload_bytes_read"} <= found.keys()
+
+
+@pytest.mark.slow
+def test_write(tmp_path: Path) -> None:
+    found = figures("write", "--rows", "200", "--rows", "400", "--folder", str(tmp_path))
+    assert {"payload_bytes_per_s", "sequential_write_bytes_per_s"} <= found.keys()
+    assert list(found["commit_ms"]) == ["200", "400"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_wal(tmp_path: Path) -> None:
+    found = figures("wal", "--seconds", "0.3", "--sequences", "4", "--folder", str(tmp_path))
+    expected = {"tokens_per_s", "ack_p50_ms", "ack_p99_ms", "share_of_decode", "raw_write_bytes_per_s"}
+    assert expected <= found.keys()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert CliRunner().invoke(app, ["bench", "wal", "--folder", str(tmp_path / "none")]).exit_code == 2
