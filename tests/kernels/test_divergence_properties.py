@@ -203,7 +203,7 @@ def test_statistics_of_reverse_kl_equal_the_loss():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_series_and_closed_form_meet(kind):
-    """The centred generator's polynomial against its closed form in float64, on the float32 switch-over |log u| = 0.1."""
+    """The centred generator's polynomial against its closed form, where float32 switches over: |log u| = 0.1."""
     form = divergence_form(kind, beta=0.3, alpha=0.2)
     u = torch.tensor([math.exp(-0.1), math.exp(0.1)], dtype=torch.float64)
     m = form.mu * u + 1 - form.mu

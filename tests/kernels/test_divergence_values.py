@@ -136,7 +136,7 @@ def test_smaller_head_sets_the_vocabulary():
 
 @pytest.mark.parametrize("mode", ["fast", "lean"])
 def test_half_precision_inputs_keep_float32_logits(mode):
-    """bfloat16 inputs: the loss is as exact as float32's, gradients carry only their own rounding (2^-9, rms 1.7e-3)."""
+    """bfloat16 inputs: the loss is as exact as in float32, gradients carry only their rounding (rms 1.7e-3)."""
     inputs = make_inputs(CASE, dtype=torch.bfloat16)
     loss, grads, _ = truth(inputs, "reverse", vocabulary=CASE.vocabulary)
     hidden, head = leaves(inputs.student_hidden, inputs.student_head)
