@@ -1,5 +1,7 @@
 """Row states merge in any grouping: vocabulary tiles, slices and vocabulary-parallel ranks."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,9 +25,7 @@ def pair_of_logits(rows=6, columns=301):
 def test_any_split_in_any_order_gives_the_whole(cuts, random):
     x, y = pair_of_logits()
     edges = [0, *sorted(cuts), 301]
-    parts = [
-        scan_state(x[:, a:b], y[:, a:b], PLAIN, PLAIN, first_column=a) for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    parts = [scan_state(x[:, a:b], y[:, a:b], PLAIN, PLAIN, first_column=a) for a, b in pairwise(edges)]
     random.shuffle(parts)
     found = finish_row_state(merge_row_states(parts))
     for value, expected in zip(found, reference.row_stats(x, y), strict=True):

@@ -115,7 +115,7 @@ def test_fdiv_gradient_over_its_own_logits_and_in_bfloat16():
 
 
 def test_row_offsets_past_two_to_the_thirty_one_elements():
-    """Strides are multiplied in 64 bits: the second row lies 2^31 + 2^20 elements on, in memory that is never touched."""
+    """Strides are multiplied in 64 bits: the second row lies 2^31 + 2^20 elements on, past memory nobody touches."""
     from mopd_kernels.triton_rows.softmax import softmax_rows
 
     if DEVICE == "cuda":
