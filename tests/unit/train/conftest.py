@@ -83,6 +83,11 @@ class MemorySource:
         self.asked.append((window, start_step))
         yield from self.windows[window][start_step:]
 
+    def plan(self, stage: str, window: int) -> dict[str, Any]:
+        """The plan log ends after the last window."""
+        steps = len(self.windows.get(window, []))
+        return {"steps": steps, "plan_digest": f"plan{window}", "snapshot_digest": f"snap{window}"}
+
 
 def random_pack(
     lengths: list[int], *, seed: int, teacher: str = "math", prompt: int = 3, vocabulary: int = 99, index: int = 0

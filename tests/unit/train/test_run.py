@@ -38,17 +38,23 @@ class StopAfter(Stop):
 
 
 @pytest.fixture(scope="module")
-def whole(policy: Path, windows: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
+def noisy(make_policy: Callable[..., Path]) -> Path:
+    """A start whose training draws random numbers: a resume must draw the same ones."""
+    return make_policy(attention_dropout=0.2)
+
+
+@pytest.fixture(scope="module")
+def whole(noisy: Path, windows: Callable[[], Any], tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
     """An uninterrupted run, finished: what every interrupted one must equal."""
-    spec = make_spec(policy, tmp_path_factory.mktemp("whole"))
+    spec = make_spec(noisy, tmp_path_factory.mktemp("whole"))
     torch.set_num_threads(1)
     assert run_to_end(spec, windows())
     return spec
 
 
 @pytest.fixture
-def spec(policy: Path, tmp_path: Path) -> TrainSpec:
-    return make_spec(policy, tmp_path)
+def spec(noisy: Path, tmp_path: Path) -> TrainSpec:
+    return make_spec(noisy, tmp_path)
 
 
 def make_spec(policy: Path, tmp_path: Path) -> TrainSpec:
@@ -178,6 +184,26 @@ def test_windows_of_one_stage_may_come_in_separate_processes(
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
 
 
+def test_the_plan_log_is_followed_to_its_end_and_across_a_stop(
+    spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
+) -> None:
+    followed = spec.model_copy(update={"windows": ()})
+    assert not run_to_end(followed, windows(), StopAfter(7))
+    assert run_to_end(followed, windows())
+    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    for version in ("v1", "v2"):
+        assert same_weights(Path(spec.policy_dir) / version, Path(whole.policy_dir) / version)
+
+
+def test_a_plan_that_changed_under_a_followed_window_is_refused(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    followed = spec.model_copy(update={"windows": ()})
+    assert not run_to_end(followed, windows(), StopAfter(3))
+    source = windows()
+    source.plan = lambda stage, window: {"steps": STEPS, "plan_digest": "planX", "snapshot_digest": f"snap{window}"}
+    with pytest.raises(MismatchError, match=r"'plan0'.*'planX'"):
+        run_to_end(followed, source)
+
+
 def test_a_finished_window_is_only_published_again(spec: TrainSpec, windows: Callable[[], Any]) -> None:
     """A crash between the last checkpoint of a window and its policy folder."""
     assert run_to_end(spec, windows())
@@ -230,10 +256,10 @@ def test_a_loader_that_gives_fewer_steps_than_planned_is_refused(spec: TrainSpec
         run_to_end(spec, source)
 
 
-def test_proximal_policy_is_the_windows_start(spec: TrainSpec, windows: Callable[[], Any], tmp_path: Path) -> None:
+def test_proximal_policy_is_the_windows_start(policy: Path, windows: Callable[[], Any], tmp_path: Path) -> None:
     """With clip and correction, a resume inside a window still compares with the window's first policy."""
     term = PolicyGradientTerm(clip=(0.01, 0.01), correction="icepop", band=(0, 99))
-    clipped = spec.model_copy(update={"objective": Objective(policy_gradient=term)})
+    clipped = make_spec(policy, tmp_path).model_copy(update={"objective": Objective(policy_gradient=term)})
     whole = moved(clipped, tmp_path / "whole")
     assert run_to_end(whole, windows())
     metrics = read_metrics(Path(whole.checkpoint_dir))
