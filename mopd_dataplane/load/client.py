@@ -13,6 +13,7 @@ neither Lance nor pyarrow, and torch only for torch views.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import socket as sockets
@@ -286,7 +287,7 @@ class _MappedSlot:
 
     def numpy_view(self, field: Field) -> Any:
         """Read-only numpy view of a field."""
-        count = int(np.prod(field.shape, dtype=np.int64))
+        count = math.prod(field.shape)
         return np.frombuffer(self.memory, field.dtype, count, field.offset).reshape(field.shape)
 
     def torch_view(self, field: Field) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from types import TracebackType
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.load.protocol import raise_error
 from mopd_dataplane.load.spec import LoadSpec
+
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,8 @@ def start_server(
     path = Path(socket)
     command = [sys.executable, "-m", "mopd_dataplane.load.server", "--store", store_uri, "--socket", str(path)]
     command += ["--spec", spec.model_dump_json(), "--storage-options", json.dumps(storage_options or {})]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    environment = {**MALLOC, **os.environ}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

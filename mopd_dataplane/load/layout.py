@@ -8,6 +8,7 @@ A slot describes itself, so a reader needs nothing but the slot and the generati
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Field:
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def arrays_of(memory: memoryview, fields: tuple[Field, ...]) -> dict[str, NDArra
     """Views of the arrays, writable where the memory is."""
     return {
         field.name: np.frombuffer(
-            memory, dtype=field.dtype, count=int(np.prod(field.shape, dtype=np.int64)), offset=field.offset
+            memory, dtype=field.dtype, count=math.prod(field.shape), offset=field.offset
         ).reshape(field.shape)
         for field in fields
     }

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 JOIN_S = 2.0
 """How long a joining trainer waits for its predecessor to be gone."""
+AHEAD_BYTES = 32 << 20
+"""Packs of one lane that are read in one request, measured in slot bytes."""
 PROBE_S = 0.2
 """Pause between looks for a window that is not planned yet."""
 
@@ -360,13 +363,13 @@ class Loader:
     def _fill_forever(self) -> None:
         while True:
             with self._changed:
-                batch = [] if self._closed else self._choose()
+                batch, ahead = ([], []) if self._closed else self._choose()
                 if self._closed:
                     return
                 if not batch:
                     self._changed.wait(PROBE_S)
             if batch:
-                self._fill(batch)
+                self._fill(batch, ahead)
             else:
                 self._probe()
 
@@ -387,11 +390,18 @@ class Loader:
             except MopdError:
                 continue  # the trainer that opens this window will be told
 
-    def _choose(self) -> list[Item]:
-        """Items to fill now, each with a slot: those a trainer waits for first, then the nearest of every lane."""
+    def _choose(self) -> tuple[list[Item], list[Item]]:
+        """(items to fill now, each with a slot; items that come next, without one).
+
+        Those a trainer waits for go first, then the nearest of every lane.
+        """
         for lane in self._lanes.values():
-            while sum(not item.ready for item in lane.items) < self._spec.slots and self._extend(lane):
-                pass
+            owed = sum(item.nbytes for item in lane.items if item.slot is None)
+            while owed < AHEAD_BYTES:
+                known = len(lane.items)
+                if not self._extend(lane):
+                    break
+                owed += sum(item.nbytes for item in islice(lane.items, known, None))
         pending = [item for lane in self._lanes.values() for item in lane.items if item.slot is None]
         pending.sort(key=lambda item: (not item.wanted, item.place))
         ahead = sum(item.slot is not None for lane in self._lanes.values() for item in lane.items)
@@ -407,7 +417,7 @@ class Loader:
             if item.slot is None:
                 break
             chosen.append(item)
-        return chosen
+        return chosen, pending[len(chosen) :]
 
     def _acquire(self, item: Item, may_grow: bool) -> Slot | None:
         """A slot for the item. One that a trainer waits for may take the slot of a pack that is needed later."""
@@ -432,7 +442,7 @@ class Loader:
         self._changed.notify_all()
         return None
 
-    def _fill(self, batch: list[Item]) -> None:
+    def _fill(self, batch: list[Item], ahead: list[Item]) -> None:
         """Read a batch of items, one request per window, and hand them out."""
         by_source: dict[int, list[Item]] = {}
         for item in batch:
@@ -441,7 +451,9 @@ class Loader:
             error: MopdError | None = None
             try:
                 slots = [item.slot for item in items if item.slot is not None]
-                fields = items[0].source.fill([item.pack for item in items], [slot.memory for slot in slots])
+                source = items[0].source
+                coming = [item.pack for item in ahead if item.source is source]
+                fields = source.fill([item.pack for item in items], [slot.memory for slot in slots], coming)
                 for item, slot, placed in zip(items, slots, fields, strict=True):
                     seal(slot.memory, placed, generation=slot.generation, pack=item.pack)
             except MopdError as raised:

@@ -1,22 +1,21 @@
 """A planned window of a store: how large each pack is, and filling packs into memory the caller owns.
 
-Metadata of the window's samples is read once, when it is opened; payload only for the packs at hand, in one request
-for all of them, at the plan's snapshot.
+Metadata of the window's samples is read once, when it is opened; payload only for the packs at hand and those that
+come next, at the plan's snapshot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
+from mopd_dataplane.load.payload import Payload, distinct_rows
 from mopd_dataplane.load.rewards import Outcomes, group_outcomes
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow
@@ -24,7 +23,6 @@ from mopd_dataplane.records import PlanWindow
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
-PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
 CHUNK = 4 << 20
 """Bytes of one read of hidden states: larger private buffers fault page by page."""
 
@@ -44,6 +42,8 @@ class WindowSource:
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
+        self._payload: Payload | None = None
+        """What was read last, kept for the packs that come next."""
 
     @property
     def steps(self) -> int:
@@ -101,74 +101,55 @@ class WindowSource:
         """Codec of the pack's hidden states; empty when it carries none."""
         return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
 
-    def fill(self, packs: Sequence[int], memories: Sequence[memoryview]) -> list[tuple[Field, ...]]:
-        """Write each pack into its memory: one request for the payload of all of them.
+    def fill(
+        self, packs: Sequence[int], memories: Sequence[memoryview], ahead: Sequence[int] = ()
+    ) -> list[tuple[Field, ...]]:
+        """Write each pack into its memory.
 
-        Raises DamagedError when the payload does not have the lengths its metadata announced.
+        Payload that is not here yet is read together with that of the packs `ahead`, which will be filled next.
+        Raises DamagedError when the payload does not have the lengths its metadata announces.
         """
-        spans = [self._span(pack) for pack in packs]
-        rows = np.concatenate([self.plan.sample_rows[span] for span in spans])
-        payload = self._store.read_tokens(rows, PAYLOAD, self.plan.snapshot, verify=self._spec.verify)
-        starts = np.cumsum([0] + [span.stop - span.start for span in spans]).tolist()
         filled = []
-        for pack, memory, (first, last) in zip(packs, memories, pairwise(starts), strict=True):
+        for place, (pack, memory) in enumerate(zip(packs, memories, strict=True)):
+            rows = self._rows(pack)
+            if self._payload is None or not self._payload.holds(rows):
+                self._payload = None
+                self._payload = self._read([*packs[place:], *ahead])
             fields, _ = self.fields(pack)
             write_table(memory, fields)
             arrays: dict[str, Any] = arrays_of(memory, fields)
-            layout = self._fill_tokens(pack, payload.slice(first, last - first), arrays)
-            self._fill_signals(pack, layout, arrays)
+            self._fill(pack, self._payload, arrays)
             filled.append(fields)
         return filled
 
     def _span(self, pack: int) -> slice:
         return slice(int(self.plan.pack_starts[pack]), int(self.plan.pack_starts[pack + 1]))
 
-    def _fill_tokens(self, pack: int, payload: pa.Table, out: dict[str, Any]) -> NDArray[np.bool_]:
-        """Everything but signals; returns [T] True on response tokens."""
-        span = self._span(pack)
-        lengths = self.lengths[span]
-        tokens, token_lengths = _flat(payload["tokens"])
-        mask, response_lengths = _flat(payload["loss_mask"])
-        if not np.array_equal(token_lengths, lengths) or int(mask.sum()) != int(self.loss_tokens[span].sum()):
-            raise DamagedError(
-                f"payload of sample rows {self.plan.sample_rows[span].tolist()[:8]} has other lengths than their "
-                "metadata announces; run `mopd store verify`"
-            )
-        starts = np.concatenate(([0], np.cumsum(lengths)))
-        position = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
-        response: NDArray[np.bool_] = position >= np.repeat(lengths - response_lengths, lengths)
-        out["tokens"][:] = tokens
-        out["position_ids"][:] = position
-        out["cu_seqlens"][:] = starts
-        out["loss_mask"][:] = 0
-        out["loss_mask"][response] = mask
-        self._fill_response(out["sampler_logprobs"], payload["logprobs"], response, lengths)
-        out["policy_versions"][:] = -1
-        out["policy_versions"][response] = _versions(payload, response_lengths)
-        out["sample_rows"][:] = self.plan.sample_rows[span]
+    def _rows(self, pack: int) -> NDArray[np.int64]:
+        return self.plan.sample_rows[self._span(pack)]
+
+    def _read(self, packs: Sequence[int]) -> Payload:
+        wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
+        for pack in packs:
+            for kind in set(self._spec.signals) - {"hidden"}:
+                wanted.setdefault((self.teacher(pack), kind), []).append(self._rows(pack))
+            if self._spec.reference:
+                wanted.setdefault((self._spec.reference, "logprob"), []).append(self._rows(pack))
+        signals = {key: distinct_rows(spans) for key, spans in wanted.items()}
+        rows = distinct_rows(map(self._rows, packs))
+        return Payload(self._store, self.plan.snapshot, rows, signals, verify=self._spec.verify)
+
+    def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
+        span, rows, teacher = self._span(pack), self._rows(pack), self.teacher(pack)
+        payload.fill_tokens(rows, self.lengths[span], out)
+        out["sample_rows"][:] = rows
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
-        return response
-
-    def _fill_response(
-        self, out: NDArray[Any], column: pa.ChunkedArray, response: NDArray[np.bool_], lengths: NDArray[np.int64]
-    ) -> None:
-        """Scatter a per-response column to token positions; 0 on prompts and where a sample has no values."""
-        values, sizes = _flat(column)
-        out[:] = 0
-        out[response if sizes.all() else response & np.repeat(sizes > 0, lengths)] = values
-
-    def _fill_signals(self, pack: int, response: NDArray[np.bool_], out: dict[str, Any]) -> None:
-        rows, teacher = self.plan.sample_rows[self._span(pack)], self.teacher(pack)
-        snapshot = self.plan.snapshot
         for name, judge in (("teacher_logprobs", teacher), ("reference_logprobs", self._spec.reference)):
             if name in out:
-                out[name][:] = 0
-                out[name][response] = np.concatenate(self._store.read_signal(judge, "logprob", rows, snapshot))
+                payload.fill_logprobs(judge, rows, out["cu_seqlens"], out[name])
         if "topk_ids" in out:
-            pairs = self._store.read_signal(teacher, "topk", rows, snapshot)
-            np.concatenate([ids for ids, _ in pairs], out=out["topk_ids"])
-            np.concatenate([logprobs for _, logprobs in pairs], out=out["topk_logprobs"])
+            payload.fill_topk(teacher, rows, out)
         if self._hidden is not None:
             self._hidden.fill(teacher, rows, out["hidden"].reshape(-1))
 
@@ -234,23 +215,3 @@ class _HiddenIndex:
             done += size
         if done != len(out):
             raise DamagedError(f"hidden states of teacher {teacher!r}: {done:,} bytes, the pack expects {len(out):,}")
-
-
-def _flat(column: pa.ChunkedArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """(all values of a list column in order, values of each row); a null row has none."""
-    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    offsets = array.offsets.to_numpy()
-    sizes = np.diff(offsets).astype(np.int64)
-    if array.null_count:
-        sizes[array.is_null().to_numpy(zero_copy_only=False)] = 0
-        return array.flatten().to_numpy(), sizes
-    return array.values.to_numpy()[offsets[0] : offsets[-1]], sizes
-
-
-def _versions(payload: pa.Table, response_lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[sum of R] policy version of every response token, from the spans of each sample."""
-    starts, spans = _flat(payload["version_starts"])
-    versions, _ = _flat(payload["versions"])
-    begin = np.cumsum(response_lengths) - response_lengths
-    absolute = starts + np.repeat(begin, spans)
-    return np.repeat(versions, np.diff(np.append(absolute, response_lengths.sum())))

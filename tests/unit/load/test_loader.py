@@ -19,6 +19,7 @@ from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_c
 from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess, start_server
+from mopd_dataplane.load.server import listen
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
@@ -295,7 +296,7 @@ def test_the_trainer_imports_neither_lance_nor_pyarrow():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_refusals(store, loader, tmp_path):
+def test_refusals(loader, tmp_path):
     with connect(loader) as client:
         with pytest.raises(InputError, match="serves stage 'student', not 'other'"):
             next(client.batches("other", 0))
@@ -308,11 +309,11 @@ def test_refusals(store, loader, tmp_path):
         with pytest.raises(InputError, match="rank 3 of 2"):
             connect(loader, 3, 2)
         with pytest.raises(ResourceError, match="another loader listens"):
-            start_server(store.uri, loader.socket, SPEC)
+            listen(loader.socket)
     with pytest.raises(UnknownNameError):
         start_server(str(tmp_path / "nowhere"), tmp_path / "n.sock", SPEC)
     with pytest.raises(InputError, match="107 are possible"):
-        start_server(store.uri, tmp_path / ("x" * 120), SPEC)
+        listen(tmp_path / ("x" * 120))
     with pytest.raises(DeadlineError, match="no loader answers"):
         LoaderClient(tmp_path / "nobody.sock", deadline_s=0.2)
 
