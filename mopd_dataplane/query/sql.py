@@ -10,7 +10,6 @@ import re
 from typing import TYPE_CHECKING
 
 import duckdb
-import lance
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
@@ -19,6 +18,8 @@ from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.layout import blob_columns, spec_of
 
 if TYPE_CHECKING:
+    import lance
+
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
