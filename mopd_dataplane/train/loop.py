@@ -137,7 +137,11 @@ class Trainer:
             batch.release(*packs)
         for _ in range(passes - len(groups)):
             # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
-            self.student(_no_tokens(self.ranks.device), _zero).backward()
+            empty = _no_tokens(self.ranks.device)
+            if self.proximal is not None:
+                with torch.no_grad():
+                    self.proximal(empty, _zero)
+            self.student(empty, _zero).backward()
         return sums
 
     def _backward(self, micro: MicroBatch, totals: Totals, teacher_head: Head | None, sums: _StepSums) -> Tensor:

@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
 DOMAINS = ("math", "code")
 SAMPLES = 48
 OBJECTIVE = Objective(
-    policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99)),
+    policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99), clip=(0.2, 0.28)),
     divergence=DivergenceTerm(weight=0.5),
 )
 

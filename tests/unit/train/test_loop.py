@@ -167,6 +167,28 @@ def test_heads_switch_once_a_teacher_and_need_no_teacher_model(
     assert trainer.heads.switches == 2
 
 
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_pack_without_trained_tokens_changes_nothing(
+    name: str,
+    policy: Path,
+    packs: list[Pack],
+    batch: Callable[..., Any],
+    heads: dict[str, HeadFile],
+    pack: Callable[..., Pack],
+) -> None:
+    whole, gradients, _ = take_step(policy, batch(packs), OBJECTIVES[name], heads)
+    mute = pack([6, 4], seed=9, teacher="code", index=5)
+    for field in ("loss_mask", "sampler_logprobs", "teacher_logprobs"):
+        getattr(mute, field)[:] = 0
+    mute.hidden, mute.hidden_codec = encode(torch.zeros(0, TEACHER_WIDTH), "bf16"), "bf16"
+    step = batch([*packs, mute])
+    step.sequences -= 2  # the normaliser of the sequence mean is not what is tested here
+    metrics, found, _ = take_step(policy, step, OBJECTIVES[name], heads)
+    assert metrics.loss == pytest.approx(whole.loss, rel=1e-6)
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(found[parameter], gradient)
+
+
 def test_a_poisoned_batch_is_refused_and_the_policy_stays(
     policy: Path, packs: list[Pack], batch: Callable[..., Any], heads: dict[str, HeadFile]
 ) -> None:
