@@ -15,6 +15,7 @@ from pathlib import Path
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.files import fsync
+from mopd_dataplane.rollout.recovery import epoch_folders
 
 
 def take_lock(folder: Path) -> int:
@@ -33,10 +34,12 @@ def take_lock(folder: Path) -> int:
     return descriptor
 
 
-def claim_epoch(folder: Path, epoch: int) -> int:
-    """Claim the first free epoch from `epoch` on, durably."""
+def claim_epoch(folder: Path) -> int:
+    """Claim the next epoch, durably."""
     claims = folder / "epoch"
     make_folder(claims)
+    claimed = [int(file.stem) for file in claims.glob("*.json") if file.stem.isdigit()]
+    epoch = max([0, *claimed, *epoch_folders(folder)]) + 1
     owner = json.dumps({"pid": os.getpid(), "boot": _boot_id()}).encode()
     while True:
         path = claim_file(folder, epoch)

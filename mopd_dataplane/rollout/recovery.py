@@ -31,8 +31,6 @@ class Recovered:
     next_lsn: int = 1
     fence: messages.Fence = field(default_factory=lambda: messages.Fence(0, 0, 0))
     """Where the log ends; the next epoch begins by saying so."""
-    newest_epoch: int = 0
-    """Largest epoch that was ever started."""
     torn_bytes: int = 0
     """Bytes behind the cut."""
 
@@ -40,17 +38,15 @@ class Recovered:
 def recover(home: Path) -> Recovered:
     """Read the log of one writer. Raises DamagedError when bytes that were promised are not what was written."""
     epochs = epoch_folders(home)
-    started = [int(file.stem) for file in (home / "epoch").glob("*.json") if file.stem.isdigit()]
-    newest = max([*epochs, *started], default=0)
     unbased: list[Segment] = []
     for epoch in sorted(epochs, reverse=True):
         segments = _segments(epochs[epoch], _fence_on(epoch, unbased))
         for index in reversed(range(len(segments))):
             if _has_base(segments[index]):
-                return _replayed(segments[index], segments[index + 1 :], unbased, newest)
+                return _replayed(segments[index], segments[index + 1 :], unbased)
         unbased = segments + unbased
     _check_never_based(unbased)
-    return Recovered(newest_epoch=newest, torn_bytes=sum(segment.size for segment in unbased))
+    return Recovered(torn_bytes=sum(segment.size for segment in unbased))
 
 
 def epoch_folders(home: Path) -> dict[int, Path]:
@@ -90,7 +86,7 @@ def _has_base(segment: Segment) -> bool:
     return any(record.kind == messages.Base.kind for record in segment.records)
 
 
-def _replayed(base: Segment, after: list[Segment], unbased: list[Segment], newest: int) -> Recovered:
+def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Recovered:
     """Replay the base segment, and check that nothing behind it was promised."""
     ledger = Ledger()
     for record in base.records:
@@ -112,7 +108,6 @@ def _replayed(base: Segment, after: list[Segment], unbased: list[Segment], newes
         ledger=ledger,
         next_lsn=base.next_lsn,
         fence=messages.Fence(base.header.epoch, base.header.segment, base.valid_end),
-        newest_epoch=newest,
         torn_bytes=base.size - base.valid_end + sum(segment.size for segment in after),
     )
 

@@ -48,13 +48,30 @@ def _named(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def _recovered_or_unclaimed(folder: Path, epoch: int) -> Recovered:
+    """Recover; a log that cannot be recovered is left exactly as it was found."""
+    try:
+        return recover(folder)
+    except MopdError:
+        claim_file(folder, epoch).unlink()
+        raise
+
+
 class TokenLog:
     """Writer of one log; `open` is the way to get one."""
 
     def __init__(
-        self, folder: Path, settings: jobfile.Wal, recovered: Recovered, lock: int, notice: Callable[[str], None]
+        self,
+        folder: Path,
+        settings: jobfile.Wal,
+        recovered: Recovered,
+        *,
+        epoch: int,
+        lock: int,
+        notice: Callable[[str], None],
     ) -> None:
         self.folder = folder
+        self.epoch = epoch
         self.mount: Mount = mount_of(folder)
         self._settings = settings
         self._syncs = settings.durability == "durable"
@@ -67,7 +84,6 @@ class TokenLog:
         self._stated = 0
         self._appending = threading.Lock()
         self._flusher = Flusher(settings.group_commit_ms / 1000, self._sync_file, self._state_watermark)
-        self.epoch = claim_epoch(folder, recovered.newest_epoch + 1)
         make_folder(self._epoch_folder)
         checkpoint("wal.epoch")
         self._begin_segment(previous=0)
@@ -93,8 +109,10 @@ class TokenLog:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = take_lock(folder)
             try:
-                recovered = recover(folder)
-                return cls(folder, settings, recovered, lock, notice), recovered
+                # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
+                epoch = claim_epoch(folder)
+                recovered = _recovered_or_unclaimed(folder, epoch)
+                return cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice), recovered
             except BaseException:
                 os.close(lock)
                 raise
@@ -111,8 +129,8 @@ class TokenLog:
 
     @property
     def appended_lsn(self) -> int:
-        """Newest record written."""
-        return self._next_lsn - 1
+        """Newest record appended; SYNC records, which nobody waits for, do not count."""
+        return self._flusher.written
 
     @property
     def full(self) -> bool:
@@ -152,6 +170,7 @@ class TokenLog:
             self._flusher.check()
             try:
                 with _named(self.folder):
+                    self._check_not_fenced()
                     self._end_segment()
                     self._begin_segment(previous=self._last_crc)
                     self._checkpoint(ledger)
@@ -210,6 +229,7 @@ class TokenLog:
         self._mark_synced()
         checkpoint("wal.base.synced")
         self._write(messages.Sync())
+        self._check_not_fenced()
         self._retire()
 
     def _retire(self) -> None:

@@ -130,6 +130,16 @@ def test_durable_waits_for_a_sync_that_started_after_the_write(tmp_path: Path, m
     log.close()
 
 
+def test_waiting_for_the_newest_record_ends_even_when_that_is_a_watermark(tmp_path: Path) -> None:
+    log, ledger = begun(tmp_path)
+    for _ in range(20):
+        time.sleep(0.01)
+        log.wait_durable(log.appended_lsn)
+    log.rotate(ledger)
+    log.wait_durable(log.appended_lsn)
+    log.close()
+
+
 def test_group_commit_syncs_without_anyone_waiting_and_states_the_watermark(tmp_path: Path) -> None:
     log, _ = begun(tmp_path)
     lsn = log.appended_lsn

@@ -1,0 +1,335 @@
+"""Does an interruption make samples shorter? Seven ways to treat one, on a deterministic engine.
+
+    A  uninterrupted                 the reference
+    B  log resume                    what this project does: the product's own run_rollout, killed and run again
+    C  naive restart                 from the prompt, with fresh noise
+    D  restart with equal noise      from the prompt, with the sample's own noise
+    E  drop and replace              a new sample of another prompt takes the slot
+    F  reseeded stateful noise       resume, but the noise starts over at its beginning
+    G  first finished                a batch takes whoever ends first and drops the rest
+
+With interruptions at rate h per token, restarting with fresh noise accepts length l with density f(l) exp(-h l): the
+sample is tilted towards short. B and D must equal A token for token; C, E and G must come out short, F long. The tilt
+that C shows must be the one the theory predicts (maximum-likelihood estimate within 20 % of h).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.records import Prompt, Sample, sample_uid
+from mopd_dataplane.rollout.engine import Engine, Request, StepOutput
+from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.sampling import sample_key
+
+ARMS = {
+    "A": "uninterrupted",
+    "B": "log resume",
+    "C": "naive restart",
+    "D": "restart, equal noise",
+    "E": "drop and replace",
+    "F": "reseeded noise",
+    "G": "first finished",
+}
+MAX_NEW = 2000
+SLOTS = 64
+PERMUTATIONS = 9999
+_FIRST_OF = 1.25
+"""Arm G admits this many times what it takes."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What an arm accepted for one prompt."""
+
+    tokens: tuple[int, ...]
+    bits: bytes
+    """log-probs as float32 bytes"""
+
+
+def measure(
+    samples: int = 10_000, *, dose: float = 0.25, seed: int = 0, plot: Path | None = None, resume_kills: int = 40
+) -> dict[str, Any]:
+    """Run every arm on `samples` prompts. dose: interruptions per sample of mean length (h times the mean).
+
+    plot: where to write a PNG of the length distributions. Returns one entry per arm: mean length, difference from A
+    in percent, one-sided permutation p-value, pairs identical to A; for C also the estimated tilt over h.
+    """
+    bench = _Bench(samples, seed)
+    whole = bench.uninterrupted()
+    lengths = _lengths(whole)
+    hazard = dose / lengths.mean()
+    arms: dict[str, list[Response | None]] = {
+        "A": list(whole),
+        "B": list(bench.log_resume(resume_kills)),
+        "C": list(bench.interrupted(hazard, restart=True, fresh=True)),
+        "D": list(bench.interrupted(hazard, restart=True, fresh=False)),
+        "E": bench.dropped(whole, hazard),
+        "F": list(bench.interrupted(hazard, restart=False, fresh=False)),
+        "G": bench.first_finished(whole),
+    }
+    if plot is not None:
+        draw_plot(arms, plot)
+    return {
+        "samples": samples,
+        "dose": dose,
+        "seed": seed,
+        "mean_length": float(lengths.mean()),
+        "arms": {name: _verdict(name, arm, whole, hazard, seed) for name, arm in arms.items()},
+    }
+
+
+class _Bench:
+    """The prompts and the ways to answer them."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._seed = seed
+        self._samples = samples
+        self._draw = np.random.Generator(np.random.Philox(key=seed, counter=1 << 64))
+        self._prompts = [Prompt(prompt_id=f"p{i}", domain="toy", text=str(i)) for i in range(samples)]
+
+    def uninterrupted(self) -> list[Response]:
+        """Arm A."""
+        return self._decode([self._request(i, self._key(i)) for i in range(self._samples)])
+
+    def log_resume(self, kills: int) -> list[Response]:
+        """Arm B: the product's rollout with a log on disk, killed again and again in the middle of a step."""
+        kept: dict[str, Sample] = {}
+        with tempfile.TemporaryDirectory(prefix="length-bias-") as scratch:
+            for lifetime in [*(int(n) for n in self._draw.integers(20, 400, kills)), None]:
+                try:
+                    run_rollout(
+                        _Mortal(lifetime), self._prompts, stage="bias", generation=0, seed=self._seed,
+                        rollout=jobfile.Rollout(max_new_tokens=MAX_NEW), wal=jobfile.Wal(), wal_dir=Path(scratch),
+                        commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
+                        render=lambda prompt: _ids(prompt.text).tolist(), already=frozenset(kept),
+                    )  # fmt: skip
+                except _Killed:
+                    continue
+        ordered = [kept[self._uid(i)] for i in range(self._samples)]
+        return [_response(s.tokens[s.prompt_len :], s.logprobs) for s in ordered if s.logprobs is not None]
+
+    def interrupted(self, hazard: float, *, restart: bool, fresh: bool) -> list[Response]:
+        """Arms C, D, F: every token may be followed by an interruption; the sample then starts over, or its noise does.
+
+        C: restart, fresh noise. D: restart, same noise. F: keep the prefix, noise from its beginning.
+        """
+        answers: dict[int, Response] = {}
+        attempts = [self._request(i, self._key(i)) for i in range(self._samples)]
+        prefixes: dict[int, list[Response]] = {i: [] for i in range(self._samples)}
+        todo = list(range(self._samples))
+        round_ = 0
+        while todo:
+            round_ += 1
+            done = self._decode([attempts[i] for i in todo])
+            cuts = self._draw.geometric(hazard, len(todo))
+            again = []
+            for i, response, cut in zip(todo, done, cuts, strict=True):
+                if cut >= len(response.tokens):
+                    answers[i] = _joined([*prefixes[i], response])
+                    continue
+                again.append(i)
+                key = self._key(i) + round_ if fresh else self._key(i)
+                if restart:
+                    attempts[i] = self._request(i, key)
+                else:
+                    prefixes[i].append(Response(response.tokens[:cut], response.bits[: 4 * cut]))
+                    attempts[i] = self._continued(i, _joined(prefixes[i]))
+            todo = again
+        return [answers[i] for i in range(self._samples)]
+
+    def dropped(self, whole: Sequence[Response], hazard: float) -> list[Response | None]:
+        """Arm E: an interrupted sample is lost (None) and another prompt is asked instead."""
+        cuts = self._draw.geometric(hazard, len(whole))
+        return [r if cut >= len(r.tokens) else None for r, cut in zip(whole, cuts, strict=True)]
+
+    def first_finished(self, whole: Sequence[Response]) -> list[Response | None]:
+        """Arm G: of every group admitted together, the first to end are taken."""
+        admitted = round(_FIRST_OF * SLOTS)
+        kept: list[Response | None] = []
+        for first in range(0, len(whole), admitted):
+            group = whole[first : first + admitted]
+            order = np.argsort([len(response.tokens) for response in group], kind="stable")
+            taken = set(order[: round(len(group) / _FIRST_OF)].tolist())
+            kept += [response if i in taken else None for i, response in enumerate(group)]
+        return kept
+
+    def _decode(self, requests: Sequence[Request]) -> list[Response]:
+        """Run requests to their end; each response without the prefix its request came with."""
+        return _decode(ToyEngine(slots=SLOTS), requests)
+
+    def _uid(self, ordinal: int) -> str:
+        return sample_uid(self._seed, "bias", f"p{ordinal}", 0, 0)
+
+    def _key(self, ordinal: int) -> int:
+        return sample_key(self._uid(ordinal))
+
+    def _request(self, ordinal: int, key: int) -> Request:
+        return Request(uid=str(ordinal), prompt_ids=_ids(str(ordinal)), key=key, max_new_tokens=MAX_NEW)
+
+    def _continued(self, ordinal: int, so_far: Response) -> Request:
+        """Continue with noise from position 0: the prefix moves into the prompt. The chain looks two tokens back."""
+        prompt = np.concatenate([_ids(str(ordinal)), np.array(so_far.tokens, np.int32)])
+        left = MAX_NEW - len(so_far.tokens)
+        return Request(uid=str(ordinal), prompt_ids=prompt, key=self._key(ordinal), max_new_tokens=left)
+
+
+class _Killed(BaseException):
+    """Not an Exception: nothing may handle it, as nothing handles SIGKILL."""
+
+
+class _Mortal(ToyEngine):
+    """Dies after a number of steps; None lives on."""
+
+    def __init__(self, lifetime: int | None) -> None:
+        super().__init__(slots=SLOTS)
+        self._left = lifetime
+
+    def step(self) -> StepOutput:
+        if self._left is not None:
+            self._left -= 1
+            if self._left < 0:
+                raise _Killed
+        return super().step()
+
+
+def _decode(engine: Engine, requests: Sequence[Request]) -> list[Response]:
+    waiting = list(range(len(requests)))[::-1]
+    free = list(range(engine.slots))
+    running: dict[int, int] = {}
+    tokens: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[float]] = [[] for _ in requests]
+    while waiting or running:
+        admitted = []
+        while waiting and free:
+            slot, ordinal = free.pop(), waiting.pop()
+            running[slot] = ordinal
+            admitted.append((slot, requests[ordinal]))
+        engine.admit(admitted)
+        output = engine.step()
+        columns = (output.slots, output.token_ids, output.logprobs, output.finished)
+        for slot, token, logprob, finished in zip(*(column.tolist() for column in columns), strict=True):
+            tokens[running[slot]].append(token)
+            logprobs[running[slot]].append(logprob)
+            if finished:
+                del running[slot]
+                free.append(slot)
+    return [_response(t, np.array(p, np.float32)) for t, p in zip(tokens, logprobs, strict=True)]
+
+
+def _verdict(
+    name: str, arm: Sequence[Response | None], whole: Sequence[Response], hazard: float, seed: int
+) -> dict[str, Any]:
+    kept = np.array([response is not None for response in arm])
+    strata = np.array([_ids(str(i))[0] for i in range(len(whole))])
+    lengths = _lengths([response for response in arm if response is not None])
+    reference = _lengths(whole)
+    found: dict[str, Any] = {
+        "arm": ARMS[name],
+        "accepted": len(lengths),
+        "mean_length": float(lengths.mean()),
+        "difference_percent": float(100 * (lengths.mean() / reference.mean() - 1)),
+        "identical": sum(ours == theirs for ours, theirs in zip(arm, whole, strict=True)),
+        "p_value": permutation_p(lengths, strata[kept], reference, strata, seed=seed, longer=name == "F"),
+    }
+    if name == "C":
+        found["tilt_over_hazard"] = tilt(lengths, strata[kept], reference, strata) / hazard
+    return found
+
+
+def permutation_p(
+    ours: NDArray[np.int64],
+    our_strata: NDArray[np.int32],
+    theirs: NDArray[np.int64],
+    their_strata: NDArray[np.int32],
+    *,
+    seed: int,
+    longer: bool,
+) -> float:
+    """One-sided permutation test on summed length, permuting within prompts of the same kind.
+
+    The mean length is the sufficient statistic of an exponential tilt, hence the most powerful one against it.
+    """
+    if np.array_equal(ours, theirs):
+        return 1.0
+    draw = np.random.Generator(np.random.Philox(key=seed, counter=2 << 64))
+    sign = 1 if longer else -1
+    excess = np.zeros(1 + PERMUTATIONS)
+    for stratum in np.unique(our_strata):
+        mine, other = ours[our_strata == stratum], theirs[their_strata == stratum]
+        pooled = np.concatenate([mine, other]).astype(np.float64)
+        excess[0] += sign * mine.sum()
+        for k in range(1, 1 + PERMUTATIONS):
+            excess[k] += sign * draw.choice(pooled, len(mine), replace=False, shuffle=False).sum()
+    return float((excess >= excess[0]).mean())
+
+
+def tilt(
+    ours: NDArray[np.int64],
+    our_strata: NDArray[np.int32],
+    theirs: NDArray[np.int64],
+    their_strata: NDArray[np.int32],
+) -> float:
+    """Maximum-likelihood h when each kind of prompt, of reference law f, is accepted with density f(l) exp(-h l).
+
+    It is the h at which the tilted means, weighted by how many of each kind were accepted, add up to what was seen.
+    """
+    laws = [(theirs[their_strata == s], int((our_strata == s).sum())) for s in np.unique(our_strata)]
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        expected = 0.0
+        for law, count in laws:
+            weights = np.exp(-middle * (law - law.min()))
+            expected += count * float((weights * law).sum() / weights.sum())
+        low, high = (middle, high) if expected > ours.sum() else (low, middle)
+    return low
+
+
+def draw_plot(arms: dict[str, list[Response | None]], file: Path) -> None:
+    """Empirical length distributions of all arms, and their means."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    means = {}
+    for name, arm in arms.items():
+        lengths = np.sort(_lengths([response for response in arm if response is not None]))
+        means[name] = lengths.mean()
+        style = {"A": "-", "B": "--"}.get(name, ":")
+        left.plot(lengths, 1 - np.arange(len(lengths)) / len(lengths), style, label=f"{name} {ARMS[name]}")
+    left.set(xscale="log", yscale="log", xlabel="response tokens", ylabel="share of samples at least this long")
+    left.legend(fontsize=7)
+    names = list(means)
+    right.bar(names, [100 * (means[name] / means["A"] - 1) for name in names])
+    right.axhline(0, color="black", linewidth=0.8)
+    right.set(ylabel="mean length against uninterrupted, %")
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+def _ids(text: str) -> NDArray[np.int32]:
+    return np.array([int(text) * 7919 % 12, *(ord(c) % 12 for c in text)], np.int32)
+
+
+def _response(tokens: Sequence[int] | NDArray[np.int32], logprobs: NDArray[np.float32]) -> Response:
+    return Response(tuple(int(token) for token in tokens), logprobs.tobytes())
+
+
+def _joined(parts: Sequence[Response]) -> Response:
+    return Response(sum((part.tokens for part in parts), ()), b"".join(part.bits for part in parts))
+
+
+def _lengths(responses: Sequence[Response]) -> NDArray[np.int64]:
+    return np.array([len(response.tokens) for response in responses], np.int64)

@@ -1,0 +1,201 @@
+"""The token log at work: tokens per second, time to acknowledgement, and its share of decoding.
+
+The raw limit (large writes and one sync, same folder) is measured in the same run, and so is the decode step that the
+log is compared with: a real model on this machine with the same number of sequences.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane import jobfile
+from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.draft import Opening
+from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.wal import TokenLog
+
+STUDENT = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "max_position_embeddings": 1024,
+}
+"""About 1.5 million parameters, the size of the quickstart's student."""
+_RAW_BYTES = 64 << 20
+_PACED_STEPS_PER_S = 50
+_HISTOGRAM_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+
+
+def measure(
+    folder: Path | None = None, *, sequences: int = 64, seconds: float = 3.0, group_commit_ms: float = 5.0
+) -> dict[str, Any]:
+    """Measure the log in a folder (default: the current one). The folder is left as it was.
+
+    Returns tokens_per_s (unthrottled, group commit), ack_p50_ms and ack_p99_ms (append to durable by group commit, at
+    50 steps/s), wait_p50_ms and wait_p99_ms (append to durable when somebody waits), share_of_decode (log time over
+    decode time at `sequences`), raw_write_bytes_per_s, and what they were measured on.
+    """
+    settings = jobfile.Wal(group_commit_ms=group_commit_ms)
+    with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
+        home = Path(scratch)
+        raw = _raw_write(home / "raw", _RAW_BYTES)
+        with _log(home / "speed", settings) as log:
+            tokens_per_s = _unthrottled(log, sequences, seconds)
+            mount, level = log.mount, log.level
+            syncs = np.array(log.sync_seconds) * 1000
+        with _log(home / "paced", settings) as log:
+            acks = _paced(log, sequences, seconds)
+        with _log(home / "waited", settings) as log:
+            waits = _waited(log, sequences, seconds)
+        decode_s, log_s = _beside_decoding(home, settings, sequences)
+    counts, _ = np.histogram(syncs, [0, *_HISTOGRAM_MS, np.inf])
+    return {
+        "tokens_per_s": tokens_per_s,
+        "ack_p50_ms": float(np.percentile(acks, 50)),
+        "ack_p99_ms": float(np.percentile(acks, 99)),
+        "wait_p50_ms": float(np.percentile(waits, 50)),
+        "wait_p99_ms": float(np.percentile(waits, 99)),
+        "share_of_decode": log_s / decode_s,
+        "decode_step_ms": decode_s * 1000,
+        "log_step_ms": log_s * 1000,
+        "raw_write_bytes_per_s": raw,
+        "fdatasync_ms": {f"< {top}": int(n) for top, n in zip([*_HISTOGRAM_MS, "inf"], counts, strict=True)},
+        "sequences": sequences,
+        "group_commit_ms": group_commit_ms,
+        "filesystem": mount.kind,
+        "mount_options": mount.options,
+        "level": level,
+        "cpus": os.cpu_count(),
+    }
+
+
+@contextmanager
+def _log(folder: Path, settings: jobfile.Wal) -> Iterator[TokenLog]:
+    log, _ = TokenLog.open(folder, settings)
+    try:
+        yield log
+    finally:
+        log.close(forget=True)
+
+
+def _raw_write(path: Path, total: int) -> float:
+    """Bytes per second of large writes and one sync."""
+    block = os.urandom(1 << 20)
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(total // len(block)):
+            file.write(block)
+        os.fdatasync(file.fileno())
+    rate = total / (time.perf_counter() - began)
+    path.unlink()
+    return rate
+
+
+def _step(sequences: int, position: int) -> messages.Step:
+    handles = np.arange(sequences, dtype=np.uint32)
+    return messages.Step(
+        handles,
+        np.full(sequences, position, np.uint32),
+        handles,
+        np.full(sequences, -0.5, np.float32),
+        np.zeros(sequences, np.uint8),
+    )
+
+
+def _unthrottled(log: TokenLog, sequences: int, seconds: float) -> float:
+    """Tokens per second through append, the last one durable."""
+    step = _step(sequences, 0)
+    steps = 0
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        for _ in range(100):
+            lsn = log.append(step)
+        steps += 100
+        if log.full:
+            log.rotate(Ledger())
+    log.wait_durable(lsn)
+    return steps * sequences / (time.perf_counter() - began)
+
+
+def _paced(log: TokenLog, sequences: int, seconds: float) -> list[float]:
+    """Milliseconds from append to durable when nobody waits, at a realistic pace."""
+    step = _step(sequences, 0)
+    acks = []
+    for _ in range(int(seconds * _PACED_STEPS_PER_S)):
+        began = time.perf_counter()
+        lsn = log.append(step)
+        while log.synced_lsn < lsn:
+            time.sleep(0.0002)
+        acks.append((time.perf_counter() - began) * 1000)
+        time.sleep(max(0.0, 1 / _PACED_STEPS_PER_S - (time.perf_counter() - began)))
+    return acks
+
+
+def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
+    """Milliseconds from append to durable when somebody waits for it."""
+    step = _step(sequences, 0)
+    waits = []
+    for _ in range(int(seconds * _PACED_STEPS_PER_S)):
+        began = time.perf_counter()
+        log.wait_durable(log.append(step))
+        waits.append((time.perf_counter() - began) * 1000)
+    return waits
+
+
+def _beside_decoding(home: Path, settings: jobfile.Wal, sequences: int, steps: int = 60) -> tuple[float, float]:
+    """Median seconds of a decode step of a real model, and of logging and applying what it returned."""
+    from mopd_dataplane.rollout.engine import Request
+    from mopd_dataplane.rollout.hf import HfEngine
+    from mopd_dataplane.run.student import make_student
+
+    engine = HfEngine(make_student(jobfile.Student(config=STUDENT), home / "model", seed=0), slots=sequences)
+    prompt = np.arange(4, 36, dtype=np.int32)
+    ledger = Ledger()
+    handles = np.zeros(sequences, np.uint32)
+
+    def admit(slots: NDArray[np.int64]) -> None:
+        for slot in slots.tolist():
+            handles[slot] = ledger.next_handle
+            ledger.apply(messages.Open(ledger.next_handle, _opening(ledger.next_handle)))
+        keys = handles.tolist()
+        engine.admit(
+            [(s, Request(uid="", prompt_ids=prompt, key=keys[s], max_new_tokens=steps)) for s in slots.tolist()]
+        )
+
+    admit(np.arange(sequences))
+    decode_s, log_s = [], []
+    with _log(home / "decode", settings) as log:
+        for _ in range(steps):
+            began = time.perf_counter()
+            output = engine.step()
+            decoded = time.perf_counter()
+            columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
+            message = messages.Step(handles[output.slots], *columns, output.logprobs, output.finished)
+            log.append(message)
+            ledger.apply(message)
+            log_s.append(time.perf_counter() - decoded)
+            decode_s.append(decoded - began)
+            admit(output.slots[output.finished > 0])
+    engine.close()
+    return float(np.median(decode_s)), float(np.median(log_s))
+
+
+def _opening(handle: int) -> Opening:
+    return Opening(
+        uid=str(handle), prompt_id="", group_id="", group_index=0, generation=0, domain="", effort="", run="bench",
+        writer="bench", writer_seq=handle, policy="", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 20,
+        stop=(), tokenizer="", prompt_ids=(),
+    )  # fmt: skip

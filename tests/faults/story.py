@@ -1,0 +1,97 @@
+"""A random but reproducible life of a token log, and what its reader must find after any part of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.draft import Opening
+from mopd_dataplane.rollout.engine import STOP
+from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.wal import TokenLog
+
+
+def story(seed: int, length: int) -> Iterator[messages.Any]:
+    """Messages of a legal life: samples open, grow, hear from an environment, finish, are committed."""
+    draw = random.Random(seed)
+    ledger = Ledger()
+    for ordinal in range(length):
+        message = _next(draw, ledger, f"{seed}-{ordinal}")
+        ledger.apply(message)
+        yield message
+
+
+def _next(draw: random.Random, ledger: Ledger, name: str) -> messages.Any:
+    growing = {h: d for h, d in ledger.drafts.items() if not d.finish_reason and not d.ended}
+    stopped = {h: d for h, d in ledger.drafts.items() if d.ended and not d.finish_reason}
+    done = list(ledger.finished())
+    choice = draw.random()
+    if not growing or (choice < 0.12 and len(ledger.drafts) < 12):
+        return messages.Open(ledger.next_handle, _opening(name, draw))
+    if stopped and choice < 0.3:
+        handle, draft = draw.choice(list(stopped.items()))
+        if draw.random() < 0.3:
+            said = np.array([draw.randrange(99) for _ in range(3)], np.int32)
+            return messages.Tokens(handle, len(draft), said, np.zeros(3, np.float32), np.zeros(3, np.uint8))
+        return messages.Finish(handle, len(draft), draft.digest(), "stop")
+    if done and choice < 0.36:
+        return messages.Commit(tuple(done))
+    if choice < 0.4:
+        handle, draft = draw.choice(list(growing.items()))
+        return messages.Span(handle, len(draft), draw.randrange(9), "digest")
+    handles = sorted(draw.sample(list(growing), k=draw.randint(1, len(growing))))
+    count = len(handles)
+    return messages.Step(
+        np.array(handles, np.uint32),
+        np.array([len(growing[handle]) for handle in handles], np.uint32),
+        np.array([draw.randrange(50_000) for _ in handles], np.uint32),
+        np.array([-draw.random() for _ in handles], np.float32),
+        np.array([STOP if draw.random() < 0.1 else 0 for _ in range(count)], np.uint8),
+    )
+
+
+def _opening(name: str, draw: random.Random) -> Opening:
+    return Opening(
+        uid=name, prompt_id=name, group_id=name, group_index=0, generation=1, domain="d", effort="", run="r",
+        writer="w", writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 20, stop=("#",),
+        tokenizer="t", prompt_ids=tuple(draw.randrange(99) for _ in range(draw.randrange(1, 9))),
+    )  # fmt: skip
+
+
+def tell(log: TokenLog, ledger: Ledger, message: messages.Any) -> int:
+    """Append, apply, and rotate when the segment is full; as the runner does."""
+    lsn = log.append(message)
+    ledger.apply(message)
+    if log.full:
+        log.rotate(ledger)
+    return lsn
+
+
+def state(ledger: Ledger) -> tuple[object, ...]:
+    """Everything a ledger knows, comparable."""
+    return tuple(
+        (
+            handle, draft.opening, bytes(draft.tokens.tobytes()), bytes(draft.logprobs.tobytes()),
+            bytes(draft.loss_mask), tuple(draft.spans), draft.ended, draft.finish_reason,
+        )
+        for handle, draft in ledger.drafts.items()
+    )  # fmt: skip
+
+
+def states(seed: int, length: int) -> list[tuple[object, ...]]:
+    """State after 0, 1, 2 … messages of a story."""
+    ledger = Ledger()
+    found = [state(ledger)]
+    for message in story(seed, length):
+        ledger.apply(message)
+        found.append(state(ledger))
+    return found
+
+
+def segments(folder: Path) -> list[Path]:
+    """Segment files of a log, oldest first."""
+    return sorted(folder.glob("*/*.wal"))

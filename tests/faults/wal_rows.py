@@ -1,0 +1,484 @@
+"""Rows 1 to 7 of the fault list: the token log."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from figures import Row, Tally
+from story import segments, state, states, story, tell
+
+from mopd_dataplane import faultpoints, jobfile
+from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
+from mopd_dataplane.rollout import segmentfile
+from mopd_dataplane.rollout.framing import SEGMENT_HEADER, read_segment
+from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.recovery import recover
+from mopd_dataplane.rollout.wal import TokenLog
+
+LENGTH = 400
+SHORT = 150
+SETTINGS = jobfile.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
+POINTS = (
+    "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
+    "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",
+)  # fmt: skip
+OPENING_POINTS = POINTS[:8]
+
+
+class Died(BaseException):
+    """Stands for the death of a process inside this one."""
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A place for a log, in memory: none of these faults needs a real disk, and there are many."""
+    with tempfile.TemporaryDirectory(prefix="faults-", dir="/dev/shm") as scratch:
+        yield Path(scratch) / "log"
+
+
+def child_writes(home: Path, seed: int, acked: mmap.mmap, die: Callable[[str], None] | None) -> None:
+    """In a forked child: live a story, counting in shared memory what append has acknowledged."""
+    faultpoints.observe(die)
+    log, recovered = TokenLog.open(home, SETTINGS)
+    ledger = recovered.ledger
+    for count, message in enumerate(story(seed, LENGTH), start=1):
+        tell(log, ledger, message)
+        acked[:8] = struct.pack("<Q", count)
+
+
+def forked(work: Callable[[], None], kill_after: float | None = None) -> int:
+    """Run work in a child; kill it after a while. Its exit code, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            work()
+        os._exit(0)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def is_prefix(home: Path, known: list[tuple[object, ...]], least: int, most: int) -> bool:
+    """Whether the log holds the state after n messages, least <= n <= most."""
+    found = state(recover(home).ledger)
+    return any(found == known[n] for n in range(least, min(most, len(known) - 1) + 1))
+
+
+def killed_at_random(count: int, seed: int) -> Tally:
+    """SIGKILL after a random time; nothing acknowledged is lost, at most one unacknowledged record is kept."""
+    tally, draw = Tally(), random.Random(seed)
+    acked = mmap.mmap(-1, 8)
+    stories = [(story_seed, states(story_seed, LENGTH)) for story_seed in range(seed, seed + 4)]
+    for case in range(count):
+        story_seed, known = stories[case % len(stories)]
+        acked[:8] = bytes(8)
+        with folder() as home:
+            forked(partial(child_writes, home, story_seed, acked, None), kill_after=draw.uniform(0.001, 0.04))
+            (logged,) = struct.unpack("<Q", acked[:8])
+            good = not home.exists() or is_prefix(home, known, logged, logged + 1)
+            tally.case(good, f"story {story_seed}, killed after {logged} messages")
+    return tally
+
+
+def killed_at_points(count: int, seed: int) -> Tally:
+    """SIGKILL at a named point, then again at a named point of the recovery; the state survives both."""
+    tally, draw = Tally(), random.Random(seed)
+    acked = mmap.mmap(-1, 8)
+    stories = [(story_seed, states(story_seed, LENGTH)) for story_seed in range(seed, seed + 4)]
+    for case in range(count):
+        point, again = POINTS[case % len(POINTS)], draw.choice(OPENING_POINTS)
+        visit = draw.choice((1, 2, 3, 9, 40))
+        story_seed, known = stories[case % len(stories)]
+        acked[:8] = bytes(8)
+        with folder() as home:
+            forked(partial(child_writes, home, story_seed, acked, killer(point, visit)))
+            (logged,) = struct.unpack("<Q", acked[:8])
+            first = is_prefix(home, known, logged, logged + 1)
+            found = state(recover(home).ledger)
+            forked(partial(reopen, home, killer(again, 1)))
+            second = state(recover(home).ledger) == found
+            tally.case(first and second, f"story {story_seed}, {point} visit {visit}, then {again}")
+    return tally
+
+
+def killer(point: str, visit: int) -> Callable[[str], None]:
+    """An observer that kills its process on the visit-th pass of a point."""
+    left = visit
+
+    def die(name: str) -> None:
+        nonlocal left
+        left -= name == point
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def reopen(home: Path, die: Callable[[str], None]) -> None:
+    """Recover and begin the next epoch."""
+    faultpoints.observe(die)
+    TokenLog.open(home, SETTINGS)
+
+
+def told(home: Path, seed: int, length: int, *, settings: jobfile.Wal, rotate_dies: str = "") -> None:
+    """Live a story in this process and leave the log as a crash would; optionally in the middle of a rotation."""
+    log, recovered = TokenLog.open(home, settings)
+    ledger = recovered.ledger
+    for number, message in enumerate(story(seed, length)):
+        log.append(message)
+        ledger.apply(message)
+        if number % 7 == 0:
+            log.wait_durable(log.appended_lsn)
+    if rotate_dies:
+        faultpoints.observe(raiser(rotate_dies))
+        with suppress(Died):
+            log.rotate(ledger)
+        faultpoints.observe(None)
+    log.abort()
+
+
+def raiser(point: str) -> Callable[[str], None]:
+    """An observer that raises Died at a point."""
+
+    def die(name: str) -> None:
+        if name == point:
+            raise Died
+
+    return die
+
+
+def truncated(count: int, seed: int) -> Tally:
+    """The file cut at every byte, one segment or two: a prefix of the story, or damage; never anything else."""
+    tally = Tally()
+    big = jobfile.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
+    while tally.tried < count:
+        for rotate_dies in ("", "wal.segment.named", "wal.base"):
+            length = 25
+            known = states(seed, length)
+            with folder() as home:
+                told(home, seed, length, settings=big, rotate_dies=rotate_dies)
+                for path in segments(home):
+                    _cut_everywhere(
+                        tally, home, path, known, closed=rotate_dies == "wal.segment.named" and path.stem.endswith("0")
+                    )
+        seed += 1
+    return tally
+
+
+def _cut_everywhere(tally: Tally, home: Path, path: Path, known: list[tuple[object, ...]], *, closed: bool) -> None:
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        os.truncate(path, size)
+        try:
+            good = state(recover(home).ledger) in known and not closed
+        except DamagedError:
+            good = closed or size < SEGMENT_HEADER or path.stem.endswith("1")
+        tally.case(good, f"{path.name} cut at byte {size} of {len(whole)}, closed {closed}")
+        path.write_bytes(whole)
+
+
+def flipped(count: int, seed: int) -> Tally:
+    """A random bit flipped in every byte: damage below the watermark is reported, above it cut; never silent."""
+    tally = Tally()
+    big = jobfile.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
+    while tally.tried < count:
+        draw = random.Random(seed)
+        known = states(seed, 25)
+        with folder() as home:
+            told(home, seed, 25, settings=big)
+            (path,) = segments(home)
+            segment, whole = read_segment(path), path.read_bytes()
+            for byte in range(len(whole)):
+                bit = draw.randrange(8)
+                path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1 << bit]) + whole[byte + 1 :])
+                hit = next((r for r in segment.records if byte < r.end), segment.records[0])
+                watermark = max((r.synced_lsn for r in segment.records if r.lsn > hit.lsn), default=0)
+                promised = byte < SEGMENT_HEADER or hit.lsn <= watermark
+                try:
+                    recovered = recover(home)
+                    good = not promised and recovered.torn_bytes > 0 and state(recovered.ledger) in known
+                except DamagedError:
+                    good = promised or hit.lsn <= segment.header.first_lsn + 1
+                tally.case(good, f"story {seed}, bit {bit} of byte {byte}")
+        seed += 1
+    return tally
+
+
+def power_lost(count: int, seed: int) -> Tally:
+    """Unsynced sectors new, zero, garbage or absent; names and deletions not on disk: every durable record is there."""
+    tally = Tally()
+    settings = jobfile.Wal(group_commit_ms=1000, segment_bytes=1 << 12, full_disk_wait_s=0)
+    while tally.tried < count:
+        draw = random.Random(seed)
+        known = states(seed, SHORT)
+        with folder() as home:
+            disk = Disk()
+            told_messages, durable = _until_power_loss(home, seed, settings, disk, draw)
+            for variant in range(50):
+                with folder() as after:
+                    disk.after_power_loss(home, after, draw)
+                    try:
+                        good = is_prefix(after, known, durable, told_messages + 1)
+                    except DamagedError:
+                        good = False
+                    tally.case(good, f"story {seed}, {told_messages} messages, {durable} durable, variant {variant}")
+        seed += 1
+    return tally
+
+
+class Disk:
+    """What a disk is known to hold: the size of each file at its last sync, and files whose deletion may be lost."""
+
+    def __init__(self) -> None:
+        self.synced: dict[int, int] = {}
+        self.deleted: dict[Path, bytes] = {}
+
+    def saw_sync(self, descriptor: int) -> None:
+        """fdatasync returned."""
+        found = os.fstat(descriptor)
+        self.synced[found.st_ino] = found.st_size
+
+    def saw_delete(self, path: Path) -> None:
+        """A segment is about to be unlinked."""
+        self.deleted[path] = path.read_bytes()
+
+    def after_power_loss(self, home: Path, after: Path, draw: random.Random) -> None:
+        """One of the states the disk may be in when power comes back."""
+        shutil.copytree(home, after)
+        for path in segments(home):
+            copy = after / path.relative_to(home)
+            copy.write_bytes(self._content(path, draw))
+        newest = list(self.deleted.items())[-1:]
+        for path, content in newest:
+            if draw.random() < 0.3 and path.parent.exists():
+                (after / path.relative_to(home)).write_bytes(content)
+
+    def _content(self, path: Path, draw: random.Random) -> bytes:
+        whole = bytearray(path.read_bytes())
+        synced = self.synced.get(path.stat().st_ino, 0)
+        for sector in range(synced // 512, -(-len(whole) // 512)):
+            begin, end = max(synced, 512 * sector), min(len(whole), 512 * (sector + 1))
+            fate = draw.randrange(3)
+            if fate == 1:
+                whole[begin:end] = bytes(end - begin)
+            elif fate == 2:
+                whole[begin:end] = draw.randbytes(end - begin)
+        return bytes(whole[: draw.randint(synced, len(whole))])
+
+
+def _until_power_loss(home: Path, seed: int, settings: jobfile.Wal, disk: Disk, draw: random.Random) -> tuple[int, int]:
+    """Live a story until a random moment. (messages appended, messages known to be durable)"""
+    real_sync, real_unlink = os.fdatasync, Path.unlink
+
+    def sync(descriptor: int) -> None:
+        real_sync(descriptor)
+        disk.saw_sync(descriptor)
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".wal":
+            disk.saw_delete(path)
+        real_unlink(path, missing_ok)
+
+    stop_after = draw.randrange(1, SHORT)
+    point, visits = draw.choice([(p, draw.choice((1, 2, 3))) for p in OPENING_POINTS[2:]] + [("never", 1)] * 4)
+    left = visits + 1
+
+    def die(name: str) -> None:
+        nonlocal left
+        left -= name == point
+        if left == 0:
+            raise Died
+
+    lsns: list[int] = []
+    log = None
+    segmentfile.os.fdatasync, Path.unlink = sync, unlink  # type: ignore[method-assign,assignment]
+    faultpoints.observe(die)
+    try:
+        log, recovered = TokenLog.open(home, settings)
+        ledger = recovered.ledger
+        for message in story(seed, stop_after):
+            lsns.append(log.append(message))
+            ledger.apply(message)
+            if log.full:
+                log.rotate(ledger)
+            if draw.random() < 0.1:
+                log.wait_durable(lsns[-1])
+    except Died:
+        pass
+    finally:
+        faultpoints.observe(None)
+        segmentfile.os.fdatasync, Path.unlink = real_sync, real_unlink  # type: ignore[method-assign]
+    durable = 0 if log is None else sum(lsn <= log.synced_lsn for lsn in lsns)
+    if log is not None:
+        log.abort()
+    return len(lsns), durable
+
+
+def fenced(count: int, seed: int) -> Tally:
+    """A writer that lost its lock goes on after a takeover, or stale records follow the tail: not one byte counts."""
+    tally, draw = Tally(), random.Random(seed)
+    slow = jobfile.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
+    for case in range(count):
+        length = draw.randrange(5, 120)
+        known = states(seed + case, length + 60)
+        with folder() as home:
+            zombie, recovered = TokenLog.open(home, slow)
+            ledger = recovered.ledger
+            life = story(seed + case, length + 60)
+            for _ in range(length):
+                tell(zombie, ledger, next(life))
+            (home / "LOCK").unlink()
+            complete = draw.random() < 0.5
+            faultpoints.observe(None if complete else raiser(draw.choice(("wal.base", "wal.epoch", "wal.base.synced"))))
+            owner = None
+            with suppress(Died):
+                owner, _ = TokenLog.open(home, slow)
+            faultpoints.observe(None)
+            refused = _zombie_goes_on(zombie, ledger, life)
+            fenced_before_base = any((home / "epoch" / f"{n}.json").exists() for n in (2,))
+            if owner is not None:
+                owner.abort()
+            (home / "LOCK").unlink(missing_ok=True)
+            found = state(recover(home).ledger)
+            expected = found == known[length] if complete or _has_fence(home) else found in known[length:]
+            tally.case(refused and fenced_before_base and expected, f"case {case}, complete {complete}")
+    return tally
+
+
+def _zombie_goes_on(zombie: TokenLog, ledger: Ledger, life: Iterator[object]) -> bool:
+    """Whether the zombie is stopped at its next sync at the latest."""
+    try:
+        for message in life:
+            tell(zombie, ledger, message)
+        zombie.wait_durable(zombie.appended_lsn)
+    except (ResourceError, FileNotFoundError):
+        return True
+    else:
+        return False
+    finally:
+        zombie.abort()
+
+
+def _has_fence(home: Path) -> bool:
+    return any(path.parent.name == "00000002" and read_segment(path).records for path in segments(home))
+
+
+FAILING = ("write", "fdatasync", "fsync", "open", "rename", "unlink", "mkdir")
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
+
+
+def nth_call_fails(count: int, seed: int) -> Tally:
+    """The N-th system call fails, or writes short: success or a named error; nothing acknowledged is lost."""
+    tally, draw = Tally(), random.Random(seed)
+    known = states(seed, 60)
+    for case in range(count):
+        name, code = FAILING[case % len(FAILING)], draw.choice(ERRORS)
+        nth = case // len(FAILING) % 60 + 1
+        with folder() as home, calls_fail(name, nth, code) as after_failed_sync:
+            home.parent.mkdir(exist_ok=True)
+            logged, error = _live(home, seed)
+        named = error is None or (isinstance(error, ResourceError) and error.exit_code == 4)
+        what = f"{name} {nth} {errno.errorcode[code]}: {logged} logged, {error!r}"
+        tally.case(named and after_failed_sync == [], what)
+        with folder() as home:
+            with calls_fail(name, nth, code):
+                logged, error = _live(home, seed)
+            good = not home.exists() or is_prefix(home, known, logged, logged + 1)
+            tally.case(good, what)
+    return tally
+
+
+def _live(home: Path, seed: int) -> tuple[int, BaseException | None]:
+    """Live a short story; how many messages were acknowledged, and what stopped it."""
+    logged = 0
+    log = None
+    small = jobfile.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
+    try:
+        log, recovered = TokenLog.open(home, small)
+        for message in story(seed, 60):
+            log.wait_durable(log.append(message))
+            logged += 1
+            recovered.ledger.apply(message)
+            if log.full:
+                log.rotate(recovered.ledger)
+        log.close()
+    except MopdError as error:
+        if log is not None:
+            log.abort()
+        return logged, error
+    return logged, None
+
+
+@contextmanager
+def calls_fail(name: str, nth: int, code: int) -> Iterator[list[int]]:
+    """The nth call of os.<name> fails from now on once; a failed fdatasync must be the last one on its descriptor."""
+    real = getattr(os, name)
+    calls = 0
+    failed: set[tuple[int, int]] = set()
+    again: list[int] = []
+
+    def call(*given: object, **named: object) -> object:
+        nonlocal calls
+        calls += 1
+        if name == "fdatasync":
+            found = os.fstat(given[0])  # type: ignore[arg-type]
+            if (found.st_dev, found.st_ino) in failed:
+                again.append(calls)
+            if calls == nth:
+                failed.add((found.st_dev, found.st_ino))
+        if calls == nth:
+            if name == "write" and code == errno.EMFILE:
+                return real(given[0], bytes(given[1])[:3])  # type: ignore[arg-type]
+            raise OSError(code, os.strerror(code))
+        return real(*given, **named)
+
+    setattr(os, name, call)
+    try:
+        yield again
+    finally:
+        setattr(os, name, real)
+
+
+ROWS = [
+    Row(
+        1, "kill -9 at random moments, log writer", "a prefix, with everything that was logged",
+        killed_at_random, (25, 2_000, 100_000),
+    ),
+    Row(
+        2, "kill -9 at named points, and again in recovery", "the same state after both",
+        killed_at_points, (24, 240, 24_000),
+    ),
+    Row(
+        3, "truncation at every byte, one and two segments", "a prefix, or damage",
+        truncated, (3_000, 65_536, 1_000_000),
+    ),
+    Row(
+        4, "a flipped bit in every byte", "never silent; damage below the watermark",
+        flipped, (3_000, 32_000, 1_000_000),
+    ),
+    Row(
+        5, "power loss: sectors, names and deletions lost", "every durable record, and no false alarm",
+        power_lost, (400, 20_000, 1_000_000),
+    ),
+    Row(
+        6, "zombie writer after a takeover", "none of its bytes counts, and it stops",
+        fenced, (10, 200, 10_000),
+    ),
+    Row(
+        7, "the N-th system call fails or writes short", "success or a named error, nothing lost",
+        nth_call_fails, (42, 420, 8_400),
+    ),
+]  # fmt: skip
