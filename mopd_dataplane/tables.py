@@ -14,6 +14,9 @@ import pyarrow as pa
 
 FORMAT_VERSION = 1
 DATA_STORAGE_VERSION = "2.2"
+"""Lance file format, pinned: what `None` means drifts with pylance."""
+LIST_STORAGE_VERSION = "2.0"
+"""Lance file format of payload in lists: read and written several times faster, a third larger (decision 0003)."""
 
 _STRING = pa.string()
 _TIME = pa.timestamp("us", tz="UTC")
@@ -39,6 +42,8 @@ class TableSpec:
     key: tuple[str, ...]
     heavy: bool = False
     """Per-token payload: read by row for the batch at hand, never scanned whole."""
+    storage: str = DATA_STORAGE_VERSION
+    """Lance file format."""
 
 
 PROMPTS = TableSpec(
@@ -126,6 +131,7 @@ TOKENS = TableSpec(
     ),
     key=("uid",),
     heavy=True,
+    storage=LIST_STORAGE_VERSION,
 )
 
 TEACHERS = TableSpec(
@@ -168,6 +174,7 @@ SIGNAL_LOGPROB = TableSpec(
     ),
     key=("uid",),
     heavy=True,
+    storage=LIST_STORAGE_VERSION,
 )
 
 SIGNAL_TOPK = TableSpec(
@@ -189,6 +196,7 @@ SIGNAL_TOPK = TableSpec(
     ),
     key=("uid",),
     heavy=True,
+    storage=LIST_STORAGE_VERSION,
 )
 
 SIGNAL_HIDDEN = TableSpec(

@@ -61,9 +61,7 @@ def sql_name(name: str) -> str:
     return name.replace("/", "_")
 
 
-def _register(
-    connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None
-) -> None:
+def _register(connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None) -> None:
     """Make the tables the query speaks of visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
     spoken = [name for name in names if sql_name(name) in query.lower()]

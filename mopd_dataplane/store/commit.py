@@ -53,7 +53,7 @@ def commit_samples(
     _check_epoch(samples.open(), writer, epoch)
     fence(samples, writer, epoch)
     crcs = [sample_crc(sample) for sample in batch]
-    found, _ = samples.find(pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())}))
+    found, visible = samples.find(pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())}))
     absent = np.flatnonzero(found < 0).tolist()
     payload_rows = np.full(len(batch), -1, np.int64)
     payload_rows[absent], with_payload = place_payload(
@@ -62,6 +62,7 @@ def commit_samples(
         [crcs[i] for i in absent],
         lambda places: token_rows([batch[absent[i]] for i in places]),
         token_crcs,
+        adopt=tokens.open().count_rows() != visible.count_rows(),
     )
     tokens.make_durable(with_payload)
     checkpoint("commit.payload.durable")

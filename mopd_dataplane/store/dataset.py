@@ -73,11 +73,14 @@ class Store:
         store = cls(place)
         for name in TABLES:
             store._table(name).create()
-        place.write_json(MARK, {
-            "format_version": FORMAT_VERSION,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "uuid": str(uuid.uuid4()),
-        })
+        place.write_json(
+            MARK,
+            {
+                "format_version": FORMAT_VERSION,
+                "created": datetime.now(UTC).isoformat(timespec="seconds"),
+                "uuid": str(uuid.uuid4()),
+            },
+        )
         return store
 
     def path(self, name: str) -> Path:
@@ -270,10 +273,19 @@ class Store:
         self, event_id: str, stage: str, kind: str, generation: int, value: float | None, detail: dict[str, Any]
     ) -> None:
         """Record a decision or measurement once under its name."""
-        self._insert("events", [{
-            "event_id": event_id, "stage": stage, "kind": kind, "generation": generation, "value": value,
-            "detail": json.dumps(detail, sort_keys=True),
-        }])
+        self._insert(
+            "events",
+            [
+                {
+                    "event_id": event_id,
+                    "stage": stage,
+                    "kind": kind,
+                    "generation": generation,
+                    "value": value,
+                    "detail": json.dumps(detail, sort_keys=True),
+                }
+            ],
+        )
 
     def add_plan(self, plan: PlanWindow) -> None:
         """Record a window before it is used; MismatchError when the window was planned otherwise before."""

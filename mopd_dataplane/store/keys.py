@@ -92,14 +92,17 @@ def hash_rows(keys: pa.Table, names: list[str]) -> Hashes:
     """[n] one 64-bit hash per row over the named columns (strings and integers); used in memory only."""
     total = np.zeros(keys.num_rows, np.uint64)
     for name in names:
-        column = keys[name].combine_chunks()
-        parts = [_hash_column(column.slice(start, HASH_CHUNK)) for start in range(0, len(column), HASH_CHUNK)]
+        parts = [
+            _hash_column(chunk.slice(start, HASH_CHUNK))
+            for chunk in keys[name].chunks
+            for start in range(0, len(chunk), HASH_CHUNK)
+        ]
         total = _mix(total ^ np.concatenate(parts)) if parts else total
     return total
 
 
 def _hash_column(column: pa.Array) -> Hashes:
-    """Hash of each value: its bytes as 8-byte words (zero-padded, length first), each multiplied by an odd constant."""
+    """Hash of each value: its bytes as zero-padded 8-byte words, times odd constants, summed, and its length."""
     if pa.types.is_integer(column.type):
         return _mix(column.to_numpy().astype(np.int64).view(np.uint64))
     text = column.cast(pa.large_string())
@@ -107,13 +110,14 @@ def _hash_column(column: pa.Array) -> Hashes:
     lengths = np.diff(offsets)
     words = int(lengths.max(initial=0) + 7) // 8
     padded = np.zeros((len(text), words * 8), np.uint8)
-    filled = np.arange(words * 8) < lengths[:, None]
-    data = text.buffers()[2]
-    if data is not None:
-        padded[filled] = np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]]
+    values = np.frombuffer(text.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
+    if (lengths == lengths[:1]).all():  # uids: one copy instead of a mask
+        padded[:, : lengths[:1].sum()] = values.reshape(len(text), -1)
+    else:
+        padded[np.arange(words * 8) < lengths[:, None]] = values
     factors = _mix(np.arange(1, words + 1, dtype=np.uint64)) | np.uint64(1)
     with np.errstate(over="ignore"):
-        return _mix((_mix(padded.view(np.uint64)) * factors).sum(axis=1, dtype=np.uint64) + lengths.astype(np.uint64))
+        return _mix(padded.view(np.uint64) @ factors + lengths.astype(np.uint64))
 
 
 def _mix(value: NDArray[Any]) -> Hashes:

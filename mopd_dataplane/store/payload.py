@@ -18,14 +18,18 @@ def place_payload(
     crcs: Sequence[int],
     make_rows: Callable[[list[int]], pa.Table],
     crcs_at: Callable[[lance.LanceDataset, list[int]], list[int]],
+    *,
+    adopt: bool = True,
 ) -> tuple[NDArray[np.int64], lance.LanceDataset]:
     """[n] row of each payload in `table`, and a version that has them all.
 
     A row that already lies there with equal uid and checksum is adopted: an interrupted commit left it, and no
     metadata row points to it. The rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at`
-    computes the checksums of given rows of the dataset.
+    computes the checksums of given rows of the dataset. Without `adopt` the table is known to hold nothing unused.
     """
-    places, dataset = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
+    places, dataset = np.full(len(uids), -1, np.int64), table.open()
+    if adopt:
+        places, dataset = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
     left = np.flatnonzero(places >= 0)
     if len(left):
         equal = np.array(crcs_at(dataset, places[left].tolist())) == np.array(crcs)[left]

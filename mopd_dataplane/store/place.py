@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-import fsspec
 import lance
+from lance.file import LanceFileSession
 
 from mopd_dataplane.errors import DamagedError, InputError
 from mopd_dataplane.files import fsync, publish_file
@@ -29,7 +30,7 @@ class Place:
         """The folder; None on an object store."""
         self.uri = text.rstrip("/") if remote else str(self.root)
         self.storage_options = dict(storage_options or {})
-        self._files: Any = fsspec.core.url_to_fs(self.uri, **self.storage_options)[0] if remote else None
+        self._files = LanceFileSession(self.uri, self.storage_options or None) if remote else None
         self._session: Any = None
 
     @property
@@ -53,9 +54,8 @@ class Place:
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """A small JSON object, None when there is none; DamagedError when it does not parse."""
-        try:
-            content = self.local(name).read_bytes() if self.root else self._files.cat_file(self.of(name))
-        except (FileNotFoundError, NotADirectoryError):
+        content = self._read(name)
+        if content is None:
             return None
         try:
             return cast(dict[str, Any], json.loads(content))
@@ -65,27 +65,38 @@ class Place:
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON object atomically and durably."""
         content = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-        if self.root is not None:
+        if self._files is None:
             publish_file(self.local(name), content)
-        else:
-            self._files.pipe_file(self.of(name), content)
+            return
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            self._files.upload_file(file.name, name)
 
     def remove(self, name: str) -> None:
         """Delete a small file; no error when it is not there."""
-        if self.root is not None:
+        if self._files is None:
             path = self.local(name)
             path.unlink(missing_ok=True)
             if path.parent.is_dir():
                 fsync(path.parent)
-        elif self._files.exists(self.of(name)):
-            self._files.rm_file(self.of(name))
+        elif self._files.contains(name):
+            self._files.delete_file(name)
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder of the store, sorted; empty when there is no such folder."""
-        if self.root is not None:
+        if self._files is None:
             folder = self.local(name)
             return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        try:
-            return sorted(path.rstrip("/").rsplit("/", 1)[1] for path in self._files.ls(self.of(name), detail=False))
-        except FileNotFoundError:
-            return []
+        found = self._files.list_with_delimiter(name)
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in [*found.common_prefixes, *found.objects])
+
+    def _read(self, name: str) -> bytes | None:
+        if self._files is None:
+            path = self.local(name)
+            return path.read_bytes() if path.is_file() else None
+        if not self._files.contains(name):
+            return None
+        with tempfile.NamedTemporaryFile() as file:
+            self._files.download_file(name, file.name)
+            return Path(file.name).read_bytes()

@@ -75,8 +75,10 @@ def check_sample(sample: Sample) -> None:
         )
     if starts[-1] > max(length - 1, 0):
         raise MismatchError(f"{where}: a version span starts at {starts[-1]}, past the {length} response tokens")
-    for name, value, allowed in (("finish_reason", sample.finish_reason, FINISH_REASONS),
-                                 ("resume", sample.resume, RESUME_KINDS)):
+    for name, value, allowed in (
+        ("finish_reason", sample.finish_reason, FINISH_REASONS),
+        ("resume", sample.resume, RESUME_KINDS),
+    ):
         if value not in allowed:
             raise MismatchError(f"{where}: {name} {value!r}: {nearest(value, allowed)}")
     if sample.logprobs is not None:
@@ -127,17 +129,20 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
         mask = np.asarray(sample.loss_mask, bool)
         mean = None if sample.logprobs is None or not mask.any() else float(np.mean(sample.logprobs[mask]))
         same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}
-        records.append(same | {
-            "policy_version_first": int(sample.versions[0]),
-            "policy_version_last": int(sample.versions[-1]),
-            "response_len": sample.response_len,
-            "total_len": len(sample.tokens),
-            "loss_tokens": sample.loss_tokens,
-            "mean_logprob": mean,
-            "payload_row": payload_row,
-            "payload_crc": crc,
-            "schema_version": FORMAT_VERSION,
-        })
+        records.append(
+            same
+            | {
+                "policy_version_first": int(sample.versions[0]),
+                "policy_version_last": int(sample.versions[-1]),
+                "response_len": sample.response_len,
+                "total_len": len(sample.tokens),
+                "loss_tokens": sample.loss_tokens,
+                "mean_logprob": mean,
+                "payload_row": payload_row,
+                "payload_crc": crc,
+                "schema_version": FORMAT_VERSION,
+            }
+        )
     return to_rows(SAMPLES, records)
 
 

@@ -1,7 +1,7 @@
 """The published contracts: schemas/<table>/v<format>.json, generated from tables.py.
 
-    python -m mopd_dataplane.store.schemas schemas           write what is missing
-    python -m mopd_dataplane.store.schemas schemas --check   exit 1 when a file differs
+python -m mopd_dataplane.store.schemas schemas           write what is missing
+python -m mopd_dataplane.store.schemas schemas --check   exit 1 when a file differs
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from mopd_dataplane.tables import DATA_STORAGE_VERSION, FORMAT_VERSION, SIGNALS, TABLES, TableSpec
+from mopd_dataplane.tables import FORMAT_VERSION, SIGNALS, TABLES, TableSpec
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -29,7 +29,7 @@ def contract(spec: TableSpec) -> dict[str, Any]:
         "table": spec.name,
         "doc": spec.doc,
         "format_version": FORMAT_VERSION,
-        "data_storage_version": DATA_STORAGE_VERSION,
+        "data_storage_version": spec.storage,
         "key": list(spec.key),
         "payload": spec.heavy,
         "columns": [_column(field) for field in spec.schema],

@@ -123,11 +123,13 @@ def commit_signals(
         signals, metadata["response_len"].to_pylist(), metadata["loss_tokens"].to_pylist(), strict=True
     ):
         check_signal(signal, kind, response_len, loss_tokens)
-    keys = pa.table({
-        "uid": pa.array([signal.uid for signal in signals], pa.string()),
-        "teacher": pa.array([teacher.name] * len(signals), pa.string()),
-        "kind": pa.array([kind] * len(signals), pa.string()),
-    })
+    keys = pa.table(
+        {
+            "uid": pa.array([signal.uid for signal in signals], pa.string()),
+            "teacher": pa.array([teacher.name] * len(signals), pa.string()),
+            "kind": pa.array([kind] * len(signals), pa.string()),
+        }
+    )
     found, _ = scores.find(keys)
     absent = np.flatnonzero(found < 0)
     if not len(absent):
@@ -145,23 +147,28 @@ def commit_signals(
     )
     payload.make_durable(dataset)
     checkpoint("signals.payload.durable")
-    done = scores.insert(to_rows(SCORES, [
-        {
-            "uid": signal.uid,
-            "teacher": teacher.name,
-            "kind": kind,
-            "sample_row": signal.sample_row,
-            "payload_row": place,
-            "payload_crc": crc,
-            "codec": signal.codec,
-            "rows": int(count),
-            "bytes": _bytes(signal),
-            "mean_reverse_kl": signal.mean_reverse_kl,
-            "coverage": 1.0,
-            "teacher_digest": teacher.weights_digest,
-        }
-        for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
-    ]))
+    done = scores.insert(
+        to_rows(
+            SCORES,
+            [
+                {
+                    "uid": signal.uid,
+                    "teacher": teacher.name,
+                    "kind": kind,
+                    "sample_row": signal.sample_row,
+                    "payload_row": place,
+                    "payload_crc": crc,
+                    "codec": signal.codec,
+                    "rows": int(count),
+                    "bytes": _bytes(signal),
+                    "mean_reverse_kl": signal.mean_reverse_kl,
+                    "coverage": 1.0,
+                    "teacher_digest": teacher.weights_digest,
+                }
+                for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
+            ],
+        )
+    )
     scores.make_durable(done.dataset)
     checkpoint("signals.metadata.durable")
     return int(done.new.sum())

@@ -29,7 +29,6 @@ from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.layout import blob_columns, check_schema, lance_schema, spec_of
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.tables import DATA_STORAGE_VERSION
 
 ATTEMPTS = 64
 BACKOFF_S = 0.005
@@ -77,7 +76,7 @@ class Table:
                 made = lance.write_dataset(
                     self.schema.empty_table(),
                     self.uri,
-                    data_storage_version=DATA_STORAGE_VERSION,  # type: ignore[arg-type]
+                    data_storage_version=self.spec.storage,  # type: ignore[arg-type]
                     storage_options=self._place.storage_options or None,
                 )
             except OSError as error:
@@ -185,7 +184,7 @@ class Table:
         """Rows in files of their own, synced, seen by nobody yet."""
         columns = [name for name in dataset.schema.names if name in rows.column_names]
         fragments = write_fragments(
-            rows.select(columns), dataset, mode="append", data_storage_version=DATA_STORAGE_VERSION
+            rows.select(columns), dataset, mode="append", data_storage_version=self.spec.storage
         )
         if self.barrier is not None:
             self.barrier.sync_data(fragments)

@@ -17,11 +17,27 @@ from mopd_dataplane.tables import SIGNAL_HIDDEN, TABLES
 
 def sample(number: int) -> Sample:
     return Sample(
-        uid=sample_uid(0, "s", f"p{number}", 0, 0), prompt_id=f"p{number}", group_id="g", group_index=0, generation=0,
-        domain=("math", "code")[number % 2], run="s", writer="w", writer_seq=number, policy="s", temperature=1.0,
-        top_p=1.0, top_k=0, prompt_len=1, tokens=np.array([1, 2, 3], np.int32),
-        logprobs=np.array([-0.5, -0.25], np.float32), loss_mask=np.ones(2, np.uint8),
-        version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32), finish_reason="stop", tokenizer="t",
+        uid=sample_uid(0, "s", f"p{number}", 0, 0),
+        prompt_id=f"p{number}",
+        group_id="g",
+        group_index=0,
+        generation=0,
+        domain=("math", "code")[number % 2],
+        run="s",
+        writer="w",
+        writer_seq=number,
+        policy="s",
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        prompt_len=1,
+        tokens=np.array([1, 2, 3], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        loss_mask=np.ones(2, np.uint8),
+        version_starts=np.zeros(1, np.int32),
+        versions=np.zeros(1, np.int32),
+        finish_reason="stop",
+        tokenizer="t",
     )
 
 
@@ -30,24 +46,38 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = Store.create(tmp_path_factory.mktemp("sql") / "store")
     store.add_prompts([Prompt(prompt_id=f"p{i}", domain="math", text="?") for i in range(6)])
     rows = store.commit_samples([sample(i) for i in range(6)], writer="w").rows
-    store.add_rewards([
-        {"uid": sample(i).uid, "sample_row": rows[i], "verifier": "v", "verifier_version": "1", "reward": i / 4}
-        for i in range(6)
-    ])
-    store.add_teacher(Teacher(
-        name="math-7b", source="x", weights_digest="w", tokenizer_digest="t", vocab_size=10, hidden_size=4,
-        dtype="fp32", head_file="heads/math-7b.safetensors", head_digest="h",
-    ))
-    store.commit_signals("math-7b", "hidden", [
-        Signal(uid=sample(0).uid, sample_row=0, kind="hidden", codec="fp32", hidden=np.zeros((2, 16), np.uint8))
-    ])
+    store.add_rewards(
+        [
+            {"uid": sample(i).uid, "sample_row": rows[i], "verifier": "v", "verifier_version": "1", "reward": i / 4}
+            for i in range(6)
+        ]
+    )
+    store.add_teacher(
+        Teacher(
+            name="math-7b",
+            source="x",
+            weights_digest="w",
+            tokenizer_digest="t",
+            vocab_size=10,
+            hidden_size=4,
+            dtype="fp32",
+            head_file="heads/math-7b.safetensors",
+            head_digest="h",
+        )
+    )
+    store.commit_signals(
+        "math-7b",
+        "hidden",
+        [Signal(uid=sample(0).uid, sample_row=0, kind="hidden", codec="fp32", hidden=np.zeros((2, 16), np.uint8))],
+    )
     return store
 
 
 def test_the_query_of_the_readme(store: Store) -> None:
     query = "select domain, count(*) as n, avg(reward) as r from samples join rewards using (uid) group by 1 order by 1"
     assert store.sql(query).to_pylist() == [
-        {"domain": "code", "n": 3, "r": pytest.approx(0.75)}, {"domain": "math", "n": 3, "r": pytest.approx(0.5)}
+        {"domain": "code", "n": 3, "r": pytest.approx(0.75)},
+        {"domain": "math", "n": 3, "r": pytest.approx(0.5)},
     ]
 
 
@@ -145,7 +175,10 @@ def test_cold_start_in_a_process_of_its_own(store: Store) -> None:
     code = "import sys, mopd_dataplane as m; print(m.open_store(sys.argv[1]).sql(sys.argv[2]).num_rows)"
     said = subprocess.run(
         [sys.executable, "-c", code, store.uri, "select domain, count(*) from samples group by 1"],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert said.stdout == "2\n"
     assert said.stderr == "", "nothing is printed beside the answer"

@@ -12,12 +12,26 @@ def sample(number: int, *, response: int = 20, run: str = "student", **changes: 
     rng = np.random.default_rng(number)
     mask = (rng.random(response) < 0.8).astype(np.uint8)
     fields: dict[str, object] = {
-        "uid": sample_uid(0, run, f"p{number}", 0, 0), "prompt_id": f"p{number}", "group_id": f"p{number}#0",
-        "group_index": 0, "generation": 0, "domain": ("math", "code")[number % 2], "run": run, "writer": "engine-0",
-        "writer_seq": number, "policy": "student", "temperature": 1.0, "top_p": 1.0, "top_k": 0, "prompt_len": 5,
+        "uid": sample_uid(0, run, f"p{number}", 0, 0),
+        "prompt_id": f"p{number}",
+        "group_id": f"p{number}#0",
+        "group_index": 0,
+        "generation": 0,
+        "domain": ("math", "code")[number % 2],
+        "run": run,
+        "writer": "engine-0",
+        "writer_seq": number,
+        "policy": "student",
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "prompt_len": 5,
         "tokens": rng.integers(0, 1000, 5 + response).astype(np.int32),
-        "logprobs": np.where(mask, -rng.random(response), 0).astype(np.float32), "loss_mask": mask,
-        "version_starts": np.array([0], np.int32), "versions": np.array([3], np.int32), "finish_reason": "stop",
+        "logprobs": np.where(mask, -rng.random(response), 0).astype(np.float32),
+        "loss_mask": mask,
+        "version_starts": np.array([0], np.int32),
+        "versions": np.array([3], np.int32),
+        "finish_reason": "stop",
         "tokenizer": "tok",
     }
     return Sample(**(fields | changes))  # type: ignore[arg-type]
@@ -26,8 +40,14 @@ def sample(number: int, *, response: int = 20, run: str = "student", **changes: 
 def teacher(name: str, **changes: object) -> Teacher:
     """A teacher with digests made from its name."""
     fields: dict[str, object] = {
-        "name": name, "source": "models/" + name, "weights_digest": "w-" + name, "tokenizer_digest": "tok",
-        "vocab_size": 1000, "hidden_size": 8, "dtype": "fp32", "head_file": f"heads/{name}.safetensors",
+        "name": name,
+        "source": "models/" + name,
+        "weights_digest": "w-" + name,
+        "tokenizer_digest": "tok",
+        "vocab_size": 1000,
+        "hidden_size": 8,
+        "dtype": "fp32",
+        "head_file": f"heads/{name}.safetensors",
         "head_digest": "h-" + name,
     }
     return Teacher(**(fields | changes))  # type: ignore[arg-type]
@@ -42,7 +62,12 @@ def signal(of: Sample, row: int, kind: str) -> Signal:
         return Signal(uid=of.uid, sample_row=row, kind=kind, logprob=logprob)
     if kind == "topk":
         ids = rng.integers(0, 1000, (scored, 4)).astype(np.int32)
-        return Signal(uid=of.uid, sample_row=row, kind=kind, topk_ids=ids,
-                      topk_logprobs=-rng.random((scored, 4)).astype(np.float32))
+        return Signal(
+            uid=of.uid,
+            sample_row=row,
+            kind=kind,
+            topk_ids=ids,
+            topk_logprobs=-rng.random((scored, 4)).astype(np.float32),
+        )
     hidden = rng.integers(0, 256, (scored, 16)).astype(np.uint8)
     return Signal(uid=of.uid, sample_row=row, kind=kind, codec="bf16", hidden=hidden)

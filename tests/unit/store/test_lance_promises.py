@@ -159,8 +159,20 @@ def test_lance_itself_syncs_nothing(tmp_path: Path) -> None:
     )
     trace = tmp_path / "trace"
     subprocess.run(
-        ["strace", "-f", "-o", str(trace), "-e", "trace=fsync,fdatasync,syncfs,sync_file_range",
-         sys.executable, "-c", code, str(tmp_path / "t")],
-        check=True, timeout=120, capture_output=True,
+        [
+            "strace",
+            "-f",
+            "-o",
+            str(trace),
+            "-e",
+            "trace=fsync,fdatasync,syncfs,sync_file_range",
+            sys.executable,
+            "-c",
+            code,
+            str(tmp_path / "t"),
+        ],
+        check=True,
+        timeout=120,
+        capture_output=True,
     )
     assert "sync" not in trace.read_text(), "pylance now syncs: the barrier may be doing work twice"

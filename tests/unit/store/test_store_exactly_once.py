@@ -20,8 +20,12 @@ Start = Callable[..., subprocess.Popen[str]]
 Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
 
 KILL_POINTS = [
-    "tokens.append.written", "tokens.append.committed", "commit.payload.durable", "samples.insert.written",
-    "samples.insert.committed", "commit.metadata.durable",
+    "tokens.append.written",
+    "tokens.append.committed",
+    "commit.payload.durable",
+    "samples.insert.written",
+    "samples.insert.committed",
+    "commit.metadata.durable",
 ]
 
 

@@ -17,7 +17,7 @@ import store_builders as build
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.layout import PRIMARY_KEY, lance_schema
-from mopd_dataplane.tables import DATA_STORAGE_VERSION, FORMAT_VERSION, SAMPLES, SIGNALS, TABLES
+from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, SIGNALS, TABLES
 
 
 def files_of(root: Path) -> dict[str, tuple[int, int]]:
@@ -29,7 +29,7 @@ def test_create_makes_every_table_with_the_pinned_format(store: Store) -> None:
     assert store.root is not None
     for name, spec in TABLES.items():
         dataset = lance.dataset(str(store.root / name))
-        assert dataset.data_storage_version == DATA_STORAGE_VERSION
+        assert dataset.data_storage_version == spec.storage
         assert dataset.schema.metadata[b"mopd:format_version"] == str(FORMAT_VERSION).encode()
         assert dataset.schema.names == spec.schema.names
         assert [f.name for f in dataset.schema if PRIMARY_KEY in (f.metadata or {})] == [
@@ -139,8 +139,17 @@ def test_additive_evolution_both_ways(store: Store) -> None:
 
 
 def test_names_are_checked_before_any_file_is_touched(store: Store) -> None:
-    for name in ("../x", "signals/../../etc/logprob", "signals/-rf/logprob", "signals/a b/logprob", "signals/t/depth",
-                 "signals/" + "x" * 65 + "/topk", "sample", "signals/t/logprob/x", "signals/\u202et/logprob"):
+    for name in (
+        "../x",
+        "signals/../../etc/logprob",
+        "signals/-rf/logprob",
+        "signals/a b/logprob",
+        "signals/t/depth",
+        "signals/" + "x" * 65 + "/topk",
+        "sample",
+        "signals/t/logprob/x",
+        "signals/\u202et/logprob",
+    ):
         with pytest.raises(UnknownNameError):
             store.dataset(name)
 

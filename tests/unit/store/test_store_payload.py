@@ -36,8 +36,15 @@ def samples(draw: st.DrawFn) -> Sample:
     prompt = draw(st.integers(0, 10))
     tokens = draw(hnp.arrays(np.int32, prompt + response, elements=st.integers(0, 2**31 - 1)))
     return build.sample(
-        next(counter), response=response, prompt_len=prompt, tokens=tokens, logprobs=logprobs, loss_mask=mask,
-        version_starts=starts, versions=np.arange(len(starts), dtype=np.int32), finish_reason="length",
+        next(counter),
+        response=response,
+        prompt_len=prompt,
+        tokens=tokens,
+        logprobs=logprobs,
+        loss_mask=mask,
+        version_starts=starts,
+        versions=np.arange(len(starts), dtype=np.int32),
+        finish_reason="length",
     )
 
 
