@@ -28,7 +28,7 @@ INSTRUCTION = """You are a patient teacher. Explain every step, use short senten
 """
 PASSAGES = (
     """A river carries sand from the mountains to the sea. Where the water slows down, the sand sinks and builds a
-delta. After many years the delta grows, plants take root in it, and the river has to find a way around its own work.""",
+delta. After many years the delta grows, plants take root in it, and the river has to find a way around it.""",
     """To add two fractions, first bring them to a common denominator. One third is two sixths and one half is three
 sixths, so their sum is five sixths. Subtraction works the same way, only the numerators are subtracted.""",
     """def mean(values):

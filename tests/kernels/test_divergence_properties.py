@@ -82,7 +82,8 @@ def test_chunk_sizes_change_nothing(logit_rows, mode, slice_columns):
     inputs = make_inputs(CASE, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mopd_kernels.dispatch.LEAN_COLUMNS", slice_columns)
-        patch.setattr("mopd_kernels.torch_rows.fdiv.TILE", slice_columns // 2)
+        patch.setattr("mopd_kernels.torch_rows.fdiv.NARROWEST_TILE", slice_columns // 2)
+        patch.setattr("mopd_kernels.torch_rows.fdiv.TILE_ELEMENTS", 1)
         chunked = run(inputs, kind="jsd", logit_rows=logit_rows, mode=mode)
     torch.testing.assert_close(chunked, run(inputs, kind="jsd"))
 

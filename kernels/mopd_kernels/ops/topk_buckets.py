@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mopd_kernels.forms import FORWARD, REVERSE, Form
-from mopd_kernels.torch_rows.fdiv import centred_loss, weighted_h
+from mopd_kernels.torch_rows.fdiv import centred_loss, columns_of, weighted_h
 
 TopkMode = Literal["tail", "renormalised", "corrected", "truncated_biased"]
 TOPK_MODES: tuple[TopkMode, ...] = ("tail", "renormalised", "corrected", "truncated_biased")
@@ -46,21 +46,22 @@ def tail_buckets(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
     """k tokens and one bucket with the rest: a lower bound of the full divergence, zero and stationary at equality."""
     log_q = torch.cat((log_q, log_tail(log_q)[:, None]), 1)
     log_p = torch.cat((log_p, log_tail(log_p)[:, None]), 1)
-    weighted = weighted_h(log_q, log_p, form)
+    columns = columns_of(log_q, log_p, form)
+    weighted = weighted_h(columns, form)
     mean = weighted.sum(1)
-    stored = weighted - log_q.exp() * mean[:, None]
-    return BucketGradient(
-        centred_loss(log_q, log_p, form).sum(1), stored[:, :-1], weighted[:, -1] / log_q[:, -1].exp() - mean
-    )
+    stored = weighted - columns.q * mean[:, None]
+    elsewhere = weighted[:, -1] / columns.q[:, -1] - mean
+    return BucketGradient(centred_loss(columns, form).sum(1), stored[:, :-1], elsewhere)
 
 
 def corrected_sum(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
     """Centred generator on the stored tokens only (arXiv 2606.30406): non-negative, stationary at equality."""
-    weighted = weighted_h(log_q, log_p, form)
+    columns = columns_of(log_q, log_p, form)
+    weighted = weighted_h(columns, form)
     if form.code == FORWARD:
-        weighted = weighted + log_q.exp()
+        weighted = weighted + columns.q
     mean = weighted.sum(1)
-    return BucketGradient(centred_loss(log_q, log_p, form).sum(1), weighted - log_q.exp() * mean[:, None], -mean)
+    return BucketGradient(centred_loss(columns, form).sum(1), weighted - columns.q * mean[:, None], -mean)
 
 
 def truncated_sum(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
@@ -76,11 +77,10 @@ def truncated_sum(log_q: Tensor, log_p: Tensor, form: Form) -> BucketGradient:
 
 def renormalised(logits: Tensor, log_p: Tensor, present: Tensor, form: Form) -> BucketGradient:
     """Both distributions renormalised on the stored tokens; the rest of the vocabulary takes no part."""
-    log_q = _log_softmax(logits, present)
-    log_p = _log_softmax(log_p, present)
-    weighted = weighted_h(log_q, log_p, form)
-    stored = weighted - log_q.exp() * weighted.sum(1, keepdim=True)
-    loss = torch.where(present, centred_loss(log_q, log_p, form), 0).sum(1)
+    columns = columns_of(_log_softmax(logits, present), _log_softmax(log_p, present), form)
+    weighted = weighted_h(columns, form)
+    stored = weighted - columns.q * weighted.sum(1, keepdim=True)
+    loss = torch.where(present, centred_loss(columns, form), 0).sum(1)
     return BucketGradient(loss, torch.where(present, stored, 0), None)
 
 

@@ -1,12 +1,13 @@
 """f-divergence of logit rows, its gradient and its statistics, in vocabulary tiles.
 
-Axes: C rows of a chunk, V vocabulary. Only [C, TILE] temporaries exist besides the logits. The three phases (state,
+Axes: C rows of a chunk, V vocabulary. Only tile-sized temporaries exist besides the logits. The three phases (state,
 mean, gradient) are public because a vocabulary-sliced or vocabulary-parallel caller runs them on parts of V.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +16,18 @@ from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import FORWARD, JSD, REVERSE, SKEW_FORWARD, SKEW_REVERSE, Form
 from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
 
-TILE = 4096
+TILE_ELEMENTS = 1 << 18
+"""A tile and its few temporaries stay in a core's cache."""
+NARROWEST_TILE = 256
 FAR = 40.0
 """Past this |log-ratio| one side of the mixture is below rounding."""
 
 
-def tiles(columns: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + TILE, columns)) for start in range(0, columns, TILE))
+def tiles(z: Tensor) -> Iterator[tuple[int, int]]:
+    """Column ranges of z [C, V], narrow where rows are many."""
+    rows, columns = z.shape
+    width = max(NARROWEST_TILE, TILE_ELEMENTS // max(rows, 1))
+    return ((start, min(start + width, columns)) for start in range(0, columns, width))
 
 
 def tile_state(x: Tensor, y: Tensor, first_column: int) -> RowState:
@@ -34,13 +40,13 @@ def tile_state(x: Tensor, y: Tensor, first_column: int) -> RowState:
     return RowState(
         student_max,
         student_weight.sum(1),
-        (student_weight * gap).sum(1),
-        (student_weight * x).sum(1),
+        torch.linalg.vecdot(student_weight, gap),
+        torch.linalg.vecdot(student_weight, x),
         student_top + first_column,
         teacher_max,
         teacher_weight.sum(1),
-        -(teacher_weight * gap).sum(1),
-        (teacher_weight * y).sum(1),
+        -torch.linalg.vecdot(teacher_weight, gap),
+        torch.linalg.vecdot(teacher_weight, y),
         teacher_top + first_column,
     )
 
@@ -49,72 +55,92 @@ def scan_state(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, fir
     """Row state of raw products zs, zt [C, W]."""
     return merge_row_states(
         tile_state(student.sliced(a, b).apply(zs[:, a:b]), teacher.sliced(a, b).apply(zt[:, a:b]), first_column + a)
-        for a, b in tiles(zs.shape[1])
+        for a, b in tiles(zs)
     )
 
 
-def _log_probs(x: Tensor, y: Tensor, state: RowState) -> tuple[Tensor, Tensor]:
+class Columns(NamedTuple):
+    """What every formula needs of some columns, each [C, W]."""
+
+    q: Tensor
+    p: Tensor
+    ratio: Tensor
+    """log(q / p)"""
+    student_to_mixture: Tensor | None
+    """log(q / m), for the kinds that have a mixture"""
+
+
+def columns_of(log_q: Tensor, log_p: Tensor, form: Form) -> Columns:
+    """The columns of log-probabilities [C, W]."""
+    ratio = log_q - log_p
+    mixture = _student_to_mixture(ratio, form) if form.needs_mean else None
+    return Columns(log_q.exp(), log_p.exp(), ratio, mixture)
+
+
+def _finished(x: Tensor, y: Tensor, state: RowState, form: Form) -> Columns:
     log_q = (x - state.student_max[:, None]).sub_(state.student_sum.log()[:, None])
     log_p = (y - state.teacher_max[:, None]).sub_(state.teacher_sum.log()[:, None])
-    return log_q, log_p
+    return columns_of(log_q, log_p, form)
 
 
-def _mixture_ratios(ratio: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """log(q/m) and log(p/m) from ratio = log(q/p), accurate for any share mu in (0, 1)."""
-    below = -torch.log1p(form.mu * torch.expm1(-ratio.clamp(min=-FAR)))
-    above = -torch.log1p((1 - form.mu) * torch.expm1(ratio.clamp(max=FAR)))
-    return (
-        torch.where(ratio > -FAR, below, ratio - form.log_mu),
-        torch.where(ratio < FAR, above, -ratio - form.log_rest),
-    )
+def _student_to_mixture(ratio: Tensor, form: Form) -> Tensor:
+    """log(q / m) from log(q / p), accurate for any share mu in (0, 1)."""
+    exact = torch.expm1(-ratio.clamp(min=-FAR)).mul_(form.mu).log1p_().neg_()
+    return torch.where(ratio > -FAR, exact, ratio - form.log_mu)
 
 
-def weighted_h(log_q: Tensor, log_p: Tensor, form: Form) -> Tensor:
+def _teacher_to_mixture(ratio: Tensor, form: Form) -> Tensor:
+    """log(p / m), likewise."""
+    exact = torch.expm1(ratio.clamp(max=FAR)).mul_(1 - form.mu).log1p_().neg_()
+    return torch.where(ratio < FAR, exact, -ratio - form.log_rest)
+
+
+def weighted_h(c: Columns, form: Form) -> Tensor:
     """q h for every column, up to the constant in h that the gradient drops."""
-    q, p, ratio = log_q.exp(), log_p.exp(), log_q - log_p
     if form.code == REVERSE:
-        return q * ratio
+        return c.q * c.ratio
     if form.code == FORWARD:
-        return -p
-    student_to_mixture, _ = _mixture_ratios(ratio, form)
+        return -c.p
+    assert c.student_to_mixture is not None
     if form.code == JSD:
-        return (1 - form.mu) * q * student_to_mixture
+        return (c.q * c.student_to_mixture).mul_(1 - form.mu)
+    share = c.student_to_mixture.exp().mul_(1 - form.mu)
     if form.code == SKEW_FORWARD:
-        return -(1 - form.mu) * p * student_to_mixture.exp()
-    return q * (student_to_mixture - (1 - form.mu) * student_to_mixture.exp())
+        return share.mul_(c.p).neg_()
+    return torch.sub(c.student_to_mixture, share, out=share).mul_(c.q)
 
 
-def centred_loss(log_q: Tensor, log_p: Tensor, form: Form) -> Tensor:
+def centred_loss(c: Columns, form: Form) -> Tensor:
     """q (f(u) - f'(1)(u - 1)) for every column: non-negative, and accurate where student and teacher agree."""
-    q, p, ratio = log_q.exp(), log_p.exp(), log_q - log_p
     if form.code == REVERSE:
-        far = q * ratio + (p - q)
+        far = torch.addcmul(c.p - c.q, c.q, c.ratio)
     elif form.code == FORWARD:
-        far = (q - p) - p * ratio
+        far = torch.addcmul(c.q - c.p, c.p, c.ratio, value=-1)
     else:
-        student_to_mixture, teacher_to_mixture = _mixture_ratios(ratio, form)
+        assert c.student_to_mixture is not None
         if form.code == JSD:
-            far = form.mu * p * teacher_to_mixture + (1 - form.mu) * q * student_to_mixture
+            far = (c.q * c.student_to_mixture).mul_(1 - form.mu)
+            far.addcmul_(c.p, _teacher_to_mixture(c.ratio, form), value=form.mu)
         elif form.code == SKEW_FORWARD:
-            far = p * teacher_to_mixture - (1 - form.mu) * (p - q)
+            far = (c.q - c.p).mul_(1 - form.mu).addcmul_(c.p, _teacher_to_mixture(c.ratio, form))
         else:
             assert form.code == SKEW_REVERSE
-            far = q * student_to_mixture + form.mu * (p - q)
+            far = (c.p - c.q).mul_(form.mu).addcmul_(c.q, c.student_to_mixture)
     # Width of the series: its sixth-order remainder and the far branch's cancellation meet about here.
-    near = 0.1 if ratio.dtype == torch.float32 else 2e-3
-    w = torch.expm1(-ratio.clamp(min=-near, max=near))
-    series = torch.zeros_like(w)
-    for coefficient in reversed(form.series):
-        series = series * w + coefficient
-    return torch.where(ratio.abs() < near, q * w * w * series, far)
+    near = 0.1 if c.ratio.dtype == torch.float32 else 2e-3
+    w = c.ratio.clamp(min=-near, max=near).neg_().expm1_()
+    series = torch.full_like(w, form.series[-1])
+    for coefficient in reversed(form.series[:-1]):
+        series.mul_(w).add_(coefficient)
+    return torch.where(c.ratio.abs() < near, series.mul_(w).mul_(w).mul_(c.q), far)
 
 
 def scan_mean(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, state: RowState, form: Form) -> Tensor:
     """This part's share of H = E_q[h], [C]; ``state`` is complete. The parts' shares add up."""
     total = torch.zeros_like(state.student_sum)
-    for a, b in tiles(zs.shape[1]):
+    for a, b in tiles(zs):
         x, y = student.sliced(a, b).apply(zs[:, a:b]), teacher.sliced(a, b).apply(zt[:, a:b])
-        total += weighted_h(*_log_probs(x, y, state), form).sum(1)
+        total += weighted_h(_finished(x, y, state, form), form).sum(1)
     return total
 
 
@@ -138,17 +164,17 @@ def scan_gradient(
 ) -> Tensor:
     """This part's share of D, [C]; writes coefficient * dD/dzs into ``gradient`` [C, W], which may be ``zs``."""
     loss = torch.zeros_like(mean)
-    for a, b in tiles(zs.shape[1]):
+    for a, b in tiles(zs):
         x, y = student.sliced(a, b).apply(zs[:, a:b]), teacher.sliced(a, b).apply(zt[:, a:b])
-        log_q, log_p = _log_probs(x, y, state)
-        loss += centred_loss(log_q, log_p, form).sum(1)
+        columns = _finished(x, y, state, form)
+        loss += centred_loss(columns, form).sum(1)
         if gradient is None:
             continue
         if form.code == REVERSE:
-            g = log_q.exp() * ((log_q - log_p) - mean[:, None])
+            g = (columns.ratio - mean[:, None]).mul_(columns.q)
         else:
-            g = weighted_h(log_q, log_p, form) - log_q.exp() * mean[:, None]
-        gradient[:, a:b] = g * coefficient[:, None] * student.chain(x)
+            g = weighted_h(columns, form).addcmul_(columns.q, mean[:, None], value=-1)
+        gradient[:, a:b] = g.mul_(coefficient[:, None]).mul_(student.chain(x))
     return loss
 
 

@@ -33,7 +33,7 @@ def softmax_rows(z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
     maximum = torch.full_like(z[:, 0], -torch.inf)
     total, drop = torch.zeros_like(maximum), torch.zeros_like(maximum)
     top = torch.zeros_like(maximum, dtype=torch.int64)
-    for a, b in tiles(z.shape[1]):
+    for a, b in tiles(z):
         x = epilogue.sliced(a, b).apply(z[:, a:b])
         tile_max, tile_top = x.max(dim=1)
         top = torch.where(tile_max > maximum, tile_top + a, top)
@@ -42,7 +42,7 @@ def softmax_rows(z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
         decay = shift.exp()
         x = x - new_max[:, None]
         weight = x.exp()
-        drop = decay * (drop + shift * total) + (weight * x).sum(1)
+        drop = decay * (drop + shift * total) + torch.linalg.vecdot(weight, x)
         total = decay * total + weight.sum(1)
         maximum = new_max
     return SoftmaxRows(maximum, total.log(), total.log() - drop / total, top)
@@ -61,7 +61,7 @@ def softmax_gradient(
     ``c`` [C] multiplies the softmax, ``e`` [C] is the upstream gradient of the entropy. Columns that carry more than
     this (the sampled token, a top-k set) are overwritten by the caller with their exact value.
     """
-    for a, b in tiles(z.shape[1]):
+    for a, b in tiles(z):
         x = epilogue.sliced(a, b).apply(z[:, a:b])
         log_q = rows.log_prob(x)
         g = softmax_coefficient[:, None]
