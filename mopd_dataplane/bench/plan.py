@@ -47,10 +47,20 @@ def synthetic_columns(samples: int) -> Columns:
     zeros = np.zeros(samples, dtype=np.int32)
     yes = np.ones(samples, dtype=bool)
     return Columns(
-        sample_rows=np.arange(samples), admission=np.arange(samples), total_len=lengths, loss_tokens=lengths - lengths // 4, version_first=zeros,
-        version_last=zeros, domains=domains, groups=np.arange(samples), teachers=domains, has_signals=yes,
-        has_reward=yes, abandoned=~yes, domain_names=tuple(f"domain-{i}" for i in range(TEACHERS)),
-    )  # fmt: skip
+        sample_rows=np.arange(samples),
+        admission=np.arange(samples),
+        total_len=lengths,
+        loss_tokens=lengths - lengths // 4,
+        version_first=zeros,
+        version_last=zeros,
+        domains=domains,
+        groups=np.arange(samples),
+        teachers=domains,
+        has_signals=yes,
+        has_reward=yes,
+        abandoned=~yes,
+        domain_names=tuple(f"domain-{i}" for i in range(TEACHERS)),
+    )
 
 
 def _measure_here(samples: int, strict: bool) -> dict[str, Any]:

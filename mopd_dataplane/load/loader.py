@@ -443,30 +443,25 @@ class Loader:
         return None
 
     def _fill(self, batch: list[Item], ahead: list[Item]) -> None:
-        """Read a batch of items, one request per window, and hand them out."""
-        by_source: dict[int, list[Item]] = {}
-        for item in batch:
-            by_source.setdefault(id(item.source), []).append(item)
-        for items in by_source.values():
+        """Fill items one after the other and hand each out at once."""
+        coming = [*batch, *ahead]
+        for place, item in enumerate(batch):
+            slot, source = item.slot, item.source
+            assert slot is not None
             error: MopdError | None = None
             try:
-                slots = [item.slot for item in items if item.slot is not None]
-                source = items[0].source
-                coming = [item.pack for item in ahead if item.source is source]
-                fields = source.fill([item.pack for item in items], [slot.memory for slot in slots], coming)
-                for item, slot, placed in zip(items, slots, fields, strict=True):
-                    seal(slot.memory, placed, generation=slot.generation, pack=item.pack)
+                following = [other.pack for other in coming[place + 1 :] if other.source is source]
+                fields = source.fill(item.pack, slot.memory, following)
+                seal(slot.memory, fields, generation=slot.generation, pack=item.pack)
             except MopdError as raised:
                 error = raised
             except Exception as raised:
-                error = MopdError(f"reading packs {[item.pack for item in items]}: {type(raised).__name__}: {raised}")
+                error = MopdError(f"reading pack {item.pack}: {type(raised).__name__}: {raised}")
             with self._changed:
-                for item in items:
-                    assert item.slot is not None
-                    item.ready, item.error = error is None, error
-                    if error is not None:
-                        self._ring.release(item.slot)
-                        item.slot = None
-                    else:
-                        self._recycle(item)
+                item.ready, item.error = error is None, error
+                if error is not None:
+                    self._ring.release(slot)
+                    item.slot = None
+                else:
+                    self._recycle(item)
                 self._changed.notify_all()

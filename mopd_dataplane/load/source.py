@@ -101,26 +101,19 @@ class WindowSource:
         """Codec of the pack's hidden states; empty when it carries none."""
         return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
 
-    def fill(
-        self, packs: Sequence[int], memories: Sequence[memoryview], ahead: Sequence[int] = ()
-    ) -> list[tuple[Field, ...]]:
-        """Write each pack into its memory.
+    def fill(self, pack: int, memory: memoryview, ahead: Sequence[int]) -> tuple[Field, ...]:
+        """Write one pack into its memory; returns its fields.
 
         Payload that is not here yet is read together with that of the packs `ahead`, which will be filled next.
         Raises DamagedError when the payload does not have the lengths its metadata announces.
         """
-        filled = []
-        for place, (pack, memory) in enumerate(zip(packs, memories, strict=True)):
-            rows = self._rows(pack)
-            if self._payload is None or not self._payload.holds(rows):
-                self._payload = None
-                self._payload = self._read([*packs[place:], *ahead])
-            fields, _ = self.fields(pack)
-            write_table(memory, fields)
-            arrays: dict[str, Any] = arrays_of(memory, fields)
-            self._fill(pack, self._payload, arrays)
-            filled.append(fields)
-        return filled
+        if self._payload is None or not self._payload.holds(self._rows(pack)):
+            self._payload = None
+            self._payload = self._read([pack, *ahead])
+        fields, _ = self.fields(pack)
+        write_table(memory, fields)
+        self._fill(pack, self._payload, arrays_of(memory, fields))
+        return fields
 
     def _span(self, pack: int) -> slice:
         return slice(int(self.plan.pack_starts[pack]), int(self.plan.pack_starts[pack + 1]))

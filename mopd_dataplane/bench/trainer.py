@@ -1,0 +1,50 @@
+"""A trainer process that only reads: `python -m mopd_dataplane.bench.trainer SOCKET STAGE MEMBER MEMBERS`.
+
+It makes one pass to warm up, waits for a line on stdin, makes a measured pass in which it touches every byte, prints
+one JSON line, and stays until stdin ends so that its memory can be measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.load.client import LoaderClient
+
+DEADLINE_S = 120.0
+
+
+def one_pass(client: LoaderClient, stage: str) -> dict[str, Any]:
+    """Read window 0 pack by pack: {tokens, hidden_bytes, seconds, cpu_seconds}."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = hidden_bytes = 0
+    for batch in client.batches(stage, 0):
+        for pack in batch.packs:  # the client's checksum reads every field but the hidden states
+            tokens += len(pack.tokens)
+            if pack.hidden is not None:
+                hidden_bytes += pack.hidden.nbytes
+                np.bitwise_xor.reduce(pack.hidden.reshape(-1).view(np.uint64))
+            batch.release(pack)
+    seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+    return {"tokens": tokens, "hidden_bytes": hidden_bytes, "seconds": seconds, "cpu_seconds": cpu_seconds}
+
+
+def main() -> None:
+    """Run one trainer."""
+    socket, stage, member, members = sys.argv[1:5]
+    with LoaderClient(
+        socket, member=int(member), members=int(members), views="numpy", deadline_s=DEADLINE_S
+    ) as client:
+        one_pass(client, stage)
+        print("ready", flush=True)
+        sys.stdin.readline()
+        print(json.dumps(one_pass(client, stage)), flush=True)
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()
