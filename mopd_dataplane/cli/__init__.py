@@ -4,7 +4,7 @@
     jobs.py     run, rollout, score, reward, plan, train
     answers.py  query, show, report
     stores.py   store info, verify, compact
-    bench.py    bench plan, write, wal
+    bench.py    bench plan, load, write, wal
     output.py   tables, JSON, CSV and errors on a terminal
     reference.py  docs/cli.md from the command tree
 

@@ -32,6 +32,24 @@ def plan(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def load(
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 3000,
+    hidden_samples: Annotated[
+        int, typer.Option("--hidden-samples", min=1, help="Samples whose hidden states are delivered.")
+    ] = 48,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """From a plan to batches in another process: tokens, hidden states, memory by number of trainers.
+
+    The speed of plain preadv on the same bytes is measured in the same run. The stores are made first.
+    """
+    from mopd_dataplane.bench.load import measure
+
+    figures = measure(samples, hidden_samples, folder=str(folder))
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def write(
     rows: Annotated[
         list[int] | None,
@@ -71,6 +89,7 @@ def add_to(app: typer.Typer) -> None:
     """Register the `bench` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
+    register(group, load, "mopd bench load --json")
     register(group, write, "mopd bench write --folder /mnt/nvme --rows 10000 --rows 1000000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     app.add_typer(group, name="bench", rich_help_panel="Measurements", help="Measure this machine and the data plane.")

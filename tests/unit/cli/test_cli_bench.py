@@ -26,6 +26,14 @@ def test_plan() -> None:
 
 
 @pytest.mark.slow
+def test_load(tmp_path: Path) -> None:
+    found = figures("load", "--samples", "600", "--hidden-samples", "8", "--folder", str(tmp_path))
+    assert {"tokens_per_s", "hidden_bytes_per_s", "hidden_ratio_to_preadv", "preadv_bytes_per_s"} <= found.keys()
+    assert list(found["pss_bytes"]) == ["1", "2", "4"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_write(tmp_path: Path) -> None:
     found = figures("write", "--rows", "200", "--rows", "400", "--folder", str(tmp_path))
     assert {"payload_bytes_per_s", "sequential_write_bytes_per_s"} <= found.keys()

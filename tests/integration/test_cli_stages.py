@@ -1,0 +1,48 @@
+"""Job commands of a finished job: one JSON object each, nothing done twice, and the answers that a user asks for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_dataplane import open_store
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("words", [["score", "--stage", "student"], ["run"]], ids=str)
+def test_repeating_a_finished_command_changes_no_sample(finished_job: Path, mopd: Command, words: list[str]) -> None:
+    store = open_store(str(finished_job / "store"))
+    before = store.snapshot()
+    summary: dict[str, Any] = json.loads(mopd(words[0], finished_job, *words[1:], "--json").stdout)
+    assert summary
+    after = store.snapshot()
+    light = ("samples", "tokens", "scores", "rewards", "plans", "steps", "evals")
+    assert {name: after.versions[name] for name in light} == {name: before.versions[name] for name in light}
+
+
+def test_run_ends_with_the_table_and_the_report(finished_job: Path, mopd: Command) -> None:
+    done = mopd("run", finished_job)
+    assert [word for word in done.stdout.split() if word in ("base", "sums", "words", "student")][:4]
+    assert "mean" in done.stdout
+    page = (finished_job / "store" / "report.html").read_text()
+    assert "Accuracy by domain and policy" in page
+    assert page.count("<svg") >= 4
+
+
+def test_any_sample_of_the_job_can_be_shown(finished_job: Path, mopd: Command) -> None:
+    store = finished_job / "store"
+    found = mopd(
+        "query", store, "select uid, run from samples qualify row_number() over (partition by run) = 1", "--json"
+    )
+    for row in json.loads(found.stdout):
+        view = json.loads(mopd("show", store, row["uid"], "--json").stdout)
+        assert view["metadata"]["run"] == row["run"]
+        assert "".join(token["text"] for token in view["tokens"])
+        assert [use["stage"] for use in view["uses"]] == [row["run"]]
+        assert (view["teacher"] != "") == (row["run"] == "student")
