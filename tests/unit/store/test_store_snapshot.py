@@ -12,6 +12,7 @@ import store_builders as build
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import fragments
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.table import Table
 
 
 def commit(store: Store, first: int, last: int) -> None:
@@ -58,15 +59,31 @@ def test_rows_keep_their_numbers(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert store.verify().ok
 
 
-def test_a_snapshot_never_shows_metadata_without_its_payload(store: Store) -> None:
+def test_a_snapshot_never_shows_metadata_without_its_payload(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process commits a sample and its signal each time the snapshot has looked at one table."""
     store.add_teacher(build.teacher("t"))
-    for number in range(6):
-        store.commit_samples([build.sample(number)], writer="w")
-        store.commit_signals("t", "logprob", [build.signal(build.sample(number), number, "logprob")])
+    store.commit_samples([build.sample(0)], writer="w")
+    store.commit_signals("t", "logprob", [build.signal(build.sample(0), 0, "logprob")])
+    other, numbers, look = Store.open(store.uri), iter(range(1, 100)), Table.open
+
+    def open_then_commit(table: Table, version: int | str | None = None) -> object:
+        dataset = look(table, version)
+        if table is store._tables[table.name]:
+            number = next(numbers)
+            other.commit_samples([build.sample(number)], writer="w")
+            other.commit_signals("t", "logprob", [build.signal(build.sample(number), number, "logprob")])
+        return dataset
+
+    store.snapshot()  # every table has been opened once before the race starts
+    with monkeypatch.context() as patch:
+        patch.setattr(Table, "open", open_then_commit)
         snapshot = store.snapshot()
-        rows = store.table("scores", ["sample_row"], snapshot=snapshot)["sample_row"].to_numpy()
-        assert len(store.read_signal("t", "logprob", rows, snapshot)) == number + 1
-        assert store.read_tokens(np.arange(number + 1), snapshot=snapshot).num_rows == number + 1
+    rows = store.table("scores", ["sample_row"], snapshot=snapshot)["sample_row"].to_numpy()
+    assert len(store.read_signal("t", "logprob", rows, snapshot)) == len(rows)
+    total = store.samples(["uid"], snapshot=snapshot).num_rows
+    assert set(rows.tolist()) <= set(range(total)), "every score's sample is in the snapshot"
+    assert total > len(rows), "commits did come between"
+    assert store.read_tokens(np.arange(total), snapshot=snapshot, verify=True).num_rows == total
 
 
 def test_a_pin_that_died_halfway_is_taken_again(store: Store) -> None:
