@@ -1,5 +1,7 @@
 """SAMPLES -> DATASETS: the only place that imports lance.
 
+In the order in which they build on each other:
+
     place.py         where a store lies, and its small JSON files
     layout.py        table name -> Lance schema; formats that do not match are refused
     lance_errors.py  what Lance raises, told apart
