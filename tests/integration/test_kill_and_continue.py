@@ -37,7 +37,9 @@ def test_a_job_killed_five_times_ends_with_the_same_samples(
             # Log-probs from before a kill are the logged bits. Behind it the prefix was prefilled in one pass instead
             # of token by token: float32 rounding of a 2-layer model, three orders below what sampling could notice.
             np.testing.assert_allclose(found[uid][1], logprobs, atol=2e-4, err_msg=f"seed {seed}: sample {uid}")
-    (counts,) = open_store(str(tmp_path / "store")).sql("select count(*) a, count(distinct uid) b from samples").to_pylist()
+    (counts,) = (
+        open_store(str(tmp_path / "store")).sql("select count(*) a, count(distinct uid) b from samples").to_pylist()
+    )
     assert counts["a"] == counts["b"]
 
 
