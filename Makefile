@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-full seeds smollm2 test test-slow test-browser faults faults-long lint format schemas docs bench clean
+.PHONY: help run run-full seeds smollm2 test test-slow faults faults-long lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -33,11 +33,26 @@ test: $(INSTALLED)  ## the tests (about ten minutes on two cores)
 test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
 
+faults: $(INSTALLED)  ## inject faults and print the figures (about 15 minutes)
+	$(BIN)/python tests/faults/figures.py
+
+faults-long: $(INSTALLED)  ## the same with many more cases (hours)
+	$(BIN)/python tests/faults/figures.py --tier long
+
 lint: $(INSTALLED)  ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 format: $(INSTALLED)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
+
+schemas: $(INSTALLED)  ## write schemas/*/v1.json from tables.py
+	$(BIN)/python -m mopd_dataplane.store.schemas schemas
+
+docs: $(INSTALLED)  ## write docs/cli.md from the command line's own help
+	$(BIN)/python -m mopd_dataplane.cli.reference > docs/cli.md
+
+bench: $(INSTALLED)  ## plan, loader, store and token log against the limits of this machine
+	$(BIN)/mopd bench plan && $(BIN)/mopd bench load && $(BIN)/mopd bench write && $(BIN)/mopd bench wal
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
