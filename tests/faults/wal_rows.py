@@ -27,9 +27,8 @@ from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
 
-LENGTH = 400
-SHORT = 150
-SETTINGS = jobfile.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
+LENGTH = 150
+SETTINGS = jobfile.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
 POINTS = (
     "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
     "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",
@@ -58,17 +57,19 @@ def child_writes(home: Path, seed: int, acked: mmap.mmap, die: Callable[[str], N
         acked[:8] = struct.pack("<Q", count)
 
 
-def forked(work: Callable[[], None], kill_after: float | None = None) -> int:
-    """Run work in a child; kill it after a while. Its exit code, negative for a signal."""
+def forked(work: Callable[[], None], kill_when: Callable[[], bool] = lambda: False) -> None:
+    """Run work in a child until it ends or `kill_when` says so."""
     child = os.fork()
     if child == 0:
         with suppress(BaseException):
             work()
         os._exit(0)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if kill_when():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(0.0001)
 
 
 def is_prefix(home: Path, known: list[tuple[object, ...]], least: int, most: int) -> bool:
@@ -86,11 +87,20 @@ def killed_at_random(count: int, seed: int) -> Tally:
         story_seed, known = stories[case % len(stories)]
         acked[:8] = bytes(8)
         with folder() as home:
-            forked(partial(child_writes, home, story_seed, acked, None), kill_after=draw.uniform(0.001, 0.04))
+            moment = draw.randrange(-20, LENGTH)
+            forked(partial(child_writes, home, story_seed, acked, None), partial(reached, acked, moment))
             (logged,) = struct.unpack("<Q", acked[:8])
-            good = not home.exists() or is_prefix(home, known, logged, logged + 1)
+            try:
+                good = not home.exists() or is_prefix(home, known, logged, logged + 1)
+            except DamagedError:
+                good = False
             tally.case(good, f"story {story_seed}, killed after {logged} messages")
     return tally
+
+
+def reached(acked: mmap.mmap, moment: int) -> bool:
+    """Whether so many messages have been acknowledged; a negative moment is a moment of the opening."""
+    return int(struct.unpack("<Q", acked[:8])[0]) >= moment
 
 
 def killed_at_points(count: int, seed: int) -> Tally:
@@ -223,7 +233,7 @@ def power_lost(count: int, seed: int) -> Tally:
     settings = jobfile.Wal(group_commit_ms=1000, segment_bytes=1 << 12, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
-        known = states(seed, SHORT)
+        known = states(seed, LENGTH)
         with folder() as home:
             disk = Disk()
             told_messages, durable = _until_power_loss(home, seed, settings, disk, draw)
@@ -292,9 +302,9 @@ def _until_power_loss(home: Path, seed: int, settings: jobfile.Wal, disk: Disk, 
             disk.saw_delete(path)
         real_unlink(path, missing_ok)
 
-    stop_after = draw.randrange(1, SHORT)
-    point, visits = draw.choice([(p, draw.choice((1, 2, 3))) for p in OPENING_POINTS[2:]] + [("never", 1)] * 4)
-    left = visits + 1
+    point = (*OPENING_POINTS[2:], "never", "never")[seed % 8]
+    stop_after = draw.randrange(1, LENGTH) if point == "never" else LENGTH
+    left = draw.choice((2, 2, 3))
 
     def die(name: str) -> None:
         nonlocal left
@@ -342,11 +352,13 @@ def fenced(count: int, seed: int) -> Tally:
                 tell(zombie, ledger, next(life))
             (home / "LOCK").unlink()
             complete = draw.random() < 0.5
-            faultpoints.observe(None if complete else raiser(draw.choice(("wal.base", "wal.epoch", "wal.base.synced"))))
+            faultpoints.observe(None if complete else raiser(draw.choice(("wal.base", "wal.epoch"))))
             owner = None
             with suppress(Died):
                 owner, _ = TokenLog.open(home, slow)
             faultpoints.observe(None)
+            if owner is None:
+                _lose_all_but_the_fence(home)
             refused = _zombie_goes_on(zombie, ledger, life)
             fenced_before_base = any((home / "epoch" / f"{n}.json").exists() for n in (2,))
             if owner is not None:
@@ -370,6 +382,14 @@ def _zombie_goes_on(zombie: TokenLog, ledger: Ledger, life: Iterator[object]) ->
         return False
     finally:
         zombie.abort()
+
+
+def _lose_all_but_the_fence(home: Path) -> None:
+    """The takeover died with nothing but its fence on disk."""
+    for path in segments(home):
+        segment = read_segment(path)
+        if segment.header.epoch == 2 and segment.records and (home / "00000001").exists():
+            os.truncate(path, segment.records[0].end)
 
 
 def _has_fence(home: Path) -> bool:

@@ -16,8 +16,9 @@ from mopd_dataplane import faultpoints, jobfile
 from mopd_dataplane.bench.toyengine import EOS, ToyEngine
 from mopd_dataplane.errors import EngineError, MismatchError, PromptError, ResourceError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout import recovery
+from mopd_dataplane.rollout import messages, recovery
 from mopd_dataplane.rollout.engine import StepOutput
+from mopd_dataplane.rollout.framing import read_segment
 from mopd_dataplane.rollout.runner import RolloutReport
 
 Roll = Callable[..., RolloutReport]
@@ -199,12 +200,16 @@ def test_nothing_is_committed_before_its_finish_is_durable(
     durable: dict[str, bool] = {}
 
     def commit(samples: list[Sample]) -> None:
-        on_disk = recovery.recover(logs[0].folder).ledger
-        finished = {draft.opening.uid for draft in on_disk.finished().values()}
+        synced = logs[0].synced_lsn
+        (segment,) = logs[0].folder.glob("*/*.wal")
+        finishes = {}
+        for record in read_segment(segment).records:
+            if record.kind == messages.Finish.kind:
+                finishes[messages.Finish.decode(record.body).handle] = record.lsn
         for sample in samples:
-            durable[sample.uid] = sample.uid in finished
+            durable[sample.uid] = finishes[sample.writer_seq] <= synced
 
-    roll(shelf, commit=commit, wal=jobfile.Wal(group_commit_ms=10_000))
+    roll(shelf, slots=32, commit=commit, wal=jobfile.Wal(group_commit_ms=10_000))
     assert len(durable) == 20
     assert all(durable.values())
 
@@ -363,6 +368,28 @@ def test_an_environment_sees_only_durable_tokens(roll: Roll, shelf: Any, tmp_pat
     roll(shelf, environment=environment)
     assert seen
     assert all(seen)
+
+
+def test_an_environment_waits_for_the_disk(roll: Roll, shelf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recovery in the same machine sees the page cache, so the wait itself is observed too."""
+    from mopd_dataplane.rollout import loop
+
+    newest: list[int] = []
+    waited: list[int] = []
+    real = loop.TokenLog.wait_durable
+
+    def wait(log: loop.TokenLog, lsn: int) -> None:
+        real(log, lsn)
+        if threading.current_thread() is threading.main_thread():
+            waited.append(lsn)
+            newest.append(log.appended_lsn)
+
+    monkeypatch.setattr(loop.TokenLog, "wait_durable", wait)
+    asked: list[int] = []
+    roll(shelf, environment=lambda prompt, response: asked.append(len(waited)))
+    assert asked == list(range(1, len(asked) + 1))
+    assert asked
+    assert waited == newest
 
 
 def test_no_thread_outlives_a_rollout(roll: Roll, shelf: Any) -> None:

@@ -140,6 +140,23 @@ def test_waiting_for_the_newest_record_ends_even_when_that_is_a_watermark(tmp_pa
     log.close()
 
 
+def test_the_watermark_is_stated_only_after_the_sync_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _ = begun(tmp_path, jobfile.Wal(group_commit_ms=0))
+    log.wait_durable(log.appended_lsn)
+    known = log.synced_lsn
+    seen: list[int] = []
+    real = os.fdatasync
+
+    def slow(descriptor: int) -> None:
+        seen.append(log.synced_lsn)
+        real(descriptor)
+
+    monkeypatch.setattr(segmentfile.os, "fdatasync", slow)
+    log.wait_durable(log.append(step([0, 1, 2], 2)))
+    assert seen[0] == known
+    log.close()
+
+
 def test_group_commit_syncs_without_anyone_waiting_and_states_the_watermark(tmp_path: Path) -> None:
     log, _ = begun(tmp_path)
     lsn = log.appended_lsn
@@ -262,7 +279,7 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_zombie_is_fenced_where_locks_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old owner writes on after a takeover that died before its own checkpoint: none of it counts."""
+    """The old owner writes on after a takeover that got as far as its fence: none of it counts."""
     zombie, ledger = begun(tmp_path, jobfile.Wal(group_commit_ms=10_000))
     zombie.wait_durable(zombie.appended_lsn)
     expected = state(ledger)
@@ -279,6 +296,9 @@ def test_a_zombie_is_fenced_where_locks_do_not_hold(tmp_path: Path, monkeypatch:
     with pytest.raises(Died):
         TokenLog.open(tmp_path, SETTINGS)
     monkeypatch.undo()
+    (taken_over,) = (tmp_path / "00000002").glob("*.wal")
+    fence = read_segment(taken_over).records[0]
+    os.truncate(taken_over, fence.end)
     zombie.append(step([0, 1, 2], 2))
     with pytest.raises(ResourceError, match="took over the log"):
         zombie.wait_durable(zombie.appended_lsn)

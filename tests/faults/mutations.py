@@ -1,0 +1,148 @@
+"""Breaks one rule at a time in a copy of the package and shows which test notices.
+
+    python tests/faults/mutations.py            # every mutation
+    python tests/faults/mutations.py salt       # those whose name contains a word
+
+A mutation that nothing notices is a hole in the tests: the exit code is the number of holes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROLLOUT = "mopd_dataplane/rollout/"
+UNIT = "tests/unit/rollout/"
+_DEADLINE_S = 120
+"""A mutation that makes its test hang is noticed too."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Replace `old` by `new` in `file`; `test` (a row number or a pytest selection) must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = [
+    Mutation("skip the group-commit sync", "flusher.py", "            self._sync()\n", "", "5"),
+    Mutation(
+        "state the watermark before the sync", "flusher.py",
+        "            newest = self.written\n            self._sync()\n",
+        "            newest = self.synced = self.written\n            self._sync()\n",
+        UNIT + "test_wal_log.py -k watermark_is_stated_only",
+    ),
+    Mutation("try a failed sync again", "segmentfile.py", "            os.fdatasync(self._descriptor)\n        except",
+             "            try:\n                os.fdatasync(self._descriptor)\n            except OSError:\n"
+             "                os.fdatasync(self._descriptor)\n        except", "7"),
+    Mutation("name a segment before its header is synced", "segmentfile.py",
+             "        self.write(header)\n        self.sync()\n", "        self.write(header)\n", "5"),
+    Mutation("drop the salt", "framing.py", 'return crc32c(self.log_uuid + self.segment.to_bytes(8, "little"))',
+             "return 0", UNIT + "test_wal_framing.py -k another_segment"),
+    Mutation("do not check the padding", "framing.py", " or any(data[end:padded])", "", "4"),
+    Mutation("do not check the body", "framing.py", "crc32c(data[offset + 4 : end], start=salt)",
+             "crc32c(data[offset + 4 : end], start=salt) and False", "4"),
+    Mutation("call all damage a torn tail", "recovery.py", "    if segment.watermark >= first:", "    if False:", "4"),
+    Mutation("call every torn tail damage", "recovery.py", "    if segment.watermark >= first:",
+             "    if segment.valid_end < segment.size:", "5"),
+    Mutation("ignore the fence", "recovery.py", "            if fence.epoch == epoch:", "            if False:",
+             UNIT + "test_wal_log.py -k zombie"),
+    Mutation("a writer that lost its lock goes on", "wal.py", "        if next_one.exists() or not mine.exists():",
+             "        if False:", "6"),
+    Mutation("retire segments before the checkpoint is durable", "wal.py",
+             '        checkpoint("wal.base")\n', '        self._retire()\n        checkpoint("wal.base")\n', "5"),
+    Mutation("write the checkpoint without finished samples", "ledger.py",
+             "        for handle, draft in self.drafts.items():\n            yield messages.Open",
+             "        for handle, draft in self.unfinished().items():\n            yield messages.Open", "1"),
+    Mutation("commit before FINISH is durable", "committer.py",
+             "        self._log.wait_durable(max(finished.lsn for finished in batch))\n", "",
+             UNIT + "test_rollout_runner.py -k before_its_finish"),
+    Mutation("log COMMIT before the store has the samples", "committer.py", "        since = time.monotonic()\n",
+             "        self._done.put([finished.handle for finished in batch])\n        time.sleep(0.2)\n"
+             "        since = time.monotonic()\n",
+             UNIT + 'test_rollout_runner.py -k "named_point or full_store or stays_full"'),
+    Mutation("show an environment tokens that are not durable", "loop.py",
+             "        self._log.wait_durable(self._log.appended_lsn)\n", "",
+             UNIT + "test_rollout_runner.py -k waits_for_the_disk"),
+    Mutation("noise that starts over after a resume", "sampling.py",
+             "gumbel(keys[row], int(positions[row]), self._ahead", "gumbel(keys[row], 0, self._ahead",
+             UNIT + "test_rollout_runner.py -k dying_at_a_step"),
+    Mutation("restart with an empty prefix", "draft.py", "prefix_ids=self.response",
+             "prefix_ids=np.zeros(0, np.int32)", UNIT + "test_rollout_runner.py -k dying_at_a_step"),
+    Mutation("write what the engine said without a look", "loop.py",
+             "        check_step(output, self._engine.vocab_size)\n", "",
+             UNIT + "test_rollout_runner.py -k garbage"),
+]  # fmt: skip
+
+
+def main() -> int:
+    """Apply each mutation to a fresh copy, run its test, and print what happened."""
+    words = sys.argv[1:]
+    holes = 0
+    for mutation in MUTATIONS:
+        if words and not any(word in mutation.name for word in words):
+            continue
+        began = time.monotonic()
+        caught = noticed(mutation)
+        holes += not caught
+        verdict = "noticed" if caught else "NOT NOTICED"
+        print(
+            f"{mutation.name:<52} {verdict:<12} by {_label(mutation.test)}  {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
+    return holes
+
+
+def noticed(mutation: Mutation) -> bool:
+    """Whether the test fails on the mutated copy. It is run unmutated by the suite itself."""
+    with tempfile.TemporaryDirectory(prefix="mutation-", dir="/dev/shm") as scratch:
+        copy = Path(scratch)
+        for name in ("mopd_dataplane", "tests"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        file = copy / ROLLOUT / mutation.file
+        text = file.read_text()
+        if text.count(mutation.old) != 1:
+            raise SystemExit(
+                f"{mutation.name}: {mutation.file} has the text {text.count(mutation.old)} times, not once"
+            )
+        file.write_text(text.replace(mutation.old, mutation.new))
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+        if mutation.test.isdigit():
+            command = [sys.executable, "tests/faults/figures.py", "--tier", "test", "--rows", mutation.test]
+        else:
+            place, _, words = mutation.test.partition(" -k ")
+            command += [place, "-k", words.strip('"')]
+        python_path = os.pathsep.join([str(copy), str(ROOT / "kernels")])
+        try:
+            done = subprocess.run(
+                command,
+                cwd=copy,
+                env={**os.environ, "PYTHONPATH": python_path},
+                capture_output=True,
+                timeout=_DEADLINE_S,
+            )
+        except subprocess.TimeoutExpired:
+            return True
+        if done.returncode == 5:
+            raise SystemExit(f"{mutation.name}: no test matches {mutation.test}")
+        return done.returncode != 0
+
+
+def _label(test: str) -> str:
+    return f"fault row {test}" if test.isdigit() else test.removeprefix(UNIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
