@@ -90,6 +90,6 @@ def add_to(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
     register(group, load, "mopd bench load --json")
-    register(group, write, "mopd bench write --folder /mnt/nvme --rows 10000 --rows 1000000 --json")
+    register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     app.add_typer(group, name="bench", rich_help_panel="Measurements", help="Measure this machine and the data plane.")

@@ -48,6 +48,8 @@ def run(
     repeat: finished work is kept, interrupted samples continue. With --stage, that stage only.
     """
     loaded = load(job, set_, seed, store)
+    if stage is not None:
+        loaded.stage(stage)
 
     from mopd_dataplane.run import pipeline
 
@@ -173,9 +175,10 @@ def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
 
 def one_stage(function: str, job: Job, name: str | None, *, as_json: bool, **options: Any) -> None:
     """Run one function of the pipeline on one stage and print what it returns."""
+    stage = choose_stage(job, name, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
+
     from mopd_dataplane.run import pipeline
 
-    stage = choose_stage(job, name, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
     work: Callable[..., Any] = getattr(pipeline, function)
     present(work(job, stage, console=stderr(), **options), as_json=as_json)
 
