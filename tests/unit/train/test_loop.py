@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from mopd_kernels import encode
+from mopd_kernels.heads import Head
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from mopd_dataplane.errors import DamagedError, EngineError, InputError, Unknown
 from mopd_dataplane.jobfile import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm, Train
 from mopd_dataplane.models import file_digest
 from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.train import heads as heads_module
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
 from mopd_dataplane.train.objective import ObjectiveLoss
@@ -208,6 +211,26 @@ def test_training_on_one_batch_lowers_its_loss(policy: Path, packs: list[Pack], 
     )
     losses = [trainer.step(batch(packs), WINDOW, step).loss for step in range(12)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_head_is_gone_before_the_next_one_arrives(
+    heads: dict[str, HeadFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = TeacherHeads(heads, ALONE.device)
+    first = weakref.ref(pool.get("math").weight)
+    assert first() is not None
+    alive: list[bool] = []
+    inner = heads_module._on_device
+
+    def arrive(head: Head, device: torch.device) -> Head:
+        alive.append(first() is not None)
+        return inner(head, device)
+
+    monkeypatch.setattr(heads_module, "_on_device", arrive)
+    pool.prefetch("code")
+    pool.get("code")
+    pool.close()
+    assert alive == [False]
 
 
 def test_a_missing_or_changed_head_file_is_named(heads: dict[str, HeadFile]) -> None:
