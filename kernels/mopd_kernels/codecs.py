@@ -28,7 +28,7 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
         ValueError: unknown codec, wrong shape or dtype, or a value that is not finite.
 
     Warns:
-        LossyCodecWarning: for ``mxfp4``, whose reverse-KL gradients are off by tens of percent.
+        LossyCodecWarning: for ``mxfp4``, whose reverse-KL gradients are off by half their size and more.
     """
     chosen = codec_named(codec)
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
@@ -38,8 +38,8 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
         raise ValueError(f"hidden state row {row} is not finite; a teacher produced it, and storing it would hide that")
     if codec == "mxfp4":
         warnings.warn(
-            "mxfp4 hidden states change the reverse-KL gradient by tens of percent; int8 costs twice the bytes and "
-            "a few percent (docs/kernels.md)",
+            "mxfp4 hidden states can change the reverse-KL gradient by as much as its own size; int8 costs twice the "
+            "bytes and a few percent (docs/kernels.md)",
             LossyCodecWarning,
             stacklevel=2,
         )
