@@ -4,7 +4,11 @@
     layout.py     the fields of a pack inside a slot
     ring.py       slots of shared memory, preallocated, sealed, bounded
     source.py     a planned window of a store: sizes, and filling packs
-    lanes.py      who is owed which pack next, and which slot it is in
+    payload.py    what was read last, from which packs are filled
+    rewards.py    outcome rewards, relative to their group
+    windows.py    the windows that are open
+    lanes.py      who is owed which pack, and who reads it
+    loader.py     reads ahead, lends slots, takes them back
     protocol.py   messages and descriptors over a Unix socket
     server.py     the loader process
     launch.py     starting it

@@ -1,11 +1,7 @@
-"""Who is owed which pack next, and which slot it is in.
+"""Reads ahead of every trainer: fills slots with the packs of each lane, lends them, takes them back.
 
-A *lane* is one data-parallel rank: the packs it will be asked for, in order. One trainer process sits in a lane, or
-several where the ranks of a tensor- or context-parallel group read the same packs; each has a *seat*. A filler thread
-reads ahead in every lane. A slot goes back to the ring when every seat of its lane has claimed and released it, or
-has left.
-
-    planned ──fill──▶ ready ──claim by every seat──▶ lent ──release by every seat──▶ (slot free)
+A filler thread keeps every lane supplied. A slot goes back to the ring when every seat of its lane has claimed and
+released it, or has left; see lanes.py.
 """
 
 from __future__ import annotations
@@ -13,9 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -23,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
+from mopd_dataplane.load.lanes import Item, Lane, Seat
 from mopd_dataplane.load.layout import seal
 from mopd_dataplane.load.protocol import HEARTBEAT_S
 from mopd_dataplane.load.ring import Ring, Slot
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.load.windows import PROBE_S, Beat, Windows
 from mopd_dataplane.records import PlanWindow
 
 if TYPE_CHECKING:
@@ -37,80 +33,21 @@ JOIN_S = 2.0
 """How long a joining trainer waits for its predecessor to be gone."""
 AHEAD_BYTES = 32 << 20
 """Packs of one lane that are read in one request, measured in slot bytes."""
-PROBE_S = 0.2
-"""Pause between looks for a window that is not planned yet."""
 
-Beat = Callable[[str], None]
-"""Tells the waiting trainer why it waits; raises when the trainer is gone."""
 Dealer = Callable[[PlanWindow, NDArray[np.int64], int, int], list[list[int]]]
 """(plan, sample lengths, step, ranks) → pack ids of each rank, -1 for none."""
-
-
-@dataclass(eq=False, slots=True)
-class Item:
-    """One pack owed to one lane."""
-
-    source: WindowSource
-    step: int
-    ordinal: int
-    pack: int
-    waiting: set[int]
-    """Seats that have not claimed it."""
-    nbytes: int = 0
-    slot: Slot | None = None
-    ready: bool = False
-    wanted: bool = False
-    """A trainer is blocked on it."""
-    starved: bool = False
-    """Wanted, but every slot is held by a trainer."""
-    holders: set[int] = field(default_factory=set)
-    error: MopdError | None = None
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Order of use."""
-        return self.source.plan.window, self.step, self.ordinal
-
-
-@dataclass(eq=False, slots=True)
-class Lane:
-    """What one data-parallel rank will read. items: owed and not yet claimed by all, in order."""
-
-    rank: int
-    ranks: int
-    members: int
-    seats: set[int] = field(default_factory=set)
-    items: deque[Item] = field(default_factory=deque)
-    source: WindowSource | None = None
-    """Window that `next_step` belongs to."""
-    next_step: int = 0
-    """First step that has no items yet."""
-
-
-@dataclass(eq=False, slots=True)
-class Seat:
-    """One trainer process. step: the one its next batch is for."""
-
-    id: int
-    lane: Lane
-    source: WindowSource | None = None
-    step: int = 0
-    held: dict[int, Item] = field(default_factory=dict)
-    """Slot id → item whose slot this process reads."""
 
 
 class Loader:
     """Reads ahead of every trainer. All methods may be called from any thread."""
 
     def __init__(self, store: Store, spec: LoadSpec, ring: Ring, deal: Dealer) -> None:
-        self._store = store
         self._spec = spec
         self._ring = ring
         self._deal = deal
+        self._windows = Windows(store, spec)
         self._changed = threading.Condition()
         self._lanes: dict[tuple[int, int], Lane] = {}
-        self._sources: dict[int, WindowSource] = {}
-        self._opening = threading.Lock()
         self._seats = 0
         self._probed = 0.0
         self._closed = False
@@ -141,7 +78,7 @@ class Loader:
 
         Packs that were read ahead are kept when they are the ones asked for.
         """
-        source = self._wait_for_window(window, beat)
+        source = self._windows.wait_for(window, beat)
         self._wait_for_members(seat, beat)
         if not 0 <= step <= source.steps:
             raise InputError(f"step {step} is outside window {window} of {self._spec.stage!r}, of {source.steps} steps")
@@ -159,13 +96,13 @@ class Loader:
                         self._forget(lane, item, waiting)
                 lane.source, lane.next_step = source, step
             used = {other.source.plan.window for other in self._lanes.values() if other.source is not None}
-            self._sources = {w: s for w, s in self._sources.items() if w >= min(used | {window})}
             self._changed.notify_all()
-        return source.steps, self._steps_before(window)
+        self._windows.forget_before(min(used | {window}))
+        return source.steps, self._windows.steps_before(window)
 
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
         """What a window is, waiting until it is planned: its steps (0 closes the log), and two digests."""
-        plan = self._wait_for_window(window, beat).plan
+        plan = self._windows.wait_for(window, beat).plan
         return {
             "steps": len(plan.step_starts) - 1,
             "plan_digest": plan.digest,
@@ -240,16 +177,6 @@ class Loader:
         with self._changed:
             self._ring.close()
 
-    # -- windows ---------------------------------------------------------------------------------------------------
-
-    def _wait_for_window(self, window: int, beat: Beat) -> WindowSource:
-        while True:
-            source = self._open_window(window)
-            if source is not None:
-                return source
-            beat(f"window {window} of stage {self._spec.stage!r} is not planned yet")
-            time.sleep(PROBE_S)
-
     def _wait_for_members(self, seat: Seat, beat: Beat) -> None:
         """Packs are shared out to all members of a lane, so each must be there before the first is lent."""
         while True:
@@ -259,21 +186,6 @@ class Loader:
                     return
                 self._changed.wait(HEARTBEAT_S)
             beat(f"{here} of {seat.lane.members} members of rank {seat.lane.rank} are here")
-
-    def _open_window(self, window: int) -> WindowSource | None:
-        with self._opening:
-            if window not in self._sources:
-                plan = self._store.plan(self._spec.stage, window)
-                if plan is None:
-                    return None
-                self._sources[window] = WindowSource(self._store, plan, self._spec)
-            return self._sources[window]
-
-    def _steps_before(self, window: int) -> int:
-        """Steps of all recorded windows of the stage before this one."""
-        table = self._store.table("plans", ["stage", "window", "step_starts"])
-        rows = table.to_pylist()
-        return sum(len(r["step_starts"]) - 1 for r in rows if r["stage"] == self._spec.stage and r["window"] < window)
 
     def _packs(self, lane: Lane, source: WindowSource, step: int) -> list[int]:
         return [pack for pack in self._deal(source.plan, source.lengths, step, lane.ranks)[lane.rank] if pack >= 0]
@@ -294,7 +206,7 @@ class Loader:
         if seat.source is None or step >= seat.step:
             raise InputError(f"step {step} was not asked for with next")
         lane, window = seat.lane, seat.source.plan.window
-        while lane.source is seat.source and lane.next_step <= step:
+        while lane.source is not None and lane.source.plan.window == window and lane.next_step <= step:
             self._extend(lane)
         for item in lane.items:
             if item.place == (window, step, ordinal) and seat.id in item.waiting:
@@ -332,7 +244,7 @@ class Loader:
         if source is None:
             return False
         if lane.next_step >= source.steps:
-            following = self._sources.get(source.plan.window + 1)
+            following = self._windows.opened(source.plan.window + 1)
             if following is None or source.steps == 0:
                 return False
             lane.source, lane.next_step = following, 0
@@ -386,7 +298,7 @@ class Loader:
             }
         for window in ends:
             try:
-                self._open_window(window)
+                self._windows.find(window)
             except MopdError:
                 continue  # the trainer that opens this window will be told
 

@@ -1,4 +1,4 @@
-"""Which samples can be trained on, and why the others cannot: each is selected, or counted under one reason."""
+"""Which samples can be trained on, and why the others cannot: each is selected, or counted under its first reason."""
 
 from __future__ import annotations
 
@@ -10,19 +10,6 @@ from numpy.typing import NDArray
 from mopd_dataplane import jobfile
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.columns import Columns
-
-REASONS = (
-    "abandoned",
-    "no_loss_tokens",
-    "overlong",
-    "stale",
-    "missing_signal",
-    "missing_reward",
-    "broken_group",
-    "mixture",
-    "last_batch",
-)
-"""Why a sample is left out; a sample counts under the first that applies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,69 @@
+"""Who is owed which pack, and who reads it.
+
+A *lane* is one data-parallel rank: the packs it will be asked for, in order. One trainer process sits in a lane, or
+several where the ranks of a tensor- or context-parallel group read the same packs; each has a *seat*.
+
+    planned ──fill──▶ ready ──claim by every seat──▶ lent ──release by every seat──▶ (slot free)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.load.ring import Slot
+from mopd_dataplane.load.source import WindowSource
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One pack owed to one lane."""
+
+    source: WindowSource
+    step: int
+    ordinal: int
+    pack: int
+    waiting: set[int]
+    """Seats that have not claimed it."""
+    nbytes: int = 0
+    slot: Slot | None = None
+    ready: bool = False
+    wanted: bool = False
+    """A trainer is blocked on it."""
+    starved: bool = False
+    """Wanted, but every slot is held by a trainer."""
+    holders: set[int] = field(default_factory=set)
+    error: MopdError | None = None
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Order of use."""
+        return self.source.plan.window, self.step, self.ordinal
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """What one data-parallel rank will read. items: owed and not yet claimed by all, in order."""
+
+    rank: int
+    ranks: int
+    members: int
+    seats: set[int] = field(default_factory=set)
+    items: deque[Item] = field(default_factory=deque)
+    source: WindowSource | None = None
+    """Window that `next_step` belongs to."""
+    next_step: int = 0
+    """First step that has no items yet."""
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """One trainer process. step: the one its next batch is for."""
+
+    id: int
+    lane: Lane
+    source: WindowSource | None = None
+    step: int = 0
+    held: dict[int, Item] = field(default_factory=dict)
+    """Slot id → item whose slot this process reads."""

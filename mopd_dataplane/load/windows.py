@@ -1,0 +1,64 @@
+"""The windows of a stage that are open, each opened once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mopd_dataplane.load.source import WindowSource
+from mopd_dataplane.load.spec import LoadSpec
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+PROBE_S = 0.2
+"""Pause between looks for a window that is not planned yet."""
+
+Beat = Callable[[str], None]
+"""Tells the waiting trainer why it waits; raises when the trainer is gone."""
+
+
+class Windows:
+    """Opens planned windows. May be used by any thread."""
+
+    def __init__(self, store: Store, spec: LoadSpec) -> None:
+        self._store = store
+        self._spec = spec
+        self._open: dict[int, WindowSource] = {}
+        self._lock = threading.Lock()
+
+    def opened(self, window: int) -> WindowSource | None:
+        """The window if it is open; reads nothing."""
+        return self._open.get(window)
+
+    def find(self, window: int) -> WindowSource | None:
+        """The window, opened if it is planned; None while it is not."""
+        with self._lock:
+            if window not in self._open:
+                plan = self._store.plan(self._spec.stage, window)
+                if plan is None:
+                    return None
+                self._open[window] = WindowSource(self._store, plan, self._spec)
+            return self._open[window]
+
+    def wait_for(self, window: int, beat: Beat) -> WindowSource:
+        """The window, as soon as it is planned."""
+        while True:
+            source = self.find(window)
+            if source is not None:
+                return source
+            beat(f"window {window} of stage {self._spec.stage!r} is not planned yet")
+            time.sleep(PROBE_S)
+
+    def forget_before(self, window: int) -> None:
+        """Let go of earlier windows; one that is asked for again is opened again."""
+        with self._lock:
+            for earlier in [number for number in self._open if number < window]:
+                del self._open[earlier]
+
+    def steps_before(self, window: int) -> int:
+        """Steps of all recorded windows of the stage before this one."""
+        rows = self._store.table("plans", ["stage", "window", "step_starts"]).to_pylist()
+        return sum(len(r["step_starts"]) - 1 for r in rows if r["stage"] == self._spec.stage and r["window"] < window)
