@@ -85,6 +85,24 @@ def wal(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def length_bias(
+    samples: Annotated[int, typer.Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
+    dose: Annotated[
+        float, typer.Option("--dose", min=0.01, help="Interruptions per sample of mean length, in the control arms.")
+    ] = 0.25,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write the plot here (PNG).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether interruptions make samples shorter: log resume and six other treatments, on a deterministic engine.
+
+    Resume must equal the uninterrupted arm sample by sample; naive restart and its relatives must be rejected.
+    """
+    from mopd_dataplane.bench.length_bias import measure
+
+    figures = measure(samples, dose=dose, plot=plot)
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `bench` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -92,4 +110,5 @@ def add_to(app: typer.Typer) -> None:
     register(group, load, "mopd bench load --json")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
+    register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     app.add_typer(group, name="bench", rich_help_panel="Measurements", help="Measure this machine and the data plane.")
