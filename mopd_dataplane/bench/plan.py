@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import build_window
@@ -65,7 +65,7 @@ def synthetic_columns(samples: int) -> Columns:
 
 def _measure_here(samples: int, strict: bool) -> dict[str, Any]:
     columns = synthetic_columns(samples)
-    rule = jobfile.Plan(
+    rule = config.Plan(
         pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict, ranks=RANKS, drop_last=True
     )
     teachers = [f"teacher-{i}" for i in range(TEACHERS)]

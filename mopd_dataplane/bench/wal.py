@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.draft import Opening
 from mopd_dataplane.rollout.ledger import Ledger
@@ -48,7 +48,7 @@ def measure(
     50 steps/s), wait_p50_ms and wait_p99_ms (append to durable when somebody waits), share_of_decode (log time over
     decode time at `sequences`), raw_write_bytes_per_s, and what they were measured on.
     """
-    settings = jobfile.Wal(group_commit_ms=group_commit_ms)
+    settings = config.Wal(group_commit_ms=group_commit_ms)
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
         home = Path(scratch)
         raw = _raw_write(home / "raw", _RAW_BYTES)
@@ -83,7 +83,7 @@ def measure(
 
 
 @contextmanager
-def _log(folder: Path, settings: jobfile.Wal) -> Iterator[TokenLog]:
+def _log(folder: Path, settings: config.Wal) -> Iterator[TokenLog]:
     log, _ = TokenLog.open(folder, settings)
     try:
         yield log
@@ -155,13 +155,13 @@ def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     return waits
 
 
-def _beside_decoding(home: Path, settings: jobfile.Wal, sequences: int, steps: int = 60) -> tuple[float, float]:
+def _beside_decoding(home: Path, settings: config.Wal, sequences: int, steps: int = 60) -> tuple[float, float]:
     """Median seconds of a decode step of a real model, and of logging and applying what it returned."""
     from mopd_dataplane.rollout.engine import Request
     from mopd_dataplane.rollout.hf import HfEngine
     from mopd_dataplane.run.student import make_student
 
-    engine = HfEngine(make_student(jobfile.Student(config=STUDENT), home / "model", seed=0), slots=sequences)
+    engine = HfEngine(make_student(config.Student(config=STUDENT), home / "model", seed=0), slots=sequences)
     prompt = np.arange(4, 36, dtype=np.int32)
     ledger = Ledger()
     handles = np.zeros(sequences, np.uint32)

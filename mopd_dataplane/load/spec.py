@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from mopd_dataplane.config import Load, Objective, Section
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.jobfile import Load, Objective, Section
 
 
 class LoadSpec(Section):

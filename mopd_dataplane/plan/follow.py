@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.balance import LINEAR_COST
 from mopd_dataplane.plan.columns import Columns
@@ -39,7 +39,7 @@ class Decision:
 def next_window(
     columns: Columns,
     settled_rows: NDArray[np.int64],
-    settings: jobfile.Plan,
+    settings: config.Plan,
     *,
     admission: NDArray[np.int64] | None = None,
     oldest_in_flight: int | None = None,
@@ -135,7 +135,7 @@ def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWi
 
 
 def _drops(
-    columns: Columns, open_work: NDArray[np.bool_], settings: jobfile.Plan, policy_version: int
+    columns: Columns, open_work: NDArray[np.bool_], settings: config.Plan, policy_version: int
 ) -> list[tuple[str, NDArray[np.bool_]]]:
     """Open samples that can never be trained on, each under its first reason."""
     found = []
@@ -175,7 +175,7 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
 
 
 def _first_batches(
-    columns: Columns, due: NDArray[np.bool_], settings: jobfile.Plan, group_size: int, window_steps: int
+    columns: Columns, due: NDArray[np.bool_], settings: config.Plan, group_size: int, window_steps: int
 ) -> NDArray[np.bool_] | None:
     """[n] the first `window_steps` batches of due samples in admission order; None while they are not all there."""
     positions = np.flatnonzero(due)
@@ -198,7 +198,7 @@ def _first_batches(
 
 
 def _staleness_wait(
-    pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: jobfile.Plan, policy_version: int
+    pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: config.Plan, policy_version: int
 ) -> str:
     """Reason to hold the trainer back, or empty."""
     if not settings.max_staleness or settings.stale != "wait":
@@ -218,7 +218,7 @@ def _progress(
     due: NDArray[np.bool_],
     ready: NDArray[np.bool_],
     pending: NDArray[np.bool_],
-    settings: jobfile.Plan,
+    settings: config.Plan,
     window_steps: int,
 ) -> str:
     if settings.batch_tokens:

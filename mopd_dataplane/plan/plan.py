@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.balance import LINEAR_COST, pack_costs, straggler_ratio
 from mopd_dataplane.plan.columns import Columns
@@ -25,7 +25,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 def build_window(
     columns: Columns,
-    settings: jobfile.Plan,
+    settings: config.Plan,
     *,
     seed: int,
     stage: str,
@@ -79,7 +79,7 @@ def build_window(
 
 
 def recorded_settings(
-    settings: jobfile.Plan, epochs: int, group_size: int, policy_version: int | None
+    settings: config.Plan, epochs: int, group_size: int, policy_version: int | None
 ) -> dict[str, Any]:
     """What a window depends on; the number of ranks is left out, because it does not."""
     bound = policy_version if settings.max_staleness else None
@@ -142,7 +142,7 @@ class _Units:
         return gather_packs(self.members, self.starts, order)
 
 
-def _check(settings: jobfile.Plan, teachers: list[str], columns: Columns, group_size: int) -> None:
+def _check(settings: config.Plan, teachers: list[str], columns: Columns, group_size: int) -> None:
     if group_size > 1 and not settings.strict_batches:
         raise InputError(
             f"groups of {group_size} samples must stay in one step, which plan.strict_batches = false cannot keep; "
@@ -163,7 +163,7 @@ def _units(chosen: Columns, group_size: int) -> _Units:
 
 
 def _draw(
-    chosen: Columns, units: _Units, settings: jobfile.Plan, key: int, left_out: dict[str, int]
+    chosen: Columns, units: _Units, settings: config.Plan, key: int, left_out: dict[str, int]
 ) -> NDArray[np.int64]:
     """The epoch's order of units: a uniform permutation, thinned and interleaved when a mixture is asked for."""
     order = permutation(len(units.domains), key)
@@ -180,7 +180,7 @@ def _draw(
 
 
 def _batches_then_packs(
-    chosen: Columns, units: _Units, order: NDArray[np.int64], settings: jobfile.Plan, left_out: dict[str, int]
+    chosen: Columns, units: _Units, order: NDArray[np.int64], settings: config.Plan, left_out: dict[str, int]
 ) -> _Layout:
     """Cut the order into steps, then pack inside each step."""
     samples, unit_starts = units.samples(order)
@@ -207,7 +207,7 @@ def _batches_then_packs(
 
 
 def _packs_then_batches(
-    chosen: Columns, order: NDArray[np.int64], settings: jobfile.Plan, key: int, left_out: dict[str, int]
+    chosen: Columns, order: NDArray[np.int64], settings: config.Plan, key: int, left_out: dict[str, int]
 ) -> _Layout:
     """Pack the whole epoch, then deal shuffled packs to steps of an equal number of packs."""
     strata: NDArray[np.integer] = chosen.teachers
@@ -228,7 +228,7 @@ def _packs_then_batches(
     return _Layout(samples, pack_starts, dealt, np.minimum(np.arange(steps + 1) * per_step, len(dealt)))
 
 
-def _packs_per_step(lengths: NDArray[np.int32], packs: int, settings: jobfile.Plan) -> int:
+def _packs_per_step(lengths: NDArray[np.int32], packs: int, settings: config.Plan) -> int:
     """Packs of one step, rounded to a multiple of the largest power of two up to an eighth of it.
 
     So a step of 8 R packs or more splits evenly over R = 2^k ranks, and the batch is off by at most a sixteenth.
@@ -285,9 +285,7 @@ def _join(epochs: list[_Layout]) -> _Layout:
     return _Layout(samples, np.concatenate(starts), np.concatenate(packs), np.concatenate(steps))
 
 
-def _order_by_teacher(
-    layout: _Layout, teachers: NDArray[np.int16], costs: NDArray[np.float64]
-) -> NDArray[np.int64]:
+def _order_by_teacher(layout: _Layout, teachers: NDArray[np.int16], costs: NDArray[np.float64]) -> NDArray[np.int64]:
     """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards.
 
     A step then begins with the teacher the last one ended with, which saves one change of head per step.
@@ -301,7 +299,7 @@ def _order_by_teacher(
 
 
 def _stats(
-    plan: PlanWindow, chosen: Columns, samples: NDArray[np.int64], costs: NDArray[np.float64], settings: jobfile.Plan
+    plan: PlanWindow, chosen: Columns, samples: NDArray[np.int64], costs: NDArray[np.float64], settings: config.Plan
 ) -> dict[str, float]:
     tokens = int(chosen.total_len[samples].sum())
     packs = len(plan.pack_teachers)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.config import Domain
 from mopd_dataplane.errors import PromptError, nearest
-from mopd_dataplane.jobfile import Domain
 from mopd_dataplane.records import Prompt
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import MismatchError, PromptError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
@@ -22,6 +22,7 @@ from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.loop import Environment, RolloutLoop
 from mopd_dataplane.rollout.report import RolloutReport
+from mopd_dataplane.rollout.sandbox import Sandbox
 from mopd_dataplane.rollout.wal import TokenLog
 
 __all__ = ["Environment", "RolloutReport", "run_rollout"]
@@ -34,14 +35,15 @@ def run_rollout(
     stage: str,
     generation: int,
     seed: int,
-    rollout: jobfile.Rollout,
-    wal: jobfile.Wal,
+    rollout: config.Rollout,
+    wal: config.Wal,
     wal_dir: Path,
     commit: Callable[[list[Sample]], object],
     render: Callable[[Prompt], list[int]],
     already: Collection[str] = frozenset(),
     progress: Callable[..., None] = lambda done, **facts: None,
     environment: Environment | None = None,
+    sandbox: Sandbox | None = None,
     policies: Callable[[int], Path] | None = None,
     writer: str = "engine-0",
 ) -> RolloutReport:
@@ -50,7 +52,8 @@ def run_rollout(
     commit: gets batches of finished samples, in another thread; returns when they are durable in the store, exactly
     once by uid. already: uids that the store has. progress(done, **facts) is called a few times a second, and with
     `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
-    policy they began with (`weight_change = "pin"`).
+    policy they began with (`weight_change = "pin"`). environment: what answers when the policy ends a turn; it may run
+    commands in the sandbox (see sandbox.py).
 
     The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
     of an earlier generation are finished and committed too.
@@ -74,7 +77,7 @@ def run_rollout(
         loop = RolloutLoop(
             engine, log, ledger, committer, report,
             prompts={prompt.prompt_id: prompt for prompt in prompts},
-            environment=environment, progress=progress, stopping=lambda: stop.asked,
+            environment=environment, sandbox=sandbox, progress=progress, stopping=lambda: stop.asked,
         )  # fmt: skip
         try:
             _check_ledger(engine, ledger)
@@ -152,7 +155,7 @@ def _openings(
     stage: str,
     generation: int,
     seed: int,
-    rollout: jobfile.Rollout,
+    rollout: config.Rollout,
     render: Callable[[Prompt], list[int]],
     writer: str,
 ) -> list[Opening]:
@@ -189,7 +192,7 @@ def _openings(
     return openings
 
 
-def _check_budget(prompt: Prompt, length: int, engine: Engine, rollout: jobfile.Rollout) -> None:
+def _check_budget(prompt: Prompt, length: int, engine: Engine, rollout: config.Rollout) -> None:
     name = f"prompt {prompt.prompt_id!r} of domain {prompt.domain!r}"
     if length == 0:
         raise PromptError(f"{name} has no tokens; give it text, or a prompt template that adds some")

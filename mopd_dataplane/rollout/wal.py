@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import MopdError, ResourceError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.rollout import messages
@@ -63,7 +63,7 @@ class TokenLog:
     def __init__(
         self,
         folder: Path,
-        settings: jobfile.Wal,
+        settings: config.Wal,
         recovered: Recovered,
         *,
         epoch: int,
@@ -98,7 +98,7 @@ class TokenLog:
 
     @classmethod
     def open(
-        cls, folder: Path, settings: jobfile.Wal, *, notice: Callable[[str], None] = lambda text: None
+        cls, folder: Path, settings: config.Wal, *, notice: Callable[[str], None] = lambda text: None
     ) -> tuple[TokenLog, Recovered]:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 

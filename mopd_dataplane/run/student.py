@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mopd_dataplane.config import Student
 from mopd_dataplane.errors import InputError, ResourceError
 from mopd_dataplane.files import publish_folder
-from mopd_dataplane.jobfile import Student
 from mopd_dataplane.models import copy_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:

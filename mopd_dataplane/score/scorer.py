@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mopd_dataplane import jobfile, models
+from mopd_dataplane import config, models
 from mopd_dataplane.errors import EngineError, MismatchError, nearest
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
 from mopd_dataplane.score.teachers import TeacherPool
@@ -51,7 +51,7 @@ def score_samples(
     teacher: str,
     kinds: Sequence[str],
     samples: Sequence[Scorable],
-    settings: jobfile.Score,
+    settings: config.Score,
     *,
     render_prompt: PromptRenderer | None = None,
 ) -> Iterator[Signal]:
@@ -125,7 +125,7 @@ def _signals(
     states: Tensor,
     head: Head,
     temperature: float,
-    settings: jobfile.Score,
+    settings: config.Score,
 ) -> Iterator[Signal]:
     counts = [len(item.masked) for item in batch]
     if kind == "hidden":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mopd_dataplane import jobfile, models
+from mopd_dataplane import config, models
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.files import fsync
 from mopd_dataplane.records import Teacher
@@ -24,7 +24,7 @@ class TeacherSpec:
     """Where a teacher's weights lie and how the pool holds it."""
 
     folder: Path
-    settings: jobfile.Teacher
+    settings: config.Teacher
 
 
 class TeacherPool:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from mopd_dataplane.config import Objective, Section, Train
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.jobfile import Objective, Section, Train
 
 
 class HeadFile(Section):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mopd_dataplane import faultpoints, jobfile
+from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import ToyEngine
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.engine import Engine
@@ -75,8 +75,8 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
     engine: Engine = ToyEngine(slots=16) if toy else HfEngine(task["engine"], slots=16)
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(task["prompts"])]
     report = run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=jobfile.Rollout(max_new_tokens=48),
-        wal=jobfile.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
+        engine, prompts, stage="student", generation=1, seed=0, rollout=config.Rollout(max_new_tokens=48),
+        wal=config.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
         already=shelf.uids,
     )  # fmt: skip

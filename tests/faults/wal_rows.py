@@ -19,7 +19,7 @@ from pathlib import Path
 from figures import Row, Tally
 from story import segments, state, states, story, tell
 
-from mopd_dataplane import faultpoints, jobfile
+from mopd_dataplane import config, faultpoints
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
 from mopd_dataplane.rollout import segmentfile
 from mopd_dataplane.rollout.framing import SEGMENT_HEADER, read_segment
@@ -28,7 +28,7 @@ from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
 
 LENGTH = 150
-SETTINGS = jobfile.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
+SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
 POINTS = (
     "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
     "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",
@@ -143,7 +143,7 @@ def reopen(home: Path, die: Callable[[str], None]) -> None:
     TokenLog.open(home, SETTINGS)
 
 
-def told(home: Path, seed: int, length: int, *, settings: jobfile.Wal, rotate_dies: str = "") -> None:
+def told(home: Path, seed: int, length: int, *, settings: config.Wal, rotate_dies: str = "") -> None:
     """Live a story in this process and leave the log as a crash would; optionally in the middle of a rotation."""
     log, recovered = TokenLog.open(home, settings)
     ledger = recovered.ledger
@@ -173,7 +173,7 @@ def raiser(point: str) -> Callable[[str], None]:
 def truncated(count: int, seed: int) -> Tally:
     """The file cut at every byte, one segment or two: a prefix of the story, or damage; never anything else."""
     tally = Tally()
-    big = jobfile.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
+    big = config.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
     while tally.tried < count:
         for rotate_dies in ("", "wal.segment.named", "wal.base"):
             length = 25
@@ -203,7 +203,7 @@ def _cut_everywhere(tally: Tally, home: Path, path: Path, known: list[tuple[obje
 def flipped(count: int, seed: int) -> Tally:
     """A random bit flipped in every byte: damage below the watermark is reported, above it cut; never silent."""
     tally = Tally()
-    big = jobfile.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
+    big = config.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
         known = states(seed, 25)
@@ -230,7 +230,7 @@ def flipped(count: int, seed: int) -> Tally:
 def power_lost(count: int, seed: int) -> Tally:
     """Unsynced sectors new, zero, garbage or absent; names and deletions not on disk: every durable record is there."""
     tally = Tally()
-    settings = jobfile.Wal(group_commit_ms=1000, segment_bytes=1 << 12, full_disk_wait_s=0)
+    settings = config.Wal(group_commit_ms=1000, segment_bytes=1 << 12, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
         known = states(seed, LENGTH)
@@ -289,7 +289,7 @@ class Disk:
         return bytes(whole[: draw.randint(synced, len(whole))])
 
 
-def _until_power_loss(home: Path, seed: int, settings: jobfile.Wal, disk: Disk, draw: random.Random) -> tuple[int, int]:
+def _until_power_loss(home: Path, seed: int, settings: config.Wal, disk: Disk, draw: random.Random) -> tuple[int, int]:
     """Live a story until a random moment. (messages appended, messages known to be durable)"""
     real_sync, real_unlink = os.fdatasync, Path.unlink
 
@@ -340,7 +340,7 @@ def _until_power_loss(home: Path, seed: int, settings: jobfile.Wal, disk: Disk, 
 def fenced(count: int, seed: int) -> Tally:
     """A writer that lost its lock goes on after a takeover, or stale records follow the tail: not one byte counts."""
     tally, draw = Tally(), random.Random(seed)
-    slow = jobfile.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
+    slow = config.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
     for case in range(count):
         length = draw.randrange(5, 120)
         known = states(seed + case, length + 60)
@@ -425,7 +425,7 @@ def _live(home: Path, seed: int) -> tuple[int, BaseException | None]:
     """Live a short story; how many messages were acknowledged, and what stopped it."""
     logged = 0
     log = None
-    small = jobfile.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
+    small = config.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
     try:
         log, recovered = TokenLog.open(home, small)
         for message in story(seed, 60):

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane import Store, create_store, jobfile, models
-from mopd_dataplane.jobfile import DivergenceTerm, Objective, PolicyGradientTerm, Train
+from mopd_dataplane import Store, config, create_store, models
+from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm, Train
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
@@ -49,7 +49,7 @@ class Ground:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.start = make_student(jobfile.Student(config=CONFIG), root / "start", seed=0)
+        self.start = make_student(config.Student(config=CONFIG), root / "start", seed=0)
         self.store: Store = create_store(str(root / "store"))
         samples = [self._sample(number) for number in range(SAMPLES)]
         rows = self.store.commit_samples(samples, writer="test").rows
@@ -71,11 +71,11 @@ class Ground:
 
     def _score(self, samples: list[Sample], rows: Any) -> None:
         folders = {
-            name: make_student(jobfile.Student(config=CONFIG | {"intermediate_size": 128}), self.root / name, seed=seed)
+            name: make_student(config.Student(config=CONFIG | {"intermediate_size": 128}), self.root / name, seed=seed)
             for seed, name in enumerate(DOMAINS, start=1)
         }
         pool = TeacherPool(
-            {name: TeacherSpec(folder, jobfile.Teacher(source=str(folder))) for name, folder in folders.items()},
+            {name: TeacherSpec(folder, config.Teacher(source=str(folder))) for name, folder in folders.items()},
             student_tokenizer=models.tokenizer_digest(models.load_tokenizer(self.start)),
         )
         assert self.store.root is not None
@@ -90,7 +90,7 @@ class Ground:
                 if s.domain == name
             ]  # fmt: skip
             for kind in ("logprob", "hidden"):
-                self.store.commit_signals(name, kind, list(score_samples(pool, name, (kind,), own, jobfile.Score())))
+                self.store.commit_signals(name, kind, list(score_samples(pool, name, (kind,), own, config.Score())))
             folder.rename(folder.with_name(f"{name}-moved-away"))
 
     def _plan(self, rows: Any) -> PlanWindow:
@@ -103,7 +103,7 @@ class Ground:
             scores=self.store.table("scores", columns=["sample_row", "teacher", "kind"]),
             signals=OBJECTIVE.signals,
         )
-        settings = jobfile.Plan(pack_tokens=64, batch_samples=8)
+        settings = config.Plan(pack_tokens=64, batch_samples=8)
         return build_window(
             columns, settings, seed=3, stage="student", window=0, snapshot=snapshot, teachers=list(DOMAINS), epochs=2
         )
@@ -137,7 +137,7 @@ class Ground:
             socket = Path(scratch) / "loader.sock"
             file = Path(scratch) / "spec.json"
             file.write_text(self.spec(place, socket).model_dump_json())
-            load = LoadSpec.for_stage("student", jobfile.Load(), OBJECTIVE)
+            load = LoadSpec.for_stage("student", config.Load(), OBJECTIVE)
             with start_server(self.store.uri, socket, load):
                 trainers = [self._start(file, rank, ranks) for rank in range(ranks)]
                 try:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.load.client import LoaderClient
@@ -27,7 +27,7 @@ from mopd_dataplane.records import Pack, PlanWindow, Signal
 from mopd_dataplane.store.dataset import Store
 
 TEACHERS = ["adder", "speller"]
-RULE = jobfile.Plan(pack_tokens=512, batch_samples=16)
+RULE = config.Plan(pack_tokens=512, batch_samples=16)
 SPEC = LoadSpec(
     stage=STAGE, signals=("logprob", "topk", "hidden"), reference="adder", rewards=True, slots=2, deadline_s=20
 )
@@ -220,6 +220,7 @@ def test_a_window_that_comes_later_is_waited_for(tmp_path):
         steps = len(store.plan(STAGE, 0).step_starts) - 1
         for _ in range(steps):
             next(stream)
+
         def plan_the_rest() -> None:
             add_window(store, 1)
             store.add_plan(end_window(STAGE, 2, 0, store.snapshot()))

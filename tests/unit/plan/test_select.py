@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.plan.select import mixture_quota, select
 from mopd_dataplane.records import Snapshot
 
-RULE = jobfile.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
+RULE = config.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
 
 
 def columns_of(n: int) -> Columns:
@@ -109,7 +109,7 @@ def test_every_batch_honours_the_mixture(strict):
     n = 3000
     domains = np.repeat([0, 1], [2400, 600]).astype(np.int16)
     columns = replace(columns_of(n), domains=domains, teachers=domains, domain_names=("a", "b"))
-    rule = jobfile.Plan(
+    rule = config.Plan(
         pack_tokens=100, batch_samples=100, strict_batches=strict, mixture={"a": 1, "b": 1}, drop_last=True
     )
     plan = build_window(

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.plan.balance import deal_steps, pack_costs, straggler_ratio
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import build_window
@@ -16,7 +16,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 CAP = 4096
 
 
-def window_of(lengths: np.ndarray, rule: jobfile.Plan, seed: int) -> PlanWindow:
+def window_of(lengths: np.ndarray, rule: config.Plan, seed: int) -> PlanWindow:
     n = len(lengths)
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
@@ -53,7 +53,7 @@ def step_of_sample(plan: PlanWindow) -> np.ndarray:
 def test_each_length_is_equally_likely_in_each_step(strict):
     """Over many seeds, the longest and the shortest samples sit on average where any pack (or sample) sits."""
     lengths = lognormal(2000)
-    rule = jobfile.Plan(pack_tokens=CAP, batch_samples=200, strict_batches=strict)
+    rule = config.Plan(pack_tokens=CAP, batch_samples=200, strict_batches=strict)
     by_length = np.argsort(lengths)
     offsets = []
     for seed in range(80):
@@ -70,7 +70,7 @@ def test_each_length_is_equally_likely_in_each_step(strict):
 @pytest.mark.parametrize("strict", [True, False])
 def test_no_length_statistic_drifts_over_steps(strict):
     lengths = lognormal(40_000)
-    rule = jobfile.Plan(pack_tokens=CAP, batch_samples=400, strict_batches=strict, drop_last=True)
+    rule = config.Plan(pack_tokens=CAP, batch_samples=400, strict_batches=strict, drop_last=True)
     plan = window_of(lengths, rule, 3)
     steps = step_of_sample(plan)[plan.sample_rows]
     ordered = lengths[plan.sample_rows].astype(float)
@@ -89,7 +89,7 @@ def test_a_length_ordered_plan_would_fail_these_tests():
 
 def test_ranks_get_equal_work():
     lengths = np.clip(np.random.default_rng(1).lognormal(7.9, 1.0, 120_000), 16, 32_768).astype(np.int32)
-    rule = jobfile.Plan(pack_tokens=32_768, batch_tokens=512 * 32_768, strict_batches=False, drop_last=True, ranks=64)
+    rule = config.Plan(pack_tokens=32_768, batch_tokens=512 * 32_768, strict_batches=False, drop_last=True, ranks=64)
     plan = window_of(lengths, rule, 0)
     assert plan.stats["straggler_ratio"] <= 1.02
     assert plan.stats["density"] >= 0.9995

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.bench.toyengine import ToyEngine
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
@@ -31,7 +31,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-layer Qwen3 with one token per character."""
     from mopd_dataplane.run.student import make_student
 
-    return make_student(jobfile.Student(config=TINY), tmp_path_factory.mktemp("models") / "tiny", seed=3)
+    return make_student(config.Student(config=TINY), tmp_path_factory.mktemp("models") / "tiny", seed=3)
 
 
 class Shelf:
@@ -65,8 +65,8 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
             "stage": "student",
             "generation": 1,
             "seed": 7,
-            "rollout": jobfile.Rollout(max_new_tokens=60),
-            "wal": jobfile.Wal(segment_bytes=1 << 14, full_disk_wait_s=0),
+            "rollout": config.Rollout(max_new_tokens=60),
+            "wal": config.Wal(segment_bytes=1 << 14, full_disk_wait_s=0),
             "wal_dir": home or tmp_path / "wal",
             "commit": shelf.commit,
             "render": lambda prompt: [ord(c) % 12 for c in prompt.text],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.rollout.engine import LENGTH, STOP, Request, check_step
 from mopd_dataplane.rollout.hf import HfEngine
@@ -173,12 +173,12 @@ def test_a_policy_is_swapped_only_when_every_slot_is_free(tiny_model: Path) -> N
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     from mopd_dataplane.run.student import make_student
 
-    config = {
+    shape = {
         "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
         "num_attention_heads": 2, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 8,
         "max_window_layers": 1,
     }  # fmt: skip
-    folder = make_student(jobfile.Student(config=config), tmp_path / "sliding", seed=0)
+    folder = make_student(config.Student(config=shape), tmp_path / "sliding", seed=0)
     with pytest.raises(MismatchError, match="sliding_attention"):
         HfEngine(folder, slots=1)
 
@@ -186,10 +186,10 @@ def test_sliding_windows_are_refused(tmp_path: Path) -> None:
 def test_llama_decodes_too(tmp_path: Path) -> None:
     from mopd_dataplane.run.student import make_student
 
-    config = {
+    shape = {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
     }  # fmt: skip
-    folder = make_student(jobfile.Student(config=config), tmp_path / "llama", seed=0)
+    folder = make_student(config.Student(config=shape), tmp_path / "llama", seed=0)
     many, one = decode(HfEngine(folder, slots=8), requests(12)), decode(HfEngine(folder, slots=1), requests(12))
     assert {uid: answer[0] for uid, answer in many.items()} == {uid: answer[0] for uid, answer in one.items()}

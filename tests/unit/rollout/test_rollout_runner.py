@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd_dataplane import faultpoints, jobfile
+from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import EOS, ToyEngine
 from mopd_dataplane.errors import EngineError, MismatchError, PromptError, ResourceError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
@@ -20,6 +20,7 @@ from mopd_dataplane.rollout import messages, recovery
 from mopd_dataplane.rollout.engine import StepOutput
 from mopd_dataplane.rollout.framing import read_segment
 from mopd_dataplane.rollout.runner import RolloutReport
+from mopd_dataplane.rollout.sandbox import Turn
 
 Roll = Callable[..., RolloutReport]
 
@@ -64,7 +65,7 @@ def reference(roll: Roll, tmp_path: Path) -> dict[str, Sample]:
 
 
 def test_every_sample_is_there_once_with_its_identity(roll: Roll, shelf: Any, tmp_path: Path) -> None:
-    report = roll(shelf, rollout=jobfile.Rollout(max_new_tokens=40, group_size=3, temperature=0.9, top_k=5))
+    report = roll(shelf, rollout=config.Rollout(max_new_tokens=40, group_size=3, temperature=0.9, top_k=5))
     assert (report.samples, report.resumed, shelf.offered) == (60, 0, 60)
     assert sum(report.finish_reasons.values()) == 60
     sample = shelf.samples[sample_uid(7, "student", "p4", 2, 1)]
@@ -133,7 +134,7 @@ def test_dying_at_a_named_point_changes_no_sample(
 
         faultpoints.observe(die)
         try:
-            roll(shelf, wal=jobfile.Wal(segment_bytes=4096, full_disk_wait_s=0))
+            roll(shelf, wal=config.Wal(segment_bytes=4096, full_disk_wait_s=0))
         except (Died, ResourceError):
             pass
         finally:
@@ -209,7 +210,7 @@ def test_nothing_is_committed_before_its_finish_is_durable(
         for sample in samples:
             durable[sample.uid] = finishes[sample.writer_seq] <= synced
 
-    roll(shelf, slots=32, commit=commit, wal=jobfile.Wal(group_commit_ms=10_000))
+    roll(shelf, slots=32, commit=commit, wal=config.Wal(group_commit_ms=10_000))
     assert len(durable) == 20
     assert all(durable.values())
 
@@ -225,7 +226,7 @@ def test_a_full_store_disk_pauses_and_goes_on(roll: Roll, shelf: Any) -> None:
             raise error
         shelf.commit(samples)
 
-    wal = jobfile.Wal(full_disk_wait_s=30)
+    wal = config.Wal(full_disk_wait_s=30)
     roll(shelf, commit=commit, wal=wal, progress=lambda done, **facts: said.extend(facts.get("notice", "").split(":")))
     assert len(shelf.samples) == 20
     assert "the store's disk is full" in said
@@ -266,10 +267,10 @@ def test_garbage_from_the_engine_is_refused_unwritten(
     [
         ({"prompts": []}, "no prompts to roll out"),
         (
-            {"rollout": jobfile.Rollout(max_prompt_tokens=3)},
+            {"rollout": config.Rollout(max_prompt_tokens=3)},
             r"prompt 'p10' of domain .* 5 tokens, the budget is 3",
         ),
-        ({"rollout": jobfile.Rollout(max_new_tokens=1 << 20)}, "the model holds 1048576"),
+        ({"rollout": config.Rollout(max_new_tokens=1 << 20)}, "the model holds 1048576"),
         ({"render": lambda prompt: []}, "prompt 'p0' of domain 'toy' has no tokens"),
     ],
 )
@@ -319,7 +320,7 @@ def test_spans_say_which_policy_wrote_which_tokens(roll: Roll, shelf: Any, refer
         roll(shelf, engine=Mortal(dies_at=12, slots=8))
     newer = ToyEngine(slots=8)
     newer.load_policy(Path(), 3)
-    roll(shelf, engine=newer, rollout=jobfile.Rollout(max_new_tokens=60, weight_change="span"))
+    roll(shelf, engine=newer, rollout=config.Rollout(max_new_tokens=60, weight_change="span"))
     mixed = {uid: s for uid, s in shelf.samples.items() if s.versions.tolist() == [0, 3]}
     assert mixed
     for uid, sample in mixed.items():
@@ -331,8 +332,8 @@ def test_spans_say_which_policy_wrote_which_tokens(roll: Roll, shelf: Any, refer
 def test_an_environment_answers_between_turns(roll: Roll, shelf: Any, tmp_path: Path) -> None:
     """Tool tokens have mask 0 and log-prob 0; an interrupted conversation ends like an uninterrupted one."""
 
-    def environment(prompt: Prompt, response: list[int]) -> list[int] | None:
-        turns = response.count(EOS)
+    def environment(turn: Turn) -> list[int] | None:
+        turns = turn.response.count(EOS)
         return [9, 9, turns] if turns < 3 else None
 
     def talk(home: str, *deaths: int) -> dict[str, Sample]:
@@ -360,10 +361,10 @@ def test_an_environment_answers_between_turns(roll: Roll, shelf: Any, tmp_path: 
 def test_an_environment_sees_only_durable_tokens(roll: Roll, shelf: Any, tmp_path: Path) -> None:
     seen: list[bool] = []
 
-    def environment(prompt: Prompt, response: list[int]) -> None:
+    def environment(turn: Turn) -> None:
         ledger = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger
         drafts = {draft.opening.prompt_id: draft for draft in ledger.drafts.values()}
-        seen.append(list(drafts[prompt.prompt_id].tokens) == response)
+        seen.append(list(drafts[turn.prompt.prompt_id].tokens) == turn.response)
 
     roll(shelf, environment=environment)
     assert seen
@@ -386,7 +387,7 @@ def test_an_environment_waits_for_the_disk(roll: Roll, shelf: Any, monkeypatch: 
 
     monkeypatch.setattr(loop.TokenLog, "wait_durable", wait)
     asked: list[int] = []
-    roll(shelf, environment=lambda prompt, response: asked.append(len(waited)))
+    roll(shelf, environment=lambda turn: asked.append(len(waited)))
     assert asked == list(range(1, len(asked) + 1))
     assert asked
     assert waited == newest

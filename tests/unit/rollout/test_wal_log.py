@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.rollout import messages, segmentfile
 from mopd_dataplane.rollout.draft import Opening
@@ -27,7 +27,7 @@ from mopd_dataplane.rollout.ownership import claim_file
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
 
-SETTINGS = jobfile.Wal(full_disk_wait_s=0)
+SETTINGS = config.Wal(full_disk_wait_s=0)
 
 
 def opening(name: str) -> Opening:
@@ -62,7 +62,7 @@ def state(ledger: Ledger) -> dict[int, tuple[str, list[int], bytes, str]]:
     }
 
 
-def begun(folder: Path, settings: jobfile.Wal = SETTINGS, samples: int = 3) -> tuple[TokenLog, Ledger]:
+def begun(folder: Path, settings: config.Wal = SETTINGS, samples: int = 3) -> tuple[TokenLog, Ledger]:
     """A log with open samples that have two tokens each."""
     log, recovered = TokenLog.open(folder, settings)
     ledger = recovered.ledger
@@ -121,7 +121,7 @@ def test_durable_waits_for_a_sync_that_started_after_the_write(tmp_path: Path, m
     syncs: list[int] = []
     real = os.fdatasync
     monkeypatch.setattr(segmentfile.os, "fdatasync", lambda fd: (syncs.append(os.fstat(fd).st_size), real(fd))[1])
-    log, _ = begun(tmp_path, jobfile.Wal(group_commit_ms=10_000))
+    log, _ = begun(tmp_path, config.Wal(group_commit_ms=10_000))
     lsn = log.append(messages.Sync())
     end = only_segment(tmp_path).stat().st_size
     log.wait_durable(lsn)
@@ -141,7 +141,7 @@ def test_waiting_for_the_newest_record_ends_even_when_that_is_a_watermark(tmp_pa
 
 
 def test_the_watermark_is_stated_only_after_the_sync_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, _ = begun(tmp_path, jobfile.Wal(group_commit_ms=0))
+    log, _ = begun(tmp_path, config.Wal(group_commit_ms=0))
     log.wait_durable(log.appended_lsn)
     known = log.synced_lsn
     seen: list[int] = []
@@ -199,7 +199,7 @@ def test_long_samples_are_carried_in_several_records(tmp_path: Path) -> None:
 
 
 def test_a_torn_tail_is_cut_at_one_point_for_all(tmp_path: Path) -> None:
-    log, _ = begun(tmp_path, jobfile.Wal(durability="process"))
+    log, _ = begun(tmp_path, config.Wal(durability="process"))
     log.append(step([0, 1, 2], 2))
     log.abort()
     path = only_segment(tmp_path)
@@ -210,7 +210,7 @@ def test_a_torn_tail_is_cut_at_one_point_for_all(tmp_path: Path) -> None:
 
 
 def test_nothing_behind_a_hole_comes_back(tmp_path: Path) -> None:
-    log, _ = begun(tmp_path, jobfile.Wal(durability="process"))
+    log, _ = begun(tmp_path, config.Wal(durability="process"))
     middle = only_segment(tmp_path).stat().st_size
     log.append(step([0, 1, 2], 2))
     log.append(step([0, 1, 2], 3))
@@ -263,9 +263,9 @@ def test_a_log_has_one_writer(tmp_path: Path) -> None:
 
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from mopd_dataplane import jobfile\n"
+        "import sys, time; from pathlib import Path; from mopd_dataplane import config\n"
         "from mopd_dataplane.rollout.wal import TokenLog\n"
-        "log, _ = TokenLog.open(Path(sys.argv[1]), jobfile.Wal()); print('held', flush=True); time.sleep(60)"
+        "log, _ = TokenLog.open(Path(sys.argv[1]), config.Wal()); print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -280,7 +280,7 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
 
 def test_a_zombie_is_fenced_where_locks_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old owner writes on after a takeover that got as far as its fence: none of it counts."""
-    zombie, ledger = begun(tmp_path, jobfile.Wal(group_commit_ms=10_000))
+    zombie, ledger = begun(tmp_path, config.Wal(group_commit_ms=10_000))
     zombie.wait_durable(zombie.appended_lsn)
     expected = state(ledger)
     (tmp_path / "LOCK").unlink()
@@ -323,7 +323,7 @@ def test_an_epoch_number_is_never_used_twice(tmp_path: Path) -> None:
 
 
 def test_a_failed_sync_kills_the_log_and_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, _ = begun(tmp_path, jobfile.Wal(group_commit_ms=10_000))
+    log, _ = begun(tmp_path, config.Wal(group_commit_ms=10_000))
     calls = []
 
     def fail(descriptor: int) -> None:
@@ -353,7 +353,7 @@ def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_full_disk_pauses_and_then_goes_on(tmpfs: Path) -> None:
     said: list[str] = []
-    log, recovered = TokenLog.open(tmpfs / "log", jobfile.Wal(full_disk_wait_s=60), notice=said.append)
+    log, recovered = TokenLog.open(tmpfs / "log", config.Wal(full_disk_wait_s=60), notice=said.append)
     ledger = recovered.ledger
     write(log, ledger, messages.Open(0, opening("s")), messages.Span(0, 0, 1, "v"))
     filler = tmpfs / "filler"
@@ -372,7 +372,7 @@ def test_a_full_disk_pauses_and_then_goes_on(tmpfs: Path) -> None:
 
 
 def test_a_disk_that_stays_full_is_an_error_and_keeps_the_log(tmpfs: Path) -> None:
-    log, recovered = TokenLog.open(tmpfs / "log", jobfile.Wal(full_disk_wait_s=0.3))
+    log, recovered = TokenLog.open(tmpfs / "log", config.Wal(full_disk_wait_s=0.3))
     ledger = recovered.ledger
     write(log, ledger, messages.Open(0, opening("s")), messages.Span(0, 0, 1, "v"), step([0], 0))
     big = np.zeros(100_000)
@@ -390,7 +390,7 @@ def test_levels_follow_the_file_system(tmpfs: Path, tmp_path: Path) -> None:
     log, _ = TokenLog.open(tmpfs / "log", SETTINGS)
     assert log.level == "logged"
     log.close()
-    log, _ = TokenLog.open(tmp_path / "log", jobfile.Wal(durability="process"))
+    log, _ = TokenLog.open(tmp_path / "log", config.Wal(durability="process"))
     assert log.level == "logged"
     log.wait_durable(log.appended_lsn)
     log.close()

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from mopd_dataplane import jobfile, models
+from mopd_dataplane import config, models
+from mopd_dataplane.config import Student as StudentSettings
 from mopd_dataplane.errors import DamagedError, EngineError, MismatchError, UnknownNameError
-from mopd_dataplane.jobfile import Student as StudentSettings
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.student import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
@@ -29,7 +29,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
 }  # fmt: skip
 KINDS = ("logprob", "topk", "hidden")
-SETTINGS = jobfile.Score(batch_tokens=64, hidden_codec="fp32", topk=5)
+SETTINGS = config.Score(batch_tokens=64, hidden_codec="fp32", topk=5)
 
 
 @pytest.fixture(scope="session")
@@ -54,7 +54,7 @@ def pool(teachers: dict[str, Path]) -> TeacherPool:
 
 
 def make_pool(teachers: dict[str, Path], **settings: Any) -> TeacherPool:
-    specs = {n: TeacherSpec(folder, jobfile.Teacher(source=f"stage:{n}")) for n, folder in teachers.items()}
+    specs = {n: TeacherSpec(folder, config.Teacher(source=f"stage:{n}")) for n, folder in teachers.items()}
     digest = models.tokenizer_digest(models.load_tokenizer(teachers["math"]))
     return TeacherPool(specs, student_tokenizer=digest, **settings)
 
@@ -229,7 +229,7 @@ def test_registering_writes_the_head_once(pool: TeacherPool, teachers: dict[str,
 
 def test_another_tokenizer_is_refused_before_anything_is_written(teachers: dict[str, Path], tmp_path: Path) -> None:
     pool = TeacherPool(
-        {"math": TeacherSpec(teachers["math"], jobfile.Teacher(source="x"))}, student_tokenizer="0123456789abcdef"
+        {"math": TeacherSpec(teachers["math"], config.Teacher(source="x"))}, student_tokenizer="0123456789abcdef"
     )
     with pytest.raises(MismatchError, match="0123456789abcdef"):
         pool.register("math", tmp_path)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane.jobfile import Student as StudentSettings
+from mopd_dataplane.config import Student as StudentSettings
 from mopd_dataplane.records import Pack
 from mopd_dataplane.run.student import make_student
 

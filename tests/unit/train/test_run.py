@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mopd_dataplane import models
+from mopd_dataplane.config import CrossEntropyTerm, Objective, PolicyGradientTerm, Train
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
-from mopd_dataplane.jobfile import CrossEntropyTerm, Objective, PolicyGradientTerm, Train
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
