@@ -99,7 +99,8 @@ class Job(Section):
             if key in routing:
                 return routing[key]
         raise JobFileError(
-            f"stage {stage.name!r} routes no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]"
+            f"stage {stage.name!r} routes no teacher for domain {domain!r}: {nearest(domain, routing)}; "
+            "add it to [routing]"
         )
 
     def teachers_of(self, stage: Stage) -> tuple[str, ...]:
@@ -114,7 +115,8 @@ class Job(Section):
 def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
     """Read and check a job file, or the `job.toml` of a job folder.
 
-    overrides: `key.path=value` in TOML syntax; a stage is addressed by its name (`stages.student.objective="full-vocab"`).
+    overrides: `key.path=value` in TOML syntax; a stage is addressed by its name, as in
+    `stages.student.objective="full-vocab"`.
     Raises JobFileError.
     """
     file = Path(path)

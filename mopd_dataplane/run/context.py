@@ -74,7 +74,7 @@ def _check_same_job(run: Run) -> None:
     file = run.root / "job.json"
     current = run.job.model_dump(mode="json")
     if file.is_file():
-        known: dict[str, Any] = json.loads(file.read_text())
+        known = Job.model_validate_json(file.read_text()).model_dump(mode="json")
         for key in ("seed", "student", "domains"):
             _refuse_change(run, key, known[key], current[key])
         before = {stage["name"]: stage for stage in known["stages"]}

@@ -60,6 +60,8 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
     """What the planner sees of a stage's samples."""
     objective = run.job.objective(stage)
     rows, samples = stage_samples(run.store, stage, generation, SAMPLE_COLUMNS, snapshot)
+    if not len(rows) and run.is_done(stage):
+        raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(rows):
         raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: mopd rollout JOB")
     teachers = run.job.teachers_of(stage)
