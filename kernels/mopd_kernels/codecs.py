@@ -91,7 +91,8 @@ def _rotated(rows: Tensor, span: int) -> Tensor:
     matrix = torch.ones(1, 1, device=rows.device)
     while len(matrix) < span:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return (rows.float().unflatten(1, (-1, span)) @ (matrix * span**-0.5)).flatten(1)
+    spans = rows.float().reshape(len(rows), rows.shape[1] // span, span)
+    return torch.matmul(spans, matrix * span**-0.5).flatten(1)
 
 
 def _backend(tensor: Tensor, requested: Backend) -> str:

@@ -92,7 +92,8 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, device: str =
     weights = torch.rand(case.rows, generator=generator) * (torch.rand(case.rows, generator=generator) > 0.33)
     weights[0] = 0.5
     floats = (student_hidden, student_head, teacher_hidden, teacher_head)
-    return Inputs(*(t.to(device=device, dtype=dtype) for t in floats), token_ids.to(device), weights.to(device))
+    placed = [t.to(device=device, dtype=dtype) for t in floats]
+    return Inputs._make((*placed, token_ids.to(device), weights.to(device)))
 
 
 def scaled(case: Case, rows: int) -> Case:
