@@ -36,9 +36,7 @@ def one_pass(client: LoaderClient, stage: str) -> dict[str, Any]:
 def main() -> None:
     """Run one trainer."""
     socket, stage, member, members = sys.argv[1:5]
-    with LoaderClient(
-        socket, member=int(member), members=int(members), views="numpy", deadline_s=DEADLINE_S
-    ) as client:
+    with LoaderClient(socket, member=int(member), members=int(members), views="numpy", deadline_s=DEADLINE_S) as client:
         one_pass(client, stage)
         print("ready", flush=True)
         sys.stdin.readline()

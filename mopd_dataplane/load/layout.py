@@ -73,9 +73,9 @@ def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, .
 def arrays_of(memory: memoryview, fields: tuple[Field, ...]) -> dict[str, NDArray[np.generic]]:
     """Views of the arrays, writable where the memory is."""
     return {
-        field.name: np.frombuffer(
-            memory, dtype=field.dtype, count=math.prod(field.shape), offset=field.offset
-        ).reshape(field.shape)
+        field.name: np.frombuffer(memory, dtype=field.dtype, count=math.prod(field.shape), offset=field.offset).reshape(
+            field.shape
+        )
         for field in fields
     }
 

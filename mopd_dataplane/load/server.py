@@ -149,12 +149,14 @@ class _Conversation:
             return
         source, step, packs = found
         loss_tokens, sequences = source.totals(step)
-        self._send({
-            "step": step,
-            "packs": [{"pack": p, "teacher": source.teacher(p), "codec": source.codec(p)} for p in packs],
-            "loss_tokens": loss_tokens,
-            "sequences": sequences,
-        })
+        self._send(
+            {
+                "step": step,
+                "packs": [{"pack": p, "teacher": source.teacher(p), "codec": source.codec(p)} for p in packs],
+                "loss_tokens": loss_tokens,
+                "sequences": sequences,
+            }
+        )
 
     def _pack(self, seat: Seat, step: int, ordinal: int) -> None:
         slot = self._loader.claim(seat, step, ordinal, self._beat)
@@ -231,9 +233,7 @@ def _start(uri: str, path: Path, spec: LoadSpec, storage_options: dict[str, Any]
     from mopd_dataplane.store.dataset import Store
 
     store = Store.open(uri, storage_options=storage_options or None)
-    ring = Ring(
-        max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison
-    )
+    ring = Ring(max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison)
     return Server(Loader(store, spec, ring, deal_packs), spec, path)
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd_dataplane import jobfile
+from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import Snapshot
 
-RULE = jobfile.Plan(pack_tokens=100, batch_samples=4)
+RULE = config.Plan(pack_tokens=100, batch_samples=4)
 NONE = np.empty(0, dtype=np.int64)
 
 
@@ -37,7 +37,7 @@ def columns_of(n: int, **changes: Any) -> Columns:
     return replace(columns, **changes)
 
 
-def follow(columns: Columns, settled: np.ndarray = NONE, rule: jobfile.Plan = RULE, **options: Any) -> Decision:
+def follow(columns: Columns, settled: np.ndarray = NONE, rule: config.Plan = RULE, **options: Any) -> Decision:
     defaults: dict[str, Any] = {
         "finished": False,
         "policy_version": 0,
@@ -135,7 +135,7 @@ def test_waiting_drops_nothing_and_holds_the_trainer_for_unfinished_work():
 
 
 def test_token_windows_close_only_when_the_next_sample_would_not_fit():
-    rule = jobfile.Plan(pack_tokens=100, batch_tokens=100)
+    rule = config.Plan(pack_tokens=100, batch_tokens=100)
     assert follow(columns_of(10), rule=rule).window is None, "an eleventh sample could still fit"
     assert rows(follow(columns_of(11), rule=rule)) == list(range(10))
 
