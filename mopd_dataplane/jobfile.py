@@ -50,7 +50,7 @@ class Stage(Section):
     iterations: int = Field(default=1, ge=1)
     """Rounds of rollout, score, plan, train; each publishes one policy version."""
     objective: str = "cross-entropy"
-    routing: dict[str, str] = {}
+    routing: dict[str, str] = Field(default_factory=dict)
     """Teacher of each domain (or `domain/effort`); default: the job's [routing]."""
     rollout: Rollout = Rollout()
     score: Score = Score()
@@ -66,12 +66,12 @@ class Job(Section):
     seed: int = Field(default=0, ge=0)
     student: Student
     domains: dict[Name, Domain]
-    teachers: dict[Name, Teacher] = {}
-    routing: dict[str, str] = {}
+    teachers: dict[Name, Teacher] = Field(default_factory=dict)
+    routing: dict[str, str] = Field(default_factory=dict)
     engine: Engine = Engine()
     wal: Wal = Wal()
     load: Load = Load()
-    objectives: dict[str, Objective] = {}
+    objectives: dict[str, Objective] = Field(default_factory=dict)
     stages: tuple[Stage, ...]
     eval: Eval = Eval()
 
@@ -247,7 +247,7 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, 
     node: Any = raw
     section: type[Section] | None = Job
     for depth, key in enumerate(location):
-        node = node[key] if isinstance(node, list | dict) and _has(node, key) else None
+        node = _child(node, key)
         named = isinstance(key, int) and isinstance(node, dict)
         parts.append(str(node.get("name", key)) if named and isinstance(node, dict) else str(key))
         if depth < len(location) - 1 and section is not None:
@@ -255,8 +255,11 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, 
     return ".".join(parts), section
 
 
-def _has(node: list[Any] | dict[str, Any], key: int | str) -> bool:
-    return key in node if isinstance(node, dict) else isinstance(key, int) and key < len(node)
+def _child(node: Any, key: int | str) -> Any:
+    """What lies under a key or an index; None when there is nothing."""
+    if isinstance(node, dict):
+        return node.get(key)
+    return node[key] if isinstance(node, list) and isinstance(key, int) and key < len(node) else None
 
 
 def _section_under(section: type[Section], key: int | str) -> type[Section] | None:
@@ -270,5 +273,3 @@ def _section_under(section: type[Section], key: int | str) -> type[Section] | No
             return kind
         stack.extend(typing.get_args(kind))
     return None
-
-

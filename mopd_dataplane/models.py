@@ -76,7 +76,9 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         str(folder), dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
     )
-    return model.to(device).eval()  # type: ignore[arg-type]
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    return model
 
 
 def quiet_transformers() -> None:

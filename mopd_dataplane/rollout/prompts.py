@@ -64,8 +64,8 @@ def render(
     if template == "chat":
         messages = [{"role": "system", "content": context}] if context else []
         messages.append({"role": "user", "content": text})
-        ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return ids
+        ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return list(ids)
     filled = template.replace("{context}", context).replace("{prompt}", text)
     encoded: list[int] = tokenizer.encode(filled)
     return encoded

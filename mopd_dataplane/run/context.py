@@ -49,7 +49,11 @@ class Run:
 
     def is_done(self, stage: Stage) -> bool:
         """Whether a stage has finished, evaluation included."""
-        return self.store.table("events", columns=["event_id"], filter=f"event_id = 'done/{stage.name}'").num_rows > 0
+        return self.has_event(f"done/{stage.name}")
+
+    def has_event(self, event_id: str) -> bool:
+        """Whether an event of that name was recorded."""
+        return len(self.store.table("events", columns=["event_id"], filter=f"event_id = '{event_id}'")) > 0
 
     def mark_done(self, stage: Stage) -> None:
         """Record that a stage has finished with its newest policy version."""

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.models import lm_head, load_model
+from mopd_dataplane.models import hidden_states, lm_head, load_model
 from mopd_dataplane.records import Prompt, sample_uid
 from mopd_dataplane.rollout.engine import FINISH_REASON, Engine, Request
 from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.sampling import sample_key
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.judge import verify
+from mopd_dataplane.run.judge import decode, reward_function
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 KL_ROWS = 256
 """Positions whose two distributions are compared at once."""
@@ -41,20 +42,22 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
         with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
             answers = answer(run, stage, folder, todo)
             distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
-            rows = [
-                {
-                    "policy": label,
-                    "policy_version": version,
-                    "prompt_id": prompt.prompt_id,
-                    "domain": prompt.domain,
-                    "reward": verify(run, prompt, run.tokenizer.decode(ids, skip_special_tokens=True))["reward"],
-                    "reverse_kl": distances.get(prompt.prompt_id),
-                    "response": run.tokenizer.decode(ids, skip_special_tokens=True),
-                    "response_len": len(ids),
-                    "finish_reason": reason,
-                }
-                for prompt, (ids, reason) in zip(todo, answers, strict=True)
-            ]
+            rows = []
+            for prompt, (ids, reason) in zip(todo, answers, strict=True):
+                response = decode(run, ids)
+                rows.append(
+                    {
+                        "policy": label,
+                        "policy_version": version,
+                        "prompt_id": prompt.prompt_id,
+                        "domain": prompt.domain,
+                        "reward": reward_function(run, prompt.domain)(prompt, response),
+                        "reverse_kl": distances.get(prompt.prompt_id),
+                        "response": response,
+                        "response_len": len(ids),
+                        "finish_reason": reason,
+                    }
+                )
             run.store.add_evals(rows)
             advance(len(todo))
             report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
@@ -163,11 +166,9 @@ def _reverse_kl(
     return found
 
 
-def _response_states(model: object, prompt: list[int], response: list[int]) -> torch.Tensor:
+def _response_states(model: PreTrainedModel, prompt: list[int], response: list[int]) -> torch.Tensor:
     """[R, D] states that predict each response token."""
     import torch
-
-    from mopd_dataplane.models import hidden_states
 
     ids = torch.tensor([prompt + response])
     return hidden_states(model, ids)[0, len(prompt) - 1 : -1].float()

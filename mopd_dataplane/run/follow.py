@@ -152,5 +152,4 @@ def _record_end(run: Run, stage: Stage, what: str) -> None:
 
 
 def _has_ended(run: Run, stage: Stage, what: str) -> bool:
-    ended = run.store.table("events", ["event_id"], filter=f"event_id = '{what}_end/{stage.name}'")
-    return ended.num_rows > 0
+    return run.has_event(f"{what}_end/{stage.name}")

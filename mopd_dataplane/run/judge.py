@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.records import Prompt, Signal
+from mopd_dataplane.records import Signal
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import Rows, stage_samples
-from mopd_dataplane.score.reward import resolve_reward
+from mopd_dataplane.score.reward import Reward, resolve_reward
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
@@ -62,9 +63,10 @@ def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str
             records = []
             for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
                 uid, prompt_id = identity[row]
-                verified = verify(run, prompts[prompt_id], response)
-                values.append(verified["reward"])
-                records.append({"uid": uid, "sample_row": row, **verified})
+                function = reward_function(run, prompts[prompt_id].domain)
+                values.append(function(prompts[prompt_id], response))
+                verifier = {"verifier": function.name, "verifier_version": function.version}
+                records.append({"uid": uid, "sample_row": row, "reward": values[-1], **verifier})
             run.store.add_rewards(records)
             advance(len(values))
         report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
@@ -72,10 +74,14 @@ def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str
     return {"rewards": float(len(values)), "mean": float(np.mean(values))}
 
 
-def verify(run: Run, prompt: Prompt, response: str) -> dict[str, object]:
-    """One row of `rewards` without its sample: verifier, version and value."""
-    function = resolve_reward(run.job.domains[prompt.domain].reward)
-    return {"verifier": function.name, "verifier_version": function.version, "reward": function(prompt, response)}
+def reward_function(run: Run, domain: str) -> Reward:
+    """The verifier that the job names for a domain."""
+    return resolve_reward(run.job.domains[domain].reward)
+
+
+def decode(run: Run, ids: list[int]) -> str:
+    """Response text without special tokens: what a verifier reads."""
+    return str(run.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def register_teachers(run: Run, stage: Stage) -> TeacherPool:
@@ -154,11 +160,11 @@ def _responses(run: Run, rows: Rows) -> Iterator[str]:
     prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
     tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
     for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
-        yield run.tokenizer.decode(_array(ids)[prompt_len:].tolist(), skip_special_tokens=True)
+        yield decode(run, _array(ids)[prompt_len:].tolist())
 
 
-def _array(values: pa.ListScalar) -> NDArray[np.generic]:
-    array: NDArray[np.generic] = values.values.to_numpy(zero_copy_only=True)
+def _array(values: pa.ListScalar) -> NDArray[Any]:
+    array: NDArray[Any] = values.values.to_numpy(zero_copy_only=True)
     return array
 
 

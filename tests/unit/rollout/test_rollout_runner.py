@@ -15,7 +15,7 @@ import pytest
 from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import EOS, ToyEngine
 from mopd_dataplane.errors import EngineError, MismatchError, PromptError, ResourceError
-from mopd_dataplane.records import Prompt, Sample, sample_uid
+from mopd_dataplane.records import Sample, sample_uid
 from mopd_dataplane.rollout import messages, recovery
 from mopd_dataplane.rollout.engine import StepOutput
 from mopd_dataplane.rollout.framing import read_segment
