@@ -12,6 +12,7 @@ from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engine import GOING, Request
 from mopd_dataplane.rollout.sampling import sample_key
+from mopd_dataplane.rollout.sandbox import Call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,10 @@ class Draft:
     """What the engine said of the last token: GOING, STOP or LENGTH."""
     finish_reason: str = ""
     """Empty until the FINISH record."""
+    calls: list[Call] = field(default_factory=list)
+    """Commands that its environment ran, in order."""
+    abandoned: str = ""
+    """Why it was given up; empty when it was not."""
     interruptions: int = 0
     resume: str = "none"
 

@@ -13,6 +13,7 @@ import numpy as np
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.draft import Draft
 from mopd_dataplane.rollout.engine import GOING
+from mopd_dataplane.rollout.sandbox import Call
 
 _RUN = 1 << 16
 """Tokens per checkpoint record: 9 bytes each, well below the record limit."""
@@ -56,8 +57,10 @@ class Ledger:
             case messages.Commit(handles):
                 for handle in handles:
                     del self.drafts[handle]
-            case messages.Abandon(handle, _):
-                del self.drafts[handle]
+            case messages.Tool(handle, ordinal, call):
+                _set_call(self._open_draft(handle), ordinal, call)
+            case messages.Abandon(handle, reason):
+                self._open_draft(handle).abandoned = reason
             case messages.Base(samples, next_handle):
                 if len(self.drafts) != samples:
                     raise ValueError(f"checkpoint carries {len(self.drafts)} samples, BASE says {samples}")
@@ -109,6 +112,16 @@ class Ledger:
         return draft
 
 
+def _set_call(draft: Draft, ordinal: int, call: Call) -> None:
+    """A new call, or the result of one that has none."""
+    if ordinal == len(draft.calls):
+        draft.calls.append(call)
+    elif draft.calls[ordinal].result is None:
+        draft.calls[ordinal] = call
+    else:
+        raise ValueError(f"sample {draft.opening.uid}: call {ordinal} has its result already")
+
+
 def _carried(handle: int, draft: Draft) -> Iterator[messages.Any]:
     """A draft's spans, tokens and FINISH, in an order that replays."""
     tokens, logprobs = draft.response, np.array(draft.logprobs, np.float32)
@@ -122,5 +135,9 @@ def _carried(handle: int, draft: Draft) -> Iterator[messages.Any]:
             ended = draft.ended if end == len(tokens) else GOING
             part = slice(begin, end)
             yield messages.Tokens(handle, begin, tokens[part], logprobs[part], mask[part], ended)
+    for ordinal, call in enumerate(draft.calls):
+        yield messages.Tool(handle, ordinal, call)
+    if draft.abandoned:
+        yield messages.Abandon(handle, draft.abandoned)
     if draft.finish_reason:
         yield messages.Finish(handle, len(draft), draft.digest(), draft.finish_reason)

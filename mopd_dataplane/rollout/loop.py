@@ -22,11 +22,12 @@ from mopd_dataplane.rollout.draft import Draft, Opening
 from mopd_dataplane.rollout.engine import FINISH_REASON, LENGTH, STOP, Engine, Request, check_step
 from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.report import RolloutReport
+from mopd_dataplane.rollout.sandbox import Abandoned, Call, Sandbox, Turn
 from mopd_dataplane.rollout.wal import TokenLog
 
-Environment = Callable[[Prompt, list[int]], list[int] | None]
-"""Called when the policy ends a turn, with the prompt and the response so far, every token of it durable. Returns the
-environment's tokens, or None when the conversation is over."""
+Environment = Callable[[Turn], list[int] | None]
+"""Called when the policy ends a turn. Returns the environment's tokens, or None when the conversation is over. Must be
+a function of the conversation and of what its commands said: a turn may be played again after a crash."""
 
 _REFILL = 8
 """Admit when a share 1/_REFILL of the slots is free: one prefill for many samples."""
@@ -46,6 +47,7 @@ class RolloutLoop:
         *,
         prompts: Mapping[str, Prompt],
         environment: Environment | None,
+        sandbox: Sandbox | None,
         progress: Callable[..., None],
         stopping: Callable[[], bool],
     ) -> None:
@@ -56,6 +58,7 @@ class RolloutLoop:
         self._report = report
         self._prompts = prompts
         self._environment = environment
+        self._sandbox = sandbox
         self._progress = progress
         self._stopping = stopping
         self._free = list(range(engine.slots))[::-1]
@@ -78,6 +81,7 @@ class RolloutLoop:
                 self._interrupted.add(handle)
                 if draft.ended:
                     self._turn_ended(handle)
+        self._work.clear()  # whoever calls run() lists what is unfinished, these included
 
     def run(self, work: Iterable[int | Opening]) -> None:
         """Decode samples of the ledger (by handle) and new ones, admitted in this order."""
@@ -155,24 +159,40 @@ class RolloutLoop:
     def _turn_ended(self, handle: int) -> None:
         """The policy stopped writing: ask the environment for more, or finish the sample."""
         draft = self._ledger.drafts[handle]
-        said = self._ask_environment(draft) if draft.ended == STOP else None
+        try:
+            said = self._ask_environment(handle, draft) if draft.ended == STOP else None
+        except Abandoned as abandoned:
+            self._say(messages.Abandon(handle, abandoned.reason))
+            self._report.abandoned[abandoned.reason] = self._report.abandoned.get(abandoned.reason, 0) + 1
+            self._finish(handle, draft, "abandoned")
+            return
         if said and len(said) < draft.budget_left:
             ids = np.array(said, np.int32)
             silent = np.zeros(len(ids))
             self._say(messages.Tokens(handle, len(draft), ids, silent.astype(np.float32), silent.astype(np.uint8)))
             self._work.appendleft(handle)
             return
-        reason = FINISH_REASON[LENGTH if said else draft.ended]
+        self._finish(handle, draft, FINISH_REASON[LENGTH if said else draft.ended])
+
+    def _finish(self, handle: int, draft: Draft, reason: str) -> None:
         lsn = self._say(messages.Finish(handle, len(draft), draft.digest(), reason))
         self._interrupted.discard(handle)
         checkpoint("rollout.finish")
         self._hand_over(handle, lsn)
 
-    def _ask_environment(self, draft: Draft) -> list[int] | None:
+    def _ask_environment(self, handle: int, draft: Draft) -> list[int] | None:
         if self._environment is None:
             return None
         self._log.wait_durable(self._log.appended_lsn)
-        return self._environment(self._prompts[draft.opening.prompt_id], list(draft.tokens))
+
+        def say(call: Call, ordinal: int) -> None:
+            self._log.wait_durable(self._say(messages.Tool(handle, ordinal, call)))
+
+        prompt = self._prompts[draft.opening.prompt_id]
+        turn = Turn(
+            prompt, list(draft.tokens), uid=draft.opening.uid, calls=draft.calls, sandbox=self._sandbox, say=say
+        )
+        return self._environment(turn)
 
     def _hand_over(self, handle: int, lsn: int) -> None:
         self._committer.hand_over(Finished(handle, lsn, self._ledger.drafts[handle].sample()))

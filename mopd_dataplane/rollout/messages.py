@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.rollout.draft import Opening
+from mopd_dataplane.rollout.sandbox import Call, Command, Result
 
 
 class Message(Protocol):
@@ -187,13 +188,13 @@ class Commit:
         return cls(tuple(np.frombuffer(body, "<u4").tolist()))
 
 
-ABANDON_REASONS = ("tool_in_doubt", "tool_diverged", "prompt_withdrawn")
+ABANDON_REASONS = ("tool_in_doubt", "tool_diverged")
 """Why a sample may be given up. None of them looks at what the sample says or how long it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The sample is given up for a reason that is blind to its content."""
+    """The sample is given up for a reason that is blind to its content; FINISH follows, and it is committed as such."""
 
     kind: ClassVar[int] = 8
     handle: int
@@ -206,6 +207,27 @@ class Abandon:
     def decode(cls, body: bytes) -> Abandon:
         (handle,) = struct.unpack_from("<I", body)
         return cls(handle, body[4:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """The sample's call of that ordinal: without a result the intent to dispatch it, with one what came of it."""
+
+    kind: ClassVar[int] = 13
+    handle: int
+    ordinal: int
+    call: Call
+
+    def encode(self) -> bytes:
+        return struct.pack("<II", self.handle, self.ordinal) + json.dumps(asdict(self.call)).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Tool:
+        handle, ordinal = struct.unpack_from("<II", body)
+        fields = json.loads(body[8:])
+        command = Command(tuple(fields["command"]["argv"]), fields["command"]["timeout_s"])
+        result = Result(**fields["result"]) if fields["result"] else None
+        return cls(handle, ordinal, Call(fields["position"], command, result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +294,10 @@ class Close:
         return cls()
 
 
-Any = Open | Step | Span | Tokens | Resume | Finish | Commit | Abandon | Base | Sync | Fence | Close
+Any = Open | Step | Span | Tokens | Resume | Finish | Commit | Abandon | Tool | Base | Sync | Fence | Close
 _KINDS: dict[int, type[Any]] = {
     message.kind: message
-    for message in (Open, Step, Span, Tokens, Resume, Finish, Commit, Abandon, Base, Sync, Fence, Close)
+    for message in (Open, Step, Span, Tokens, Resume, Finish, Commit, Abandon, Tool, Base, Sync, Fence, Close)
 }
 
 

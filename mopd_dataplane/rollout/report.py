@@ -29,6 +29,8 @@ class RolloutReport:
     torn_bytes: int = 0
     """Bytes behind the cut that recovery made."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
+    abandoned: dict[str, int] = field(default_factory=dict)
+    """Samples given up by this call, by reason."""
 
     @property
     def tokens_per_s(self) -> float:

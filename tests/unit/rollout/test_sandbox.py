@@ -1,0 +1,139 @@
+"""A command that must not run twice: appended lines are counted after every kind of death."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_dataplane import faultpoints, jobfile
+from mopd_dataplane.bench.toyengine import EOS
+from mopd_dataplane.records import sample_uid
+from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.runner import RolloutReport
+from mopd_dataplane.rollout.sandbox import OUTPUT_BYTES, Call, Command, Result, SubprocessSandbox, Turn
+
+Roll = Callable[..., RolloutReport]
+SETTINGS = {"count": 4, "slots": 4, "rollout": jobfile.Rollout(max_new_tokens=400)}
+TURNS = 2
+
+
+class Died(BaseException):
+    """Stands for SIGKILL."""
+
+
+def append_line(turn: Turn) -> list[int] | None:
+    """The tool: append the turn's number to a file and say how many lines it has now."""
+    turns = turn.response.count(EOS)
+    if turns > TURNS:
+        return None
+    done = turn.run(["sh", "-c", f"echo {turns} >> log.txt; wc -l < log.txt"])
+    return [9, 1 + int(done.stdout) % 8]
+
+
+def lines(folder: Path, ordinal: int) -> list[str]:
+    """What the sample's file says in the end."""
+    return (folder / sample_uid(7, "student", f"p{ordinal}", 0, 1) / "log.txt").read_text().split()
+
+
+def dying_at(point: str, visit: int) -> Callable[[str], None]:
+    left = visit
+
+    def die(name: str) -> None:
+        nonlocal left
+        left -= name == point
+        if left == 0:
+            raise Died
+
+    return die
+
+
+@pytest.mark.parametrize("point", ["tool.dispatch", "tool.executed", "wal.append", "rollout.step"])
+def test_every_command_runs_once_whenever_the_rollout_dies(roll: Roll, shelf: Any, tmp_path: Path, point: str) -> None:
+    whole = type(shelf)()
+    roll(whole, home=tmp_path / "a", environment=append_line, sandbox=SubprocessSandbox(tmp_path / "whole"), **SETTINGS)
+    sandbox = SubprocessSandbox(tmp_path / "broken")
+    for visit in (1, 3):
+        faultpoints.observe(dying_at(point, visit))
+        try:
+            with pytest.raises(Died):
+                roll(shelf, home=tmp_path / "b", environment=append_line, sandbox=sandbox, **SETTINGS)
+        finally:
+            faultpoints.observe(None)
+    report = roll(shelf, home=tmp_path / "b", environment=append_line, sandbox=sandbox, **SETTINGS)
+    assert report.abandoned == {}
+    assert {u: s.tokens.tolist() for u, s in shelf.samples.items()} == {
+        u: s.tokens.tolist() for u, s in whole.samples.items()
+    }
+    ran = [lines(tmp_path / "broken", i) for i in range(4)]
+    assert ran == [lines(tmp_path / "whole", i) for i in range(4)]
+    assert ["1", "2"] in ran
+
+
+def test_a_call_in_doubt_is_not_repeated_but_recorded(roll: Roll, shelf: Any, tmp_path: Path) -> None:
+    """The agent of one command died after it had begun: nobody can know what came of it."""
+    sandbox = SubprocessSandbox(tmp_path / "box")
+    faultpoints.observe(dying_at("tool.dispatch", 1))
+    try:
+        with pytest.raises(Died):
+            roll(shelf, environment=append_line, sandbox=sandbox, **SETTINGS)
+    finally:
+        faultpoints.observe(None)
+    uids = [sample_uid(7, "student", f"p{i}", 0, 1) for i in range(4)]
+    for uid in uids:
+        records = tmp_path / "box" / f"{uid}.calls"
+        records.mkdir(parents=True)
+        (records / f"{uid}-0.claim").write_bytes(b"started")
+    report = roll(shelf, environment=append_line, sandbox=sandbox, **SETTINGS)
+    assert report.abandoned == {"tool_in_doubt": 4}
+    assert {sample.finish_reason for sample in shelf.samples.values()} == {"abandoned"}
+    assert not list((tmp_path / "box").rglob("log.txt"))
+    assert roll(shelf, environment=append_line, sandbox=sandbox, **SETTINGS).samples == 0
+
+
+def test_an_environment_that_changes_its_mind_is_caught(roll: Roll, shelf: Any, tmp_path: Path) -> None:
+    sandbox = SubprocessSandbox(tmp_path / "box")
+    asked: list[Sequence[str]] = []
+
+    def fickle(turn: Turn) -> list[int] | None:
+        command = ["echo", str(len(asked))]
+        asked.append(command)
+        turn.run(command)
+        return None
+
+    faultpoints.observe(dying_at("tool.executed", 1))
+    try:
+        with pytest.raises(Died):
+            roll(shelf, environment=fickle, sandbox=sandbox, **SETTINGS)
+    finally:
+        faultpoints.observe(None)
+    assert roll(shelf, environment=fickle, sandbox=sandbox, **SETTINGS).abandoned == {"tool_diverged": 1}
+
+
+def test_what_a_command_does_is_a_result(tmp_path: Path) -> None:
+    sandbox = SubprocessSandbox(tmp_path)
+
+    def run(key: str, *argv: str, timeout_s: float = 10) -> Result:
+        result = sandbox.run("s", key, Command(argv, timeout_s))
+        assert result is not None
+        return result
+
+    assert run("a", "sh", "-c", "echo out; echo err >&2; exit 3") == Result(3, "out\n", "err\n")
+    assert run("a", "echo", "something else") == Result(3, "out\n", "err\n"), "the key decides"
+    assert run("b", "no-such-program").exit_code == 127
+    late = run("c", "sleep", "5", timeout_s=0.2)
+    assert late.timed_out
+    big = run("d", sys.executable, "-c", f"print('x' * {OUTPUT_BYTES + 9})")
+    assert (len(big.stdout), big.truncated) == (OUTPUT_BYTES, True)
+    assert "SECRET" not in run("e", "env").stdout
+
+
+def test_calls_travel_through_the_log() -> None:
+    call = Call(5, Command(("a", "b c"), 1.5), Result(0, "é\x1b", "\ufffd", True, True))
+    for said in (call, replace(call, result=None)):
+        message = messages.Tool(3, 1, said)
+        assert messages.decode(message.kind, message.encode()) == message
