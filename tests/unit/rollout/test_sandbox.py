@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,6 +73,14 @@ def test_every_command_runs_once_whenever_the_rollout_dies(roll: Roll, shelf: An
     ran = [lines(tmp_path / "broken", i) for i in range(4)]
     assert ran == [lines(tmp_path / "whole", i) for i in range(4)]
     assert ["1", "2"] in ran
+
+
+def test_the_example_job_kills_itself_and_runs_every_command_once() -> None:
+    example = Path(__file__).parents[3] / "jobs" / "sandbox" / "append_once.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "ended with exit code -9" in done.stdout
+    assert "every command ran once" in done.stdout
 
 
 def test_a_call_in_doubt_is_not_repeated_but_recorded(roll: Roll, shelf: Any, tmp_path: Path) -> None:
