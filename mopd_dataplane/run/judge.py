@@ -18,6 +18,8 @@ from mopd_dataplane.score.reward import Reward, resolve_reward
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
+ALWAYS = ("logprob",)
+"""Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
 CHUNK = 512
 """Samples read, judged and committed together: what a kill can cost."""
 
@@ -28,7 +30,6 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
     tokenizer or weights do not fit.
     """
-    objective = run.job.objective(stage)
     work = _missing(run, stage, generation)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
@@ -44,7 +45,10 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
                         counts["signals"] += run.store.commit_signals(teacher, kind, signals)
                         counts["loss_tokens"] += sum(_positions(signal) for signal in signals)
                     advance(int(counts["signals"]), teacher=teacher)
-        report.facts = {"signals": f"{int(counts['signals']):,}", "kinds": "+".join(objective.signals)}
+        report.facts = {
+            "signals": f"{int(counts['signals']):,}",
+            "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
+        }
     _record_time(run, stage, generation, "score", report.seconds)
     return counts
 
@@ -107,7 +111,8 @@ def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, 
     if objective.signals:
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
-        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in objective.signals}
+        kinds = dict.fromkeys((*objective.signals, *ALWAYS)) if stage.data == "rollout" else objective.signals
+        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in kinds}
     wanted |= {(teacher, "logprob"): rows for teacher in _reference(run, stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
     return {key: rows for key, rows in missing.items() if len(rows)}

@@ -50,6 +50,7 @@ class Reward:
         return float(value)
 
 
+@cache
 def resolve_reward(name: str) -> Reward:
     """The reward function a job file names.
 
