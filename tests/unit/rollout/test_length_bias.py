@@ -8,11 +8,12 @@ from mopd_dataplane.bench import length_bias
 
 
 def test_resume_is_exact_and_the_controls_are_rejected(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(length_bias, "PERMUTATIONS", 999)
+    monkeypatch.setattr(length_bias, "PERMUTATIONS", 299)
+    monkeypatch.setattr(length_bias, "MAX_NEW", 150)
     plot = tmp_path / "plot.png"
-    found = length_bias.measure(400, dose=0.5, plot=plot, resume_kills=6)
+    found = length_bias.measure(250, dose=0.5, plot=plot, resume_kills=6)
     arms = found["arms"]
-    assert arms["B"]["identical"] == arms["D"]["identical"] == 400
+    assert arms["B"]["identical"] == arms["D"]["identical"] == 250
     for control in "CEG":
         assert arms[control]["p_value"] < 0.01
         assert arms[control]["difference_percent"] < -10
