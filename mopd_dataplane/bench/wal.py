@@ -55,9 +55,9 @@ def measure(
         with _log(home / "speed", settings) as log:
             tokens_per_s = _unthrottled(log, sequences, seconds)
             mount, level = log.mount, log.level
-            syncs = np.array(log.sync_seconds) * 1000
         with _log(home / "paced", settings) as log:
             acks = _paced(log, sequences, seconds)
+            syncs = np.array(log.sync_seconds) * 1000
         with _log(home / "waited", settings) as log:
             waits = _waited(log, sequences, seconds)
         decode_s, log_s = _beside_decoding(home, settings, sequences)
