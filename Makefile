@@ -29,9 +29,11 @@ smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation 
 
 test: $(INSTALLED)  ## the tests (about ten minutes on two cores)
 	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
 test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -m slow tests/kernels
 
 faults: $(INSTALLED)  ## inject faults and print the figures (about 15 minutes)
 	$(BIN)/python tests/faults/figures.py
