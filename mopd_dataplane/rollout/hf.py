@@ -220,6 +220,7 @@ class HfEngine:
         full = positions + 1 >= self._budget[:live]
         return np.where(stopped, STOP, np.where(full, LENGTH, GOING)).astype(np.uint8)
 
+    @torch.inference_mode()
     def release(self, slot: int) -> None:
         """See Engine.release."""
         for row in np.flatnonzero(self._slot[: len(self._requests)] == slot):
