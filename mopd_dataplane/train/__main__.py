@@ -40,8 +40,6 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
     with ExitStack() as stack:
         ranks = Ranks.join(spec.device)
         stack.callback(ranks.leave)
-        if ranks.leads:
-            stack.enter_context(only_writer(Path(spec.checkpoint_dir)))
         source = stack.enter_context(
             LoaderClient(
                 spec.socket,
@@ -51,6 +49,9 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
                 patience_s=spec.patience_s,
             )
         )
+        # After connecting: an orphan whose loader never came must not keep the next trainer out.
+        if ranks.leads:
+            stack.enter_context(only_writer(Path(spec.checkpoint_dir)))
         run = stack.enter_context(closing(Run(spec, source, ranks)))
         return 0 if run.train(stop) else EXIT_CODE
 
