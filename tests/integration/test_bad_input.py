@@ -96,7 +96,9 @@ def test_nan_from_an_engine(finished_job: Path, tmp_path: Path, write_job: Calla
     assert samples_of(store, "again") == 0
 
 
-@pytest.mark.parametrize("command", [["run", "nowhere.toml"], ["query", "nowhere", "select 1"], ["report", "nowhere", "-o", "r.html"]])
+@pytest.mark.parametrize(
+    "command", [["run", "nowhere.toml"], ["query", "nowhere", "select 1"], ["report", "nowhere", "-o", "r.html"]]
+)
 def test_missing_files_are_named(command: list[str], mopd: Callable, tmp_path: Path):
     refused(mopd(*command, check=False), 2, "nowhere")
 
