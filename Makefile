@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-full seeds smollm2 test test-slow faults faults-long lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds smollm2 test test-slow faults faults-long lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -18,16 +18,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 run: $(INSTALLED)  ## the quickstart: base, specialists, MOPD; ends with the table and runs/quickstart/report.html
 	$(BIN)/mopd run jobs/quickstart
 
-run-full: $(INSTALLED)  ## the quickstart with exact full-vocabulary reverse KL from stored hidden states
-	$(BIN)/mopd run jobs/quickstart --set 'stages.student.objective="full-vocab"' --store runs/quickstart-full
+run-sampled: $(INSTALLED)  ## the quickstart with sampled-token reverse KL
+	$(BIN)/mopd run jobs/quickstart --set 'stages.student.objective="sampled"' --store runs/quickstart-sampled
 
-seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives (about an hour)
+seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives
 	$(BIN)/python jobs/quickstart/seeds.py
 
 smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation of SmolLM2-135M
 	$(BIN)/mopd run jobs/smollm2
 
-test: $(INSTALLED)  ## the tests (about ten minutes on two cores)
+test: $(INSTALLED)  ## the tests
 	$(BIN)/python -m pytest -q
 	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
@@ -35,7 +35,7 @@ test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
 	$(BIN)/python -m pytest -q -m slow tests/kernels
 
-faults: $(INSTALLED)  ## inject faults and print the figures (about 15 minutes)
+faults: $(INSTALLED)  ## inject faults and print the figures
 	$(BIN)/python tests/faults/figures.py
 
 faults-long: $(INSTALLED)  ## the same with many more cases (hours)
