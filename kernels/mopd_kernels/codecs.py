@@ -85,14 +85,20 @@ def decode(
 
 
 def _rotated(rows: Tensor, span: int) -> Tensor:
-    """Each span of ``rows`` [N, D] times the orthonormal Hadamard matrix of its size, in float32; its own inverse."""
+    """Each span of ``rows`` [N, D] times the orthonormal Hadamard matrix of its size, in float32; its own inverse.
+
+    A butterfly of additions instead of a matrix product: a product may round differently with the number of rows, and
+    stored bytes must decode to the same values alone and in company.
+    """
     if span == 1:
         return rows
-    matrix = torch.ones(1, 1, device=rows.device)
-    while len(matrix) < span:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    spans = rows.float().reshape(len(rows), rows.shape[1] // span, span)
-    return torch.matmul(spans, matrix * span**-0.5).flatten(1)
+    turned = rows.float() * span**-0.5
+    half = 1
+    while half < span:
+        pairs = turned.reshape(-1, 2, half)
+        turned = torch.stack((pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]), 1)
+        half *= 2
+    return turned.reshape(rows.shape)
 
 
 def _backend(tensor: Tensor, requested: Backend) -> str:
