@@ -4,7 +4,8 @@
     python tests/faults/figures.py --tier long          # the counts of `make faults-long`
     python tests/faults/figures.py --rows 3,4 --seed 9  # one failure again
 
-Rows live in the `*_rows.py` files beside this one; a row that fails prints the seed and case that reproduce it.
+Rows live in the `*_rows.py` files beside this one. Each number runs in a process of its own, because rows fork; a case
+that fails is printed with the commit, seed and description that reproduce it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 TIERS = ("test", "faults", "long")
 
@@ -56,36 +60,69 @@ def rows() -> list[Row]:
     return sorted((row for module in modules for row in module.ROWS), key=lambda row: (row.number, row.fault))
 
 
+def measure(numbers: set[int], tier: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Run rows here, one after the other."""
+    for row in rows():
+        if row.number in numbers:
+            began = time.monotonic()
+            tally = row.run(row.counts[TIERS.index(tier)], seed)
+            yield {
+                "row": row.number,
+                "fault": row.fault,
+                "tried": tally.tried,
+                "passed": tally.tried - len(tally.failures),
+                "seconds": round(time.monotonic() - began, 1),
+                "failures": tally.failures[:5],
+            }
+
+
+def measure_apart(number: int, tier: str, seed: int) -> list[dict[str, Any]]:
+    """Run the rows of one number in a process of its own."""
+    command = [sys.executable, __file__, "--tier", tier, "--rows", str(number), "--seed", str(seed), "--json"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    if found and (done.returncode == 0 or any(line["failures"] for line in found)):
+        return found
+    return [{"row": number, "fault": "the row itself", "tried": 1, "passed": 0, "seconds": 0.0,
+             "failures": [f"ended with exit code {done.returncode}"]}]  # fmt: skip
+
+
 def main() -> int:
-    """Run rows and print the table; the number of rows that failed."""
+    """Run rows and print the table; the number of lines with a failure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tier", choices=TIERS, default="faults")
     parser.add_argument("--rows", default="", help="numbers, separated by commas; default: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per row")
+    parser.add_argument("--jobs", type=int, default=2, help="numbers that run at the same time")
+    parser.add_argument("--json", action="store_true", help="run here and print one JSON object per row")
     given = parser.parse_args()
-    chosen = {int(number) for number in given.rows.split(",") if number}
+    known = sorted({row.number for row in rows()})
+    numbers = [int(number) for number in given.rows.split(",") if number] or known
     failed = 0
-    for row in rows():
-        if chosen and row.number not in chosen:
-            continue
-        began = time.monotonic()
-        tally = row.run(row.counts[TIERS.index(given.tier)], given.seed)
-        seconds = time.monotonic() - began
-        passed = tally.tried - len(tally.failures)
-        failed += bool(tally.failures)
-        if given.json:
-            print(
-                json.dumps({"row": row.number, "fault": row.fault, "tried": tally.tried, "passed": passed}), flush=True
-            )
-        else:
-            print(
-                f"{row.number:>3}  {row.fault:<58} {tally.tried:>8,} tried {passed:>8,} passed {seconds:7.1f} s",
-                flush=True,
-            )
-        for failure in tally.failures[:5]:
-            print(f"     seed {given.seed}: {failure}", file=sys.stderr, flush=True)
+    if given.json:
+        for line in measure(set(numbers), given.tier, given.seed):
+            print(json.dumps(line), flush=True)
+            failed += bool(line["failures"])
+        return failed
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for lines in pool.map(lambda number: measure_apart(number, given.tier, given.seed), numbers):
+            for line in lines:
+                print(
+                    f"{line['row']:>3}  {line['fault']:<62} {line['tried']:>9,} tried {line['passed']:>9,} passed "
+                    f"{line['seconds']:7.1f} s",
+                    flush=True,
+                )
+                failed += bool(line["failures"])
+                for failure in line["failures"]:
+                    print(f"     commit {commit()}, seed {given.seed}: {failure}", file=sys.stderr, flush=True)
     return failed
+
+
+def commit() -> str:
+    """The commit under test, with a + when the working tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -8,11 +8,21 @@ from pathlib import Path
 
 import numpy as np
 
+from mopd_dataplane import config
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.draft import Opening
 from mopd_dataplane.rollout.engine import STOP
 from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
+
+LENGTH = 150
+SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
+POINTS = (
+    "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
+    "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",
+)  # fmt: skip
+OPENING_POINTS = POINTS[:8]
 
 
 def story(seed: int, length: int) -> Iterator[messages.Any]:
@@ -95,3 +105,9 @@ def states(seed: int, length: int) -> list[tuple[object, ...]]:
 def segments(folder: Path) -> list[Path]:
     """Segment files of a log, oldest first."""
     return sorted(folder.glob("*/*.wal"))
+
+
+def is_prefix(home: Path, known: list[tuple[object, ...]], least: int, most: int) -> bool:
+    """Whether the log holds the state after n messages, least <= n <= most."""
+    found = state(recover(home).ledger)
+    return any(found == known[n] for n in range(least, min(most, len(known) - 1) + 1))

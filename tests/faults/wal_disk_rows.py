@@ -1,146 +1,25 @@
-"""Rows 1 to 7 of the fault list: the token log."""
+"""Rows 3, 4, 5 and 7 of the fault list: what a disk can do to the token log."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import shutil
-import signal
-import struct
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
+from deaths import Died, folder, raiser
 from figures import Row, Tally
-from story import segments, state, states, story, tell
+from story import LENGTH, OPENING_POINTS, is_prefix, segments, state, states, story
 
 from mopd_dataplane import config, faultpoints
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
 from mopd_dataplane.rollout import segmentfile
 from mopd_dataplane.rollout.framing import SEGMENT_HEADER, read_segment
-from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
-
-LENGTH = 150
-SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
-POINTS = (
-    "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
-    "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",
-)  # fmt: skip
-OPENING_POINTS = POINTS[:8]
-
-
-class Died(BaseException):
-    """Stands for the death of a process inside this one."""
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    """A place for a log, in memory: none of these faults needs a real disk, and there are many."""
-    with tempfile.TemporaryDirectory(prefix="faults-", dir="/dev/shm") as scratch:
-        yield Path(scratch) / "log"
-
-
-def child_writes(home: Path, seed: int, acked: mmap.mmap, die: Callable[[str], None] | None) -> None:
-    """In a forked child: live a story, counting in shared memory what append has acknowledged."""
-    faultpoints.observe(die)
-    log, recovered = TokenLog.open(home, SETTINGS)
-    ledger = recovered.ledger
-    for count, message in enumerate(story(seed, LENGTH), start=1):
-        tell(log, ledger, message)
-        acked[:8] = struct.pack("<Q", count)
-
-
-def forked(work: Callable[[], None], kill_when: Callable[[], bool] = lambda: False) -> None:
-    """Run work in a child until it ends or `kill_when` says so."""
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            work()
-        os._exit(0)
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if kill_when():
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return
-        time.sleep(0.0001)
-
-
-def is_prefix(home: Path, known: list[tuple[object, ...]], least: int, most: int) -> bool:
-    """Whether the log holds the state after n messages, least <= n <= most."""
-    found = state(recover(home).ledger)
-    return any(found == known[n] for n in range(least, min(most, len(known) - 1) + 1))
-
-
-def killed_at_random(count: int, seed: int) -> Tally:
-    """SIGKILL after a random time; nothing acknowledged is lost, at most one unacknowledged record is kept."""
-    tally, draw = Tally(), random.Random(seed)
-    acked = mmap.mmap(-1, 8)
-    stories = [(story_seed, states(story_seed, LENGTH)) for story_seed in range(seed, seed + 4)]
-    for case in range(count):
-        story_seed, known = stories[case % len(stories)]
-        acked[:8] = bytes(8)
-        with folder() as home:
-            moment = draw.randrange(-20, LENGTH)
-            forked(partial(child_writes, home, story_seed, acked, None), partial(reached, acked, moment))
-            (logged,) = struct.unpack("<Q", acked[:8])
-            try:
-                good = not home.exists() or is_prefix(home, known, logged, logged + 1)
-            except DamagedError:
-                good = False
-            tally.case(good, f"story {story_seed}, killed after {logged} messages")
-    return tally
-
-
-def reached(acked: mmap.mmap, moment: int) -> bool:
-    """Whether so many messages have been acknowledged; a negative moment is a moment of the opening."""
-    return int(struct.unpack("<Q", acked[:8])[0]) >= moment
-
-
-def killed_at_points(count: int, seed: int) -> Tally:
-    """SIGKILL at a named point, then again at a named point of the recovery; the state survives both."""
-    tally, draw = Tally(), random.Random(seed)
-    acked = mmap.mmap(-1, 8)
-    stories = [(story_seed, states(story_seed, LENGTH)) for story_seed in range(seed, seed + 4)]
-    for case in range(count):
-        point, again = POINTS[case % len(POINTS)], draw.choice(OPENING_POINTS)
-        visit = draw.choice((1, 2, 3, 9, 40))
-        story_seed, known = stories[case % len(stories)]
-        acked[:8] = bytes(8)
-        with folder() as home:
-            forked(partial(child_writes, home, story_seed, acked, killer(point, visit)))
-            (logged,) = struct.unpack("<Q", acked[:8])
-            first = is_prefix(home, known, logged, logged + 1)
-            found = state(recover(home).ledger)
-            forked(partial(reopen, home, killer(again, 1)))
-            second = state(recover(home).ledger) == found
-            tally.case(first and second, f"story {story_seed}, {point} visit {visit}, then {again}")
-    return tally
-
-
-def killer(point: str, visit: int) -> Callable[[str], None]:
-    """An observer that kills its process on the visit-th pass of a point."""
-    left = visit
-
-    def die(name: str) -> None:
-        nonlocal left
-        left -= name == point
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return die
-
-
-def reopen(home: Path, die: Callable[[str], None]) -> None:
-    """Recover and begin the next epoch."""
-    faultpoints.observe(die)
-    TokenLog.open(home, SETTINGS)
 
 
 def told(home: Path, seed: int, length: int, *, settings: config.Wal, rotate_dies: str = "") -> None:
@@ -158,16 +37,6 @@ def told(home: Path, seed: int, length: int, *, settings: config.Wal, rotate_die
             log.rotate(ledger)
         faultpoints.observe(None)
     log.abort()
-
-
-def raiser(point: str) -> Callable[[str], None]:
-    """An observer that raises Died at a point."""
-
-    def die(name: str) -> None:
-        if name == point:
-            raise Died
-
-    return die
 
 
 def truncated(count: int, seed: int) -> Tally:
@@ -337,65 +206,6 @@ def _until_power_loss(home: Path, seed: int, settings: config.Wal, disk: Disk, d
     return len(lsns), durable
 
 
-def fenced(count: int, seed: int) -> Tally:
-    """A writer that lost its lock goes on after a takeover, or stale records follow the tail: not one byte counts."""
-    tally, draw = Tally(), random.Random(seed)
-    slow = config.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
-    for case in range(count):
-        length = draw.randrange(5, 120)
-        known = states(seed + case, length + 60)
-        with folder() as home:
-            zombie, recovered = TokenLog.open(home, slow)
-            ledger = recovered.ledger
-            life = story(seed + case, length + 60)
-            for _ in range(length):
-                tell(zombie, ledger, next(life))
-            (home / "LOCK").unlink()
-            complete = draw.random() < 0.5
-            faultpoints.observe(None if complete else raiser(draw.choice(("wal.base", "wal.epoch"))))
-            owner = None
-            with suppress(Died):
-                owner, _ = TokenLog.open(home, slow)
-            faultpoints.observe(None)
-            if owner is None:
-                _lose_all_but_the_fence(home)
-            refused = _zombie_goes_on(zombie, ledger, life)
-            fenced_before_base = any((home / "epoch" / f"{n}.json").exists() for n in (2,))
-            if owner is not None:
-                owner.abort()
-            (home / "LOCK").unlink(missing_ok=True)
-            found = state(recover(home).ledger)
-            expected = found == known[length] if complete or _has_fence(home) else found in known[length:]
-            tally.case(refused and fenced_before_base and expected, f"case {case}, complete {complete}")
-    return tally
-
-
-def _zombie_goes_on(zombie: TokenLog, ledger: Ledger, life: Iterator[object]) -> bool:
-    """Whether the zombie is stopped at its next sync at the latest."""
-    try:
-        for message in life:
-            tell(zombie, ledger, message)
-        zombie.wait_durable(zombie.appended_lsn)
-    except (ResourceError, FileNotFoundError):
-        return True
-    else:
-        return False
-    finally:
-        zombie.abort()
-
-
-def _lose_all_but_the_fence(home: Path) -> None:
-    """The takeover died with nothing but its fence on disk."""
-    for path in segments(home):
-        segment = read_segment(path)
-        if segment.header.epoch == 2 and segment.records and (home / "00000001").exists():
-            os.truncate(path, segment.records[0].end)
-
-
-def _has_fence(home: Path) -> bool:
-    return any(path.parent.name == "00000002" and read_segment(path).records for path in segments(home))
-
-
 FAILING = ("write", "fdatasync", "fsync", "open", "rename", "unlink", "mkdir")
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EMFILE)
 
@@ -474,14 +284,6 @@ def calls_fail(name: str, nth: int, code: int) -> Iterator[list[int]]:
 
 ROWS = [
     Row(
-        1, "kill -9 at random moments, log writer", "a prefix, with everything that was logged",
-        killed_at_random, (25, 2_000, 100_000),
-    ),
-    Row(
-        2, "kill -9 at named points, and again in recovery", "the same state after both",
-        killed_at_points, (24, 240, 24_000),
-    ),
-    Row(
         3, "truncation at every byte, one and two segments", "a prefix, or damage",
         truncated, (3_000, 65_536, 1_000_000),
     ),
@@ -492,10 +294,6 @@ ROWS = [
     Row(
         5, "power loss: sectors, names and deletions lost", "every durable record, and no false alarm",
         power_lost, (400, 20_000, 1_000_000),
-    ),
-    Row(
-        6, "zombie writer after a takeover", "none of its bytes counts, and it stops",
-        fenced, (10, 200, 10_000),
     ),
     Row(
         7, "the N-th system call fails or writes short", "success or a named error, nothing lost",

@@ -1,0 +1,105 @@
+"""Deaths on cue: forked children that are killed, places where they die, and what a child says before it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+
+class Died(BaseException):
+    """Stands for the death of a process inside this one."""
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A place for a log, in memory: none of these faults needs a real disk, and there are many."""
+    with tempfile.TemporaryDirectory(prefix="faults-", dir="/dev/shm") as scratch:
+        yield Path(scratch) / "log"
+
+
+def forked(work: Callable[[], None], kill_when: Callable[[], bool] = lambda: False) -> None:
+    """Run work in a child until it ends or `kill_when` says so."""
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            work()
+        os._exit(0)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if kill_when():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(0.0001)
+
+
+def told_by(work: Callable[[], Any], *, deadline_s: float = 60.0) -> Any:
+    """What a forked child's work returned, as JSON; None when it died. Raises TimeoutError when it does not end."""
+    answer = os.memfd_create("answer")
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(answer, json.dumps(work()).encode())
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+    with open(answer, "rb") as file:
+        Watched(child).end_by(deadline_s)
+        file.seek(0)
+        return json.loads(file.read() or b"null")
+
+
+class Watched:
+    """A forked child that somebody waits for, but not for ever."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def end_by(self, deadline_s: float) -> int:
+        """Exit code (negative: the signal). Raises TimeoutError, and kills it, when it does not end in time."""
+        until = time.monotonic() + deadline_s
+        while True:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until:
+                self.kill()
+                raise TimeoutError(f"process {self.pid} has not ended in {deadline_s:g} s")
+            time.sleep(0.001)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for it."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def killer(point: str, visit: int) -> Callable[[str], None]:
+    """An observer that kills its process on the visit-th pass of a point."""
+    left = visit
+
+    def die(name: str) -> None:
+        nonlocal left
+        left -= name == point
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def raiser(point: str) -> Callable[[str], None]:
+    """An observer that raises Died at a point."""
+
+    def die(name: str) -> None:
+        if name == point:
+            raise Died
+
+    return die
