@@ -9,12 +9,39 @@ from __future__ import annotations
 import typing
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
 Fraction = typing.Annotated[float, Field(ge=0, le=1)]
 Band = tuple[float, float]
+
+
+def _check_points(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    steps = [step for step, _ in points]
+    if not points or steps[0] < 0 or steps != sorted(set(steps)):
+        raise ValueError(f"give [step, weight] points with rising steps from 0 on; found steps {steps}")
+    if min(weight for _, weight in points) < 0:
+        raise ValueError(f"weights must not be negative; found {[weight for _, weight in points]}")
+    return points
+
+
+Points = typing.Annotated[tuple[tuple[int, float], ...], AfterValidator(_check_points)]
+Weight = typing.Annotated[float, Field(ge=0)] | Points
+"""A fixed weight, or `[[step, weight], …]`: linear between the points, constant before the first and after the last.
+Steps are optimizer steps of the stage."""
+
+
+def weight_at(weight: Weight, step: ArrayLike) -> NDArray[np.float64]:
+    """The weight at each step.
+
+    >>> weight_at(((0, 1.0), (100, 0.5)), [0, 50, 1000]).tolist()
+    [1.0, 0.75, 0.5]
+    """
+    points = ((0, weight),) if isinstance(weight, int | float) else weight
+    return np.interp(step, [at for at, _ in points], [value for _, value in points])
 
 
 class Section(BaseModel):
@@ -101,6 +128,8 @@ class Wal(Section):
     """durable syncs, and says so where the file system cannot promise it; process leaves syncing to the kernel."""
     full_disk_wait_s: float = Field(default=3600.0, ge=0)
     """How long generation pauses for space before the run stops with its state kept."""
+    kv_bytes: int = Field(default=1 << 30, ge=0)
+    """Largest key/value cache a polite stop saves beside the log, so that samples go on bit by bit; 0 saves none."""
 
 
 class Rollout(Section):
@@ -146,8 +175,8 @@ class Plan(Section):
     overlong: Literal["error", "drop"] = "error"
     """A sample over pack_tokens: refuse, or drop and record it."""
     drop_last: bool = False
-    mixture: dict[str, float] = {}
-    """Domain weights; default: as sampled."""
+    mixture: dict[str, Weight] = {}
+    """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest allowed age in policy versions, for streaming; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"
@@ -186,6 +215,8 @@ class Train(Section):
     freeze_head: bool = False
     gradient_checkpointing: bool = False
     threads: int = Field(default=0, ge=0)
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where step metrics also go; they are always in the store's `steps` table."""
 
 
 class PolicyGradientTerm(Section):
@@ -241,8 +272,8 @@ class Objective(Section):
     policy_gradient: PolicyGradientTerm | None = None
     divergence: DivergenceTerm | None = None
     cross_entropy: CrossEntropyTerm | None = None
-    teacher_weights: dict[str, float] = {}
-    """Weight of each teacher's samples in the loss; default 1."""
+    teacher_weights: dict[str, Weight] = {}
+    """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
 
     @model_validator(mode="after")
     def _some_term(self) -> Objective:

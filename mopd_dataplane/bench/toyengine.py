@@ -79,6 +79,14 @@ class ToyEngine:
         """See Engine.release."""
         self._live.pop(slot, None)
 
+    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
+        """Nothing to save: its whole state is the request."""
+        return 0
+
+    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
+        """See save."""
+        return []
+
     def close(self) -> None:
         """Nothing to free."""
 

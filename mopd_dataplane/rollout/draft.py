@@ -79,6 +79,10 @@ class Draft:
         mask = np.frombuffer(self.loss_mask, np.uint8)
         return max(1, int((np.diff(mask, prepend=0) == 1).sum()))
 
+    def is_by(self, policy_digest: str) -> bool:
+        """Whether the newest span is of the policy with these weights."""
+        return bool(self.spans) and self.spans[-1][2] == policy_digest
+
     def digest(self) -> int:
         """crc32c over tokens, log-prob bits and mask."""
         return crc32c(self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask))

@@ -6,6 +6,7 @@ decode token ids with per-token log-probs and position-keyed noise fits behind t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,14 @@ class Request:
     """Budget of the whole response, prefix included."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched over the whole response text."""
+
+    def digest(self) -> str:
+        """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
+        settings = (self.uid, self.key, self.temperature, self.top_p, self.top_k, self.max_new_tokens, self.stop)
+        found = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        for ids in (self.prompt_ids, self.prefix_ids):
+            found.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,21 @@ class Engine(Protocol):
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the weights; every slot must be free."""
+
+    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
+        """Write what the live slots remember to a file; how many bytes, 0 when it wrote nothing.
+
+        requests: every live slot's request as it stands now, with its whole prefix. An engine that cannot save, or
+        would need more than limit_bytes, writes nothing.
+        """
+
+    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
+        """Fill the slots 0, 1, 2 … of an empty engine from such a file, to go on as if it had not stopped.
+
+        Returns by slot the uid and the largest |logit now - logit when saved|, 0 for the same bits. Empty, and
+        nothing changed, unless the file is whole, of the same weights, tokenizer and build, and every sample in it is
+        one of `requests` at the same token.
+        """
 
     def close(self) -> None:
         """Free what the engine holds."""

@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models import lm_head, load_model, load_tokenizer, tokenizer_digest, weights_digest
+from mopd_dataplane.rollout import kvfile
 from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
 from mopd_dataplane.rollout.kvcache import SlotCache
 from mopd_dataplane.rollout.sampling import SlotNoise, choose, log_distribution
@@ -239,6 +241,47 @@ class HfEngine:
             self._temperature, self._top_p, self._top_k,
         ):  # fmt: skip
             column[row] = column[last]
+
+    @torch.inference_mode()
+    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
+        """See Engine.save. The logits of the next token go into the file too: restore compares them bit by bit."""
+        live = len(self._requests)
+        if not live or not limit_bytes:
+            return 0
+        # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
+        logits = torch.from_numpy(self._forward(live))
+        lengths = self._length[:live].tolist()
+        if sum(lengths) * self._cache.token_bytes() + logits.nbytes > limit_bytes:
+            return 0
+        now = dict(requests)
+        rows = [now[slot].digest() for slot in self._slot[:live].tolist()]
+        return kvfile.write(file, {**self._cache.take(lengths), "logits": logits}, rows, self._identity())
+
+    @torch.inference_mode()
+    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
+        """See Engine.restore. Rows keep their order: a batch of the same shape rounds the same way."""
+        if self._requests:
+            raise EngineError(f"{len(self._requests)} slots are still live; release them before restoring others")
+        known = {request.digest(): request for request in requests}
+        saved = kvfile.read(file, self._identity())
+        if saved is None or len(saved.rows) > self.slots or not known.keys() >= set(saved.rows):
+            return []
+        admitted = [known[digest] for digest in saved.rows]
+        for slot, request in enumerate(admitted):
+            self._enter(slot, request, np.concatenate([request.prompt_ids, request.prefix_ids]))
+        live = len(admitted)
+        self._cache.put(self._length[:live].tolist(), saved.tensors, self._device)
+        gaps = np.abs(self._forward(live) - saved.tensors["logits"].numpy()).max(axis=1)
+        return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
+
+    def _identity(self) -> dict[str, str]:
+        """What keys, values and logits depend on besides the tokens."""
+        return {
+            "weights": self.policy_digest,
+            "tokenizer": self.tokenizer_digest,
+            "build": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "device": f"{self._device}, {self._dtype}, {torch.get_num_threads()} threads",
+        }
 
     def close(self) -> None:
         """Drop the model and its cache."""

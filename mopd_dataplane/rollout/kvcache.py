@@ -6,6 +6,7 @@ overwritten by the last one, and a new sequence starts in the row behind.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,28 @@ class SlotCache(Cache):
         for layer in self._slots:
             layer.keys[target, :, :width] = layer.keys[source, :, :width]
             layer.values[target, :, :width] = layer.values[source, :, :width]
+
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        both = [tensor[0, :, :1] for layer in self._slots for tensor in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in both)
+
+    def take(self, lengths: Sequence[int]) -> dict[str, Tensor]:
+        """Keys and values of the first rows on the CPU: one row behind the other, [heads, sum(lengths), head_dim]."""
+        taken = {}
+        for index, layer in enumerate(self._slots):
+            for name, rows in (("keys", layer.keys), ("values", layer.values)):
+                parts = [rows[row, :, :length] for row, length in enumerate(lengths)]
+                taken[f"{name}.{index}"] = torch.cat(parts, dim=1).cpu()
+        return taken
+
+    def put(self, lengths: Sequence[int], taken: dict[str, Tensor], device: str) -> None:
+        """Write what `take` gave into the first rows."""
+        for index, layer in enumerate(self._slots):
+            keys, values = (taken[f"{name}.{index}"].to(device) for name in ("keys", "values"))
+            parts = zip(keys.split(list(lengths), dim=1), values.split(list(lengths), dim=1), strict=True)
+            for row, (its_keys, its_values) in enumerate(parts):
+                layer.fill(torch.tensor([row], device=device), its_keys[None], its_values[None])
 
 
 class _SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

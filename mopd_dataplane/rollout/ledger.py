@@ -42,7 +42,10 @@ class Ledger:
             case messages.Open():
                 self._open(message)
             case messages.Span(handle, position, version, digest):
-                self._at(handle, position).spans.append((position, version, digest))
+                spans = self._at(handle, position).spans
+                if spans and spans[-1][0] == position:
+                    spans.pop()  # that policy was replaced before it wrote a token
+                spans.append((position, version, digest))
             case messages.Tokens():
                 self._tokens(message)
             case messages.Resume(handle, exact, _):

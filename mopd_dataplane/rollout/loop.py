@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.sandbox import Abandoned, Call, Sandbox, Turn
 from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.rollout.weights import WeightChange
 
 Environment = Callable[[Turn], list[int] | None]
 """Called when the policy ends a turn. Returns the environment's tokens, or None when the conversation is over. Must be
@@ -48,6 +50,7 @@ class RolloutLoop:
         prompts: Mapping[str, Prompt],
         environment: Environment | None,
         sandbox: Sandbox | None,
+        weights: WeightChange,
         progress: Callable[..., None],
         stopping: Callable[[], bool],
     ) -> None:
@@ -59,6 +62,7 @@ class RolloutLoop:
         self._prompts = prompts
         self._environment = environment
         self._sandbox = sandbox
+        self._weights = weights
         self._progress = progress
         self._stopping = stopping
         self._free = list(range(engine.slots))[::-1]
@@ -67,6 +71,11 @@ class RolloutLoop:
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
         self._shown = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        """Somebody has asked to stop."""
+        return self._stopping()
 
     def settle(self, already: Collection[str]) -> None:
         """Deal with recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
@@ -84,15 +93,21 @@ class RolloutLoop:
         self._work.clear()  # whoever calls run() lists what is unfinished, these included
 
     def run(self, work: Iterable[int | Opening]) -> None:
-        """Decode samples of the ledger (by handle) and new ones, admitted in this order."""
-        self._work.extend(work)
+        """Decode samples of the ledger (by handle) and new ones, admitted in this order.
+
+        A sample that is in a slot already stays there.
+        """
+        in_slots = {int(self._handle[slot]) for slot in self._live()}
+        self._work.extend(item for item in work if item not in in_slots)
         refill = max(1, self._engine.slots // _REFILL)
-        while not self._stopping():
-            live = self._engine.slots - len(self._free)
-            if self._work and (len(self._free) >= refill or not live):
-                self._admit()
-            elif not live:
+        while not self.stopped:
+            live = len(self._live())
+            if not live and not self._work:
                 return
+            if self._weights.look(self._engine.policy_version):
+                self._change_policy()
+            if self._admissible() and (len(self._free) >= refill or not live):
+                self._admit()
             self._step()
             self.collect_commits()
             if self._log.full:
@@ -101,8 +116,24 @@ class RolloutLoop:
 
     def let_go(self) -> None:
         """Free the engine's slots."""
-        for slot in set(range(self._engine.slots)) - set(self._free):
+        for slot in self._live():
             self._engine.release(slot)
+
+    def save(self, file: Path, limit_bytes: int) -> None:
+        """Save what the engine remembers of the samples in its slots."""
+        drafts = self._ledger.drafts
+        requests = [(slot, drafts[int(self._handle[slot])].request()) for slot in self._live()]
+        self._engine.save(file, requests, limit_bytes=limit_bytes)
+
+    def restore(self, file: Path, handles: Iterable[int]) -> None:
+        """Put samples back into the slots that `save` took them from; none, when the file does not fit them."""
+        drafts = {self._ledger.drafts[handle].opening.uid: handle for handle in handles}
+        requests = [self._ledger.drafts[handle].request() for handle in drafts.values()]
+        for slot, (uid, gap) in enumerate(self._engine.restore(file, requests)):
+            self._free.remove(slot)
+            self._handle[slot] = drafts[uid]
+            self._resume(drafts[uid], exact=gap == 0, drift=gap)
+            self._report.restored += 1
 
     def collect_commits(self) -> None:
         """Log what the store has taken since the last look."""
@@ -111,9 +142,17 @@ class RolloutLoop:
                 self._report.committed(self._ledger.drafts[handle].finish_reason)
             self._say(messages.Commit(tuple(handles)))
 
+    def _live(self) -> list[int]:
+        """Slots at work."""
+        return sorted(set(range(self._engine.slots)) - set(self._free))
+
+    def _admissible(self) -> bool:
+        """Whether the next sample may be admitted: a new one not, while others finish on a policy that is replaced."""
+        return bool(self._work) and not (self._weights.awaited and isinstance(self._work[0], Opening))
+
     def _admit(self) -> None:
         admitted: list[tuple[int, Request]] = []
-        while self._work and self._free:
+        while self._admissible() and self._free:
             item = self._work.popleft()
             handle = self._open(item) if isinstance(item, Opening) else item
             slot = self._free.pop()
@@ -123,23 +162,45 @@ class RolloutLoop:
         for slot, _ in admitted:
             handle = int(self._handle[slot])
             if handle in self._interrupted:
-                self._interrupted.discard(handle)
-                self._resume(handle, rescored.get(slot, np.zeros(0, np.float32)))
+                self._resume(handle, *self._compare(handle, rescored.get(slot, np.zeros(0, np.float32))))
+            self._say_policy(handle)
 
     def _open(self, opening: Opening) -> int:
         handle = self._ledger.next_handle
         self._say(messages.Open(handle, opening))
-        self._say(messages.Span(handle, 0, self._engine.policy_version, self._engine.policy_digest))
+        self._say_policy(handle)
         return handle
 
-    def _resume(self, handle: int, rescored: NDArray[np.float32]) -> None:
-        """Record how an interrupted sample goes on, and by which policy."""
+    def _change_policy(self) -> None:
+        """Take up the newer policy when `pin` or `span` lets it: drop every key and value, read every prefix again."""
+        live = self._live()
+        in_flight = live or any(isinstance(item, int) for item in self._work)
+        if self._weights.pins and in_flight:
+            return
+        for slot in live:
+            self._engine.release(slot)
+        self._weights.take_up(self._engine)
+        self._engine.admit([(slot, self._ledger.drafts[int(self._handle[slot])].request()) for slot in live])
+        for slot in live:
+            self._say_policy(int(self._handle[slot]))
+            checkpoint("rollout.span")
+        self._report.weight_changes += 1
+
+    def _say_policy(self, handle: int) -> None:
+        """Record where a sample goes over to the engine's policy, unless it was that one's already."""
         draft = self._ledger.drafts[handle]
-        same_policy = bool(draft.spans) and draft.spans[-1][2] == self._engine.policy_digest
-        exact, drift = _compare(draft, rescored) if same_policy else (False, 0.0)
-        self._say(messages.Resume(handle, exact, drift))
-        if not same_policy:
+        if not draft.is_by(self._engine.policy_digest):
             self._say(messages.Span(handle, len(draft), self._engine.policy_version, self._engine.policy_digest))
+
+    def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
+        """Whether the engine's policy gives its newest tokens the log-prob bits that were logged, and the gap."""
+        draft = self._ledger.drafts[handle]
+        return _compare(draft, rescored) if draft.is_by(self._engine.policy_digest) else (False, 0.0)
+
+    def _resume(self, handle: int, exact: bool, drift: float) -> None:
+        """Record how an interrupted sample goes on."""
+        self._interrupted.discard(handle)
+        self._say(messages.Resume(handle, exact, drift))
         self._report.resumed += 1
         self._report.exact += exact
         self._report.max_drift = max(self._report.max_drift, drift)

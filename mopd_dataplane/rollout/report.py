@@ -26,6 +26,10 @@ class RolloutReport:
     """Resumed samples whose last logged tokens scored the same bits again; the others are statistical."""
     max_drift: float = 0.0
     """Largest |log-prob now - log-prob as logged| at a resume, nat."""
+    restored: int = 0
+    """Resumed samples whose keys and values a polite stop had saved; the others were prefilled again."""
+    weight_changes: int = 0
+    """Newer policies taken up while sampling."""
     torn_bytes: int = 0
     """Bytes behind the cut that recovery made."""
     finish_reasons: dict[str, int] = field(default_factory=dict)

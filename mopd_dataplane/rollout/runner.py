@@ -16,7 +16,7 @@ from mopd_dataplane import config
 from mopd_dataplane.errors import MismatchError, PromptError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
-from mopd_dataplane.rollout.draft import Draft, Opening
+from mopd_dataplane.rollout.draft import Opening
 from mopd_dataplane.rollout.engine import Engine
 from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.ledger import Ledger
@@ -24,6 +24,10 @@ from mopd_dataplane.rollout.loop import Environment, RolloutLoop
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.sandbox import Sandbox
 from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.rollout.weights import Published, WeightChange, load_pinned, pinned
+
+SAVED = "kv.safetensors"
+"""Beside the log: keys and values of the samples that a polite stop interrupted (see kvfile.py)."""
 
 __all__ = ["Environment", "RolloutReport", "run_rollout"]
 
@@ -45,6 +49,7 @@ def run_rollout(
     environment: Environment | None = None,
     sandbox: Sandbox | None = None,
     policies: Callable[[int], Path] | None = None,
+    published: Published | None = None,
     writer: str = "engine-0",
 ) -> RolloutReport:
     """Sample `group_size` responses per prompt and hand them to `commit`; or continue such a call that died.
@@ -52,15 +57,16 @@ def run_rollout(
     commit: gets batches of finished samples, in another thread; returns when they are durable in the store, exactly
     once by uid. already: uids that the store has. progress(done, **facts) is called a few times a second, and with
     `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
-    policy they began with (`weight_change = "pin"`). environment: what answers when the policy ends a turn; it may run
-    commands in the sandbox (see sandbox.py).
+    policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
+    and again; a newer one than the engine's is taken up as `weight_change` says. environment: what answers when the
+    policy ends a turn; it may run commands in the sandbox (see sandbox.py).
 
     The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
     of an earlier generation are finished and committed too.
 
     Raises PromptError before anything is written (no prompts, a prompt over the budget), MismatchError (another
-    tokenizer; a pinned policy that is gone), EngineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM the log is
-    closed cleanly and KeyboardInterrupt says how to go on.
+    tokenizer; a pinned policy that is gone), EngineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM keys and
+    values are saved (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
     """
     openings = _openings(engine, prompts, stage, generation, seed, rollout, render, writer)
     report = RolloutReport(stage=stage, generation=generation)
@@ -77,18 +83,25 @@ def run_rollout(
         loop = RolloutLoop(
             engine, log, ledger, committer, report,
             prompts={prompt.prompt_id: prompt for prompt in prompts},
-            environment=environment, sandbox=sandbox, progress=progress, stopping=lambda: stop.asked,
+            environment=environment, sandbox=sandbox, weights=WeightChange(rollout.weight_change, published),
+            progress=progress, stopping=lambda: stop.asked,
         )  # fmt: skip
         try:
             _check_ledger(engine, ledger)
             stored = frozenset(already)
             loop.settle(stored)
             known = stored | {draft.opening.uid for draft in ledger.drafts.values()}
+            saved = log.folder / SAVED
             if rollout.weight_change == "pin":
-                _finish_pinned(engine, loop, ledger, policies)
-            loop.run([*ledger.unfinished(), *(opening for opening in openings if opening.uid not in known)])
+                _finish_pinned(engine, loop, ledger, policies, saved)
+            if not stop.asked:
+                loop.restore(saved, ledger.unfinished())
+                _discard_saved(log.folder)
+                loop.run([*ledger.unfinished(), *(opening for opening in openings if opening.uid not in known)])
             committer.drain()
             loop.collect_commits()
+            if stop.asked:
+                loop.save(saved, wal.kv_bytes)
         except BaseException:
             committer.stop()
             log.abort()
@@ -105,39 +118,25 @@ def run_rollout(
     return report
 
 
-def _finish_pinned(engine: Engine, loop: RolloutLoop, ledger: Ledger, policies: Callable[[int], Path] | None) -> None:
+def _finish_pinned(
+    engine: Engine, loop: RolloutLoop, ledger: Ledger, policies: Callable[[int], Path] | None, saved: Path
+) -> None:
     """Finish every sample that another policy version began on that version, then load the current one again."""
-    current, digest = engine.policy_version, engine.policy_digest
-    behind: dict[int, list[int]] = {}
-    for handle, draft in ledger.unfinished().items():
-        if draft.spans and draft.spans[-1][2] != digest:
-            behind.setdefault(draft.spans[-1][1], []).append(handle)
-    for version, handles in sorted(behind.items()):
-        _load(engine, policies, version)
-        _check_pinned(engine, ledger.drafts[handles[0]])
+    current = engine.policy_version
+    for version, handles in pinned(engine, ledger).items():
+        load_pinned(engine, policies, version, ledger.drafts[handles[0]])
+        loop.restore(saved, handles)
         loop.run(handles)
-    if behind:
-        _load(engine, policies, current)
+        if loop.stopped:
+            return
+    if engine.policy_version != current and policies is not None:
+        engine.load_policy(policies(current), current)
 
 
-def _load(engine: Engine, policies: Callable[[int], Path] | None, version: int) -> None:
-    folder = policies(version) if policies is not None else None
-    if folder is None or not folder.is_dir():
-        raise MismatchError(
-            f"the log holds samples begun by policy version {version}, the engine has {engine.policy_version}, and "
-            f"version {version} is not at hand ({folder}); bring it back, or finish them on the current policy with "
-            'rollout.weight_change = "span"'
-        )
-    engine.load_policy(folder, version)
-
-
-def _check_pinned(engine: Engine, draft: Draft) -> None:
-    _, version, digest = draft.spans[-1]
-    if engine.policy_digest != digest:
-        raise MismatchError(
-            f"policy version {version} has weights {engine.policy_digest[:16]}, the log's samples were begun by "
-            f'{digest[:16]}; bring those weights back, or set rollout.weight_change = "span"'
-        )
+def _discard_saved(folder: Path) -> None:
+    """Delete saved keys and values, and what an interrupted save left: they are of no use twice."""
+    for file in folder.glob(f"{Path(SAVED).stem}.*"):
+        file.unlink()
 
 
 def _check_ledger(engine: Engine, ledger: Ledger) -> None:
