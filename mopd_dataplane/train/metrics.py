@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict
@@ -66,12 +67,15 @@ class Tracker(Protocol):
         """Flush."""
 
 
-def open_tracker(kind: str, folder: Path, *, name: str) -> Tracker | None:
-    """TensorBoard or W&B, when asked for. Raises InputError when the package is not installed."""
+def open_tracker(kind: str, folder: Path, *, name: str, steps_done: int) -> Tracker | None:
+    """TensorBoard or W&B, when asked for; a resumed run goes on at `steps_done` instead of showing steps twice.
+
+    Raises InputError when the package is not installed.
+    """
     if kind == "none":
         return None
     try:
-        return _TensorBoard(folder) if kind == "tensorboard" else _WandB(folder, name)
+        return _TensorBoard(folder, steps_done) if kind == "tensorboard" else _WandB(folder, name)
     except ImportError:
         raise InputError(f"track = {kind!r} needs the package: pip install 'mopd-dataplane[track]'") from None
 
@@ -82,10 +86,10 @@ def _scalars(metrics: StepMetrics) -> dict[str, float]:
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, steps_done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"))
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=steps_done)
 
     def write(self, metrics: StepMetrics) -> None:
         for name, value in _scalars(metrics).items():
@@ -99,7 +103,9 @@ class _WandB:
     def __init__(self, folder: Path, name: str) -> None:
         import wandb
 
-        self._run: Any = wandb.init(dir=str(folder), name=name, project="mopd")
+        # The folder names the run, so that a restart continues it; W&B drops steps that it has already seen.
+        identity = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+        self._run: Any = wandb.init(dir=str(folder), name=name, project="mopd", id=identity, resume="allow")
 
     def write(self, metrics: StepMetrics) -> None:
         self._run.log(_scalars(metrics), step=metrics.step)

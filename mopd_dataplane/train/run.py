@@ -48,7 +48,9 @@ class Run:
         self._log = MetricsLog(Path(spec.checkpoint_dir), steps_done=self._position.step) if ranks.leads else None
         self._tracker: Tracker | None = None
         if ranks.leads:
-            self._tracker = open_tracker(spec.track, Path(spec.checkpoint_dir), name=spec.stage)
+            self._tracker = open_tracker(
+                spec.train.track, Path(spec.checkpoint_dir), name=spec.stage, steps_done=self._position.step
+            )
 
     @property
     def position(self) -> Position:

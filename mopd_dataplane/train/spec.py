@@ -63,7 +63,6 @@ class TrainSpec(Section):
     """Longest wait for the loader."""
     keep_checkpoints: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    track: Literal["none", "tensorboard", "wandb"] = "none"
 
 
 def load_spec(path: str | Path) -> TrainSpec:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd_dataplane import models
 from mopd_dataplane.config import CrossEntropyTerm, Objective, PolicyGradientTerm, Train
@@ -150,25 +152,29 @@ class Killed(BaseException):
     """Stands for a crash: no handler of the trainer sees it coming."""
 
 
-@pytest.mark.parametrize("crash_at", [1, 8])
-def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
-    crash_at: int, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
-) -> None:
-    source = windows()
-    served = 0
+def crash_after(served: int, spec: TrainSpec, source: Any) -> None:
+    """Train `served` steps and die."""
     inner = source.batches
+    left = served
 
     def failing(stage: str, window: int, start_step: int) -> Iterator[Any]:
-        nonlocal served
+        nonlocal left
         for one in inner(stage, window, start_step):
-            if served == crash_at:
+            if not left:
                 raise Killed
-            served += 1
+            left -= 1
             yield one
 
     source.batches = failing
     with pytest.raises(Killed):
         run_to_end(spec, source)
+
+
+@pytest.mark.parametrize("crash_at", [1, 8])
+def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
+    crash_at: int, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
+) -> None:
+    crash_after(crash_at, spec, windows())
     assert len(read_metrics(Path(spec.checkpoint_dir))) == crash_at
     again = windows()
     assert run_to_end(spec, again)
@@ -292,3 +298,20 @@ def test_a_bad_spec_names_its_key(spec: TrainSpec, tmp_path: Path) -> None:
     assert load_spec(file) == spec
     with pytest.raises(InputError, match="no train spec"):
         load_spec(tmp_path / "none.json")
+
+
+def test_tensorboard_shows_each_step_once_after_a_crash(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"track": "tensorboard"})})
+    crash_after(3, spec, windows())
+    run_to_end(spec, windows())
+    shown = EventAccumulator(str(Path(spec.checkpoint_dir) / "tensorboard")).Reload().Scalars("student/loss")
+    losses = [metrics.loss for metrics in read_metrics(Path(spec.checkpoint_dir))]
+    assert [event.step for event in shown] == list(range(2 * STEPS))
+    assert [event.value for event in shown] == pytest.approx(losses, rel=1e-6)  # TensorBoard keeps float32
+
+
+def test_a_tracker_that_is_not_installed_is_named(spec: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"track": "wandb"})})
+    with pytest.raises(InputError, match=r"mopd-dataplane\[track\]"):
+        Run(spec, None, ALONE)  # type: ignore[arg-type]
