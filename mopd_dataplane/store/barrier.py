@@ -21,6 +21,7 @@ from mopd_dataplane.files import fsync
 
 _LAST_VERSION = (1 << 64) - 1
 _MANIFEST_END = b"LANC"
+_SECTOR = 512
 
 
 class Barrier:
@@ -66,15 +67,21 @@ class Barrier:
 
 
 def set_aside_torn_manifest(root: Path) -> Path | None:
-    """Rename the newest manifest of a local dataset to *.torn when its end was never written; the new name, or None.
+    """Rename the newest manifest of a local dataset to *.torn when part of it was never written; the new name, or None.
 
-    Only a power cut between a commit and its barrier leaves such a file, so nothing in it was acknowledged. A
-    manifest of full length that does not parse is damage, and is left alone.
+    Only a power cut between a commit and its barrier leaves a file without its end, or with a sector of zeros, so
+    nothing in it was acknowledged. (Lance may read one with such a hole as a dataset with other columns.) A manifest
+    that is whole and does not parse is damage, and is left alone.
     """
     manifests = sorted((root / "_versions").glob("*.manifest"))
-    if len(manifests) < 2 or manifests[0].read_bytes()[-len(_MANIFEST_END) :] == _MANIFEST_END:
+    if len(manifests) < 2 or not _is_torn(manifests[0].read_bytes()):
         return None
     torn = manifests[0].with_suffix(".torn")
     manifests[0].rename(torn)
     fsync(torn.parent)
     return torn
+
+
+def _is_torn(content: bytes) -> bool:
+    sectors = (content[start : start + _SECTOR] for start in range(0, len(content), _SECTOR))
+    return not content.endswith(_MANIFEST_END) or any(not any(sector) for sector in sectors)

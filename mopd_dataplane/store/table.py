@@ -90,6 +90,9 @@ class Table:
 
         Raises MismatchError when its format version or columns are not those of this package.
         """
+        if not self._checked and self._place.root is not None:
+            while set_aside_torn_manifest(self._place.root / self.name):
+                continue
         dataset = self._open(version)
         if not self._checked:
             check_schema(dataset.schema, self.spec, self.uri)
@@ -105,8 +108,6 @@ class Table:
                 raise
             if "was not found" in str(error) and version is None:
                 raise UnknownNameError(f"no dataset {self.name!r} in {self._place.uri}") from error
-            if version is None and self._place.root and set_aside_torn_manifest(self._place.root / self.name):
-                return self._open(version)
             raise DamagedError(f"{self.uri}: version {version or 'newest'} cannot be opened: {error}") from error
 
     def exists(self) -> bool:

@@ -40,29 +40,20 @@ def forked(work: Callable[[], None], kill_when: Callable[[], bool] = lambda: Fal
         time.sleep(0.0001)
 
 
-def told_by(work: Callable[[], Any], *, deadline_s: float = 60.0) -> Any:
-    """What a forked child's work returned, as JSON; None when it died. Raises TimeoutError when it does not end."""
-    answer = os.memfd_create("answer")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.write(answer, json.dumps(work()).encode())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        os._exit(code)
-    with open(answer, "rb") as file:
-        Watched(child).end_by(deadline_s)
-        file.seek(0)
-        return json.loads(file.read() or b"null")
+class Child:
+    """A forked child that does some work and says what came of it; somebody waits for it, but not for ever."""
 
-
-class Watched:
-    """A forked child that somebody waits for, but not for ever."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._answer = os.memfd_create("answer")
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.write(self._answer, json.dumps(work()).encode())
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
 
     def end_by(self, deadline_s: float) -> int:
         """Exit code (negative: the signal). Raises TimeoutError, and kills it, when it does not end in time."""
@@ -72,14 +63,22 @@ class Watched:
             if ended:
                 return os.waitstatus_to_exitcode(status)
             if time.monotonic() > until:
-                self.kill()
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
                 raise TimeoutError(f"process {self.pid} has not ended in {deadline_s:g} s")
             time.sleep(0.001)
 
-    def kill(self) -> None:
-        """SIGKILL, and wait for it."""
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+    def answer(self, deadline_s: float = 60.0) -> Any:
+        """What the work returned, as JSON; None when the child died. Raises TimeoutError."""
+        with open(self._answer, "rb") as file:
+            self.end_by(deadline_s)
+            file.seek(0)
+            return json.loads(file.read() or b"null")
+
+
+def told_by(work: Callable[[], Any], *, deadline_s: float = 60.0) -> Any:
+    """What a forked child's work returned, as JSON; None when it died. Raises TimeoutError when it does not end."""
+    return Child(work).answer(deadline_s)
 
 
 def killer(point: str, visit: int) -> Callable[[str], None]:

@@ -139,6 +139,22 @@ def test_power_cut_that_tears_the_newest_manifest(store: Store, left: int) -> No
     sound(reopened, 6)
 
 
+def test_power_cut_that_leaves_a_hole_in_the_newest_manifest(store: Store) -> None:
+    """Every sector that may have stayed zero: some of these files still open, as a dataset of other columns."""
+    assert store.root is not None
+    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    store.commit_samples([build.sample(4)], writer="w")
+    manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
+    whole = manifest.read_bytes()
+    assert len(whole) > 1024
+    for start in range(0, len(whole), 512):
+        manifest.write_bytes(whole[:start] + bytes(len(whole[start : start + 512])) + whole[start + 512 :])
+        sound(Store.open(store.uri), 4)
+        manifest.with_suffix(".torn").rename(manifest)
+    manifest.write_bytes(whole)
+    sound(Store.open(store.uri), 5)
+
+
 def test_power_cut_that_takes_the_whole_last_version(store: Store, tmp_path: Path) -> None:
     """Files and directory entries written after the last barrier are gone: the store is the one of the barrier."""
     assert store.root is not None
