@@ -272,6 +272,8 @@ class Objective(Section):
     policy_gradient: PolicyGradientTerm | None = None
     divergence: DivergenceTerm | None = None
     cross_entropy: CrossEntropyTerm | None = None
+    train: dict[str, Any] = {}
+    """Keys of `[train]` for the stages with this objective; a stage's own still win."""
     teacher_weights: dict[str, Weight] = {}
     """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
 

@@ -2,7 +2,8 @@
 
 `load_job(path)` returns a frozen, fully checked `Job`, or raises JobFileError naming the file, the key, what is
 allowed and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the
-top level are defaults; a stage may override single keys of them.
+top level are defaults; a stage may override single keys of them. An objective may bring `[train]` keys of its own,
+which the stages that name it take before their own: exact and sampled gradients want other learning rates.
 """
 
 from __future__ import annotations
@@ -98,10 +99,7 @@ class Job(Section):
         for key in (f"{domain}/{effort}", domain):
             if key in routing:
                 return routing[key]
-        raise JobFileError(
-            f"stage {stage.name!r} routes no teacher for domain {domain!r}: {nearest(domain, routing)}; "
-            "add it to [routing]"
-        )
+        raise JobFileError(f"no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]")
 
     def teachers_of(self, stage: Stage) -> tuple[str, ...]:
         """Teachers that judge some domain of a stage, in order of first use; empty when no signal is needed."""
@@ -151,12 +149,21 @@ def _with_stage_defaults(raw: dict[str, Any], where: str) -> dict[str, Any]:
     stages = raw.get("stages", [])
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
         raise JobFileError(f"{where}: `stages` must be an array of tables; write [[stages]]")
+    objectives = raw.get("objectives", {})
     merged = []
     for stage in stages:
-        tables = {key: {**raw.get(key, {}), **stage.get(key, {})} for key in _DEFAULTED if key in raw or key in stage}
-        merged.append({**stage, **tables})
+        objective = objectives.get(stage.get("objective", ""), {})
+        layers = (raw, {"train": objective.get("train", {})}, stage)
+        tables = {key: _layered([layer[key] for layer in layers if layer.get(key)]) for key in _DEFAULTED}
+        merged.append({**stage, **{key: table for key, table in tables.items() if table != {}}})
     rest = {key: value for key, value in raw.items() if key not in _DEFAULTED}
     return {**rest, "stages": merged}
+
+
+def _layered(tables: list[Any]) -> Any:
+    """The keys of all tables, the later ones winning; something that is no table stands, for the check to name."""
+    wrong = [table for table in tables if not isinstance(table, dict)]
+    return wrong[0] if wrong else {key: value for table in tables for key, value in table.items()}
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -219,7 +226,11 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
             raise JobFileError(
                 f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
             )
-    for teacher in job.teachers_of(stage):
+    try:
+        teachers = job.teachers_of(stage)
+    except JobFileError as error:
+        raise JobFileError(f"{at}: {error}") from None
+    for teacher in teachers:
         source = job.teachers[teacher].source
         if source.startswith("stage:") and source[6:] not in earlier:
             raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source[6:]!r}, which runs later")

@@ -1,0 +1,152 @@
+"""A job file: defaults, overrides, and what is refused before any work starts."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd_dataplane.errors import JobFileError
+from mopd_dataplane.jobfile import Job, check_job, load_job
+
+ROOT = Path(__file__).parents[2]
+JOB = """
+name = "small"
+store = "runs/small"
+
+[student]
+tokenizer = "characters"
+config = { model_type = "qwen3" }
+
+[domains.sums]
+source = "reasoning-gym"
+dataset = "chain_sum"
+train = 10
+
+[domains.words]
+source = "reasoning-gym"
+dataset = "spell_backward"
+train = 10
+
+[teachers]
+summer = { source = "stage:base" }
+
+[routing]
+sums = "summer"
+words = "summer"
+
+[train]
+learning_rate = 1e-3
+grad_clip = 0.5
+
+[objectives.sampled]
+policy_gradient = {}
+train = { learning_rate = 3e-4, warmup_steps = 7 }
+
+[objectives.exact]
+divergence = {}
+
+[[stages]]
+name = "base"
+data = "reference"
+plan = { batch_samples = 4 }
+
+[[stages]]
+name = "student"
+start = "base"
+objective = "sampled"
+plan = { batch_samples = 4 }
+train = { warmup_steps = 9 }
+"""
+
+
+def job(*overrides: str, text: str = JOB, folder: Path | None = None) -> Job:
+    raw = tomllib.loads(text)
+    return check_job(raw, where="job.toml") if not overrides else load_text(text, overrides, folder)
+
+
+def load_text(text: str, overrides: tuple[str, ...], folder: Path | None) -> Job:
+    assert folder is not None
+    (folder / "job.toml").write_text(text)
+    return load_job(folder, overrides=list(overrides))
+
+
+def test_a_stage_takes_the_jobs_tables_then_its_objectives_then_its_own() -> None:
+    base, student = job().stages
+    assert (base.train.learning_rate, base.train.grad_clip, base.train.warmup_steps) == (1e-3, 0.5, 0)
+    assert (student.train.learning_rate, student.train.grad_clip, student.train.warmup_steps) == (3e-4, 0.5, 9)
+
+
+def test_one_key_changes_the_objective_and_what_belongs_to_it(tmp_path: Path) -> None:
+    student = job('stages.student.objective="exact"', folder=tmp_path).stage("student")
+    assert (student.objective, student.train.learning_rate, student.train.warmup_steps) == ("exact", 1e-3, 9)
+
+
+def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
+    changed = job("seed=3", "train.grad_clip=2.0", "stages.student.iterations=5", 'store="elsewhere"', folder=tmp_path)
+    assert (changed.seed, changed.store, changed.stage("student").iterations) == (3, "elsewhere", 5)
+    assert [stage.train.grad_clip for stage in changed.stages] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('name = "base"\ndata', 'name = "base"\ndat', ["unknown key `stages.base.dat`", "data"]),
+        ("grad_clip = 0.5", "grad_clp = 0.5", ["stages.base.train.grad_clp", "did you mean 'grad_clip'"]),
+        ("warmup_steps = 7", "warmup = 7", ["stages.student.train.warmup", "warmup_steps"]),
+        ("learning_rate = 1e-3", 'learning_rate = "fast"', ["learning_rate", "number", "'fast'"]),
+        ("train = { warmup_steps = 9 }", "train = 9", ["stages.student.train"]),
+        ('source = "stage:base"', 'source = "stage:bse"', ["teachers.summer.source", "did you mean 'base'"]),
+        ('sums = "summer"', 'sums = "sumer"', ["routing of 'sums'", "did you mean 'summer'"]),
+        ('words = "summer"', 'wrds = "summer"', ["unknown domain 'wrds'", "did you mean 'words'"]),
+        ('words = "summer"\n', "", ["no teacher for domain 'words'"]),
+        ('objective = "sampled"', 'objective = "smpled"', ["stages.student.objective", "did you mean 'sampled'"]),
+        ('start = "base"', 'start = "bsae"', ["stages.student.start", "did you mean 'base'"]),
+        ('name = "student"', 'name = "base"', ["two stages share a name"]),
+        ("policy_gradient = {}", "", ["objectives.sampled", "policy_gradient, divergence, cross_entropy"]),
+        ("plan = { batch_samples = 4 }\ntrain", "train", ["stages.student.plan"]),
+        ("batch_samples = 4", "batch_samples = 4, batch_tokens = 9", ["exactly one of batch_samples, batch_tokens"]),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(old: str, new: str, words: list[str]) -> None:
+    assert old in JOB
+    with pytest.raises(JobFileError) as refused:
+        job(text=JOB.replace(old, new, 1))
+    for word in ("job.toml", *words):
+        assert word in str(refused.value)
+
+
+def test_a_teacher_from_a_later_stage_is_refused() -> None:
+    text = JOB.replace('"stage:base"', '"stage:student"')
+    with pytest.raises(JobFileError, match="comes from stage 'student', which runs later"):
+        job(text=text)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train", "takes KEY=VALUE"),
+        ("stages.studnt.iterations=2", "did you mean 'student'"),
+        ("stages.iterations=2", "name a stage"),
+        ("seed.x=2", "'seed' is a value"),
+    ],
+)
+def test_a_mistaken_override_is_named(override: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match=words):
+        job(override, text="seed = 1\n" + JOB, folder=tmp_path)
+
+
+def test_no_file_and_no_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="no job file"):
+        load_job(tmp_path)
+    (tmp_path / "job.toml").write_text("name = ")
+    with pytest.raises(JobFileError, match="not valid TOML"):
+        load_job(tmp_path)
+
+
+@pytest.mark.parametrize("folder", sorted(file.parent.name for file in (ROOT / "jobs").glob("*/job.toml")))
+def test_every_job_of_the_repository_is_valid(folder: str) -> None:
+    loaded: Any = load_job(ROOT / "jobs" / folder)
+    assert loaded.name == folder
