@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
+from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.files import publish_file, publish_folder
 from mopd_dataplane.models import file_digest
 from mopd_dataplane.train.ranks import Ranks, assign, whole
@@ -124,9 +125,12 @@ class Checkpoints:
             "digests": {file: file_digest(staging / file) for file in (_POLICY, _OPTIMIZER)},
         }
         (staging / _STATE).write_text(json.dumps(state, indent=1))
+        checkpoint("train.save.written")
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(staging, target)
+        checkpoint("train.save.named")
         publish_file(pointer, name.encode())
+        checkpoint("train.saved")
         for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)

@@ -45,6 +45,7 @@ class Child:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._answer = os.memfd_create("answer")
+        self._said = b""
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
@@ -61,6 +62,9 @@ class Child:
         while True:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             if ended:
+                with open(self._answer, "rb") as file:
+                    file.seek(0)
+                    self._said = file.read()
                 return os.waitstatus_to_exitcode(status)
             if time.monotonic() > until:
                 os.kill(self.pid, signal.SIGKILL)
@@ -70,10 +74,8 @@ class Child:
 
     def answer(self, deadline_s: float = 60.0) -> Any:
         """What the work returned, as JSON; None when the child died. Raises TimeoutError."""
-        with open(self._answer, "rb") as file:
-            self.end_by(deadline_s)
-            file.seek(0)
-            return json.loads(file.read() or b"null")
+        self.end_by(deadline_s)
+        return json.loads(self._said or b"null")
 
 
 def told_by(work: Callable[[], Any], *, deadline_s: float = 60.0) -> Any:

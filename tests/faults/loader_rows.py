@@ -1,0 +1,222 @@
+"""Row 12 of the fault list: the loader, a process that reads from it, or the trainer dies at every state of a slot."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from deaths import Child, folder, killer, told_by
+from figures import Row, Tally
+from tinystage import (
+    SPEC,
+    STAGE,
+    TEACHER,
+    LoaderChild,
+    Manifest,
+    anchored,
+    client_of,
+    made,
+    manifest,
+    open_files,
+    shared_memory,
+    whole_window,
+)
+
+from mopd_dataplane import config, faultpoints, models
+from mopd_dataplane.errors import DeadlineError
+from mopd_dataplane.load.client import LoadedBatch, LoaderClient
+from mopd_dataplane.run.student import make_student
+from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.ranks import Ranks
+from mopd_dataplane.train.run import Run
+from mopd_dataplane.train.spec import TrainSpec, Window
+from mopd_dataplane.train.stop import Stop
+
+STATES = ("connected", "opened", "being filled", "lent", "half released", "released", "ended")
+TRAIN_POINTS = (
+    "train.batch", "train.updated", "train.step", "train.save", "train.save.written", "train.save.named",
+    "train.saved", "train.publish", "train.published", "at random",
+)  # fmt: skip
+NOTICED_S = 5.0
+TINY = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 1000,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+OBJECTIVE = config.Objective(policy_gradient=config.PolicyGradientTerm())
+
+
+def walk_to(state: str, client: LoaderClient, done: list[Manifest]) -> Callable[[], object]:
+    """Bring a slot into a state; batches seen whole are added to `done`. Returns what is asked for next."""
+    if state == "connected":
+        return lambda: next(client.batches(STAGE, 0))
+    stream: Iterator[LoadedBatch] = client.batches(STAGE, 0)
+    batch = next(stream)
+    if state == "opened":
+        return lambda: list(batch.packs)
+    if state == "being filled":
+        done.append(manifest(batch))
+        batch = next(stream)
+        return lambda: list(batch.packs)
+    done.append(manifest(batch))
+    if state == "half released":
+        batch.release(batch.packs[0])
+    if state == "released":
+        batch.release()
+    if state == "ended":
+        done.extend(manifest(batch) for batch in stream)
+        return lambda: client.plan(STAGE, 0)
+    return lambda: next(stream)
+
+
+def loader_killed(count: int, seed: int) -> Tally:
+    """The trainer notices at once; a new loader goes on with the next batch; nothing is left behind."""
+    tally, draw = Tally(), random.Random(seed)
+    with folder() as home:
+        made(home)
+        path = home.with_name("l.sock")
+        expected = whole_window(home, path)
+        before = open_files()
+        for case in range(count):
+            state = STATES[case % len(STATES)]
+            what = f"case {case}: loader killed when a slot was {state}"
+            loader = LoaderChild(home, path)
+            client, done = client_of(path), []
+            ask = walk_to(state, client, done)
+            time.sleep(draw.choice((0, 0, 0.005)))
+            loader.end(signal.SIGKILL)
+            began = time.monotonic()
+            try:
+                ask()
+                noticed = False
+            except DeadlineError:
+                noticed = time.monotonic() - began < NOTICED_S
+            client.close()
+            del client, ask  # what was handed out stays readable as long as somebody holds it
+            loader = LoaderChild(home, path)
+            with client_of(path) as client:
+                done += [manifest(batch) for batch in client.batches(STAGE, 0, len(done))]
+            del client
+            ended = loader.end_by(10) == 0 and not path.exists()
+            clean = open_files() == before and shared_memory() == 0
+            right = [[tuple(pack) for pack in batch] for batch in done] == expected
+            tally.case(noticed and right and ended and clean, f"{what}: {noticed=} {right=} {ended=} {clean=}")
+    return tally
+
+
+def reader_killed(count: int, seed: int) -> Tally:
+    """The loader takes everything back; the next reader gets every batch, and no slot is lost."""
+    tally = Tally()
+    with folder() as home:
+        made(home)
+        path = home.with_name("l.sock")
+        expected = whole_window(home, path)
+        loader = LoaderChild(home, path)
+        most = max(len(batch) for batch in expected) + SPEC.slots
+        with anchored(path):
+            for case in range(count):
+                state = STATES[case % len(STATES)]
+                victim = Child(partial(read_and_die, path, state))
+                victim.end_by(10)
+                began = time.monotonic()
+                with client_of(path) as client:
+                    right = [manifest(batch) for batch in client.batches(STAGE, 0)] == expected
+                prompt, held = time.monotonic() - began < NOTICED_S, shared_memory(loader.pid)
+                what = f"case {case}: reader killed when a slot was {state}: {right=} {prompt=} slots {held} of {most}"
+                tally.case(right and prompt and held <= most, what)
+        loader.end_by(10)
+    return tally
+
+
+def read_and_die(path: Path, state: str) -> None:
+    """A reader that is killed in a state."""
+    client = client_of(path)
+    held = walk_to(state, client, [])
+    os.kill(os.getpid(), signal.SIGKILL)
+    held()
+
+
+def trainer_killed(count: int, seed: int) -> Tally:
+    """Killed around a step, a checkpoint or a publication, and run again: the steps and the policy of a calm run."""
+    tally, draw = Tally(), random.Random(seed)
+    torch.set_num_threads(1)
+    with folder() as home:
+        window = Window(window=0, policy_version=0, **made(home))  # type: ignore[arg-type]
+        told_by(partial(make_policy, home))
+        path = home.with_name("l.sock")
+        loader = LoaderChild(home, path)
+        with anchored(path):
+            calm = trained(home, path, window, home / "calm")
+            for case in range(count):
+                point, visit = TRAIN_POINTS[case % len(TRAIN_POINTS)], draw.choice((1, 1, 2, 3))
+                place = home / f"case-{case}"
+                victim = Child(partial(train, spec_of(home, path, window, place), point, visit))
+                if point == "at random":
+                    time.sleep(draw.uniform(0, 0.4))
+                    os.kill(victim.pid, signal.SIGKILL)
+                victim.end_by(60)
+                found = trained(home, path, window, place)
+                left = [str(file.relative_to(place)) for file in place.rglob("*.tmp")]
+                tally.case(found == calm and not left, f"case {case}: {point} visit {visit}: {found == calm}, {left}")
+        loader.end_by(10)
+    return tally
+
+
+def make_policy(home: Path) -> None:
+    """The policy the stage starts from."""
+    make_student(config.Student(config=TINY, tokenizer="characters"), home / "start", seed=0)
+
+
+def spec_of(home: Path, path: Path, window: Window, place: Path) -> TrainSpec:
+    """Train one window into `place`, with a checkpoint at every second step."""
+    return TrainSpec(
+        stage=STAGE, start=str(home / "start"), policy_dir=str(place / "policies"), socket=str(path),
+        checkpoint_dir=str(place / "checkpoints"), windows=(window,), objective=OBJECTIVE, teachers=(TEACHER,),
+        train=config.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=10, device="cpu",
+    )  # fmt: skip
+
+
+def train(spec: TrainSpec, point: str = "", visit: int = 0) -> None:
+    """The trainer's work in this process; dies at the visit-th pass of a point."""
+    faultpoints.observe(killer(point, visit))
+    models.quiet_transformers()
+    with LoaderClient(spec.socket, deadline_s=spec.deadline_s) as source:
+        run = Run(spec, source, Ranks.join("cpu"))
+        run.train(Stop())
+        run.close()
+
+
+def trained(home: Path, path: Path, window: Window, place: Path) -> dict[str, Any]:
+    """Train what is left; the steps taken, without times, and the digest of the policy."""
+    told_by(partial(train, spec_of(home, path, window, place)))
+    steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in read_metrics(place / "checkpoints")]
+    policy = place / "policies" / "v1" / "model.safetensors"
+    return {"steps": steps, "policy": models.file_digest(policy) if policy.exists() else "none"}
+
+
+def vars_of(metrics: Any) -> dict[str, Any]:
+    """A step's metrics without wall times."""
+    return {name: getattr(metrics, name) for name in metrics.__slots__ if name not in ("step_time_s", "data_wait_s")}
+
+
+ROWS = [
+    Row(
+        12, "the loader is killed at every state of a slot", "noticed in 5 s, the same batches, nothing left behind",
+        loader_killed, (7, 105, 5_000),
+    ),
+    Row(
+        12, "a reader is killed at every state of a slot", "its slots come back, the same batches",
+        reader_killed, (14, 105, 5_000),
+    ),
+    Row(
+        12, "the trainer is killed around steps and checkpoints", "the steps and the policy of a calm run",
+        trainer_killed, (10, 100, 5_000),
+    ),
+]  # fmt: skip
