@@ -41,7 +41,8 @@ def weight_at(weight: Weight, step: ArrayLike) -> NDArray[np.float64]:
     [1.0, 0.75, 0.5]
     """
     points = ((0, weight),) if isinstance(weight, int | float) else weight
-    return np.interp(step, [at for at, _ in points], [value for _, value in points])
+    at, values = zip(*points, strict=True)
+    return np.asarray(np.interp(np.asarray(step), at, values))
 
 
 class Section(BaseModel):

@@ -213,8 +213,28 @@ def _check_references(job: Job, where: str) -> None:
         if stage.rollout.policy != "self" and stage.rollout.policy not in job.teachers:
             hint = nearest(stage.rollout.policy, ["self", *job.teachers])
             raise JobFileError(f"{at}.rollout.policy: no teacher {stage.rollout.policy!r}: {hint}")
+        if stage.data == "rollout" and stage.rollout.group_size > 1 and not stage.plan.strict_batches:
+            raise JobFileError(
+                f"{at}: rollout.group_size = {stage.rollout.group_size} keeps groups in one step, which "
+                "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
+            )
+        _check_weights(job, stage, at)
         _check_routing(job, stage, at)
         known_starts.add(stage.name)
+
+
+def _check_weights(job: Job, stage: Stage, at: str) -> None:
+    domains, teachers = job.domains_of(stage), job.objective(stage).teacher_weights
+    for domain in domains if stage.plan.mixture else ():
+        if domain not in stage.plan.mixture:
+            raise JobFileError(f"{at}.plan.mixture: domain {domain!r} has no weight; give one (0 leaves it out)")
+    for domain in stage.plan.mixture:
+        if domain not in domains:
+            raise JobFileError(f"{at}.plan.mixture: no domain {domain!r} in the stage: {nearest(domain, domains)}")
+    for teacher in teachers:
+        if teacher not in job.teachers:
+            hint = nearest(teacher, job.teachers)
+            raise JobFileError(f"{at}: objective {stage.objective!r} weighs no teacher {teacher!r}: {hint}")
 
 
 def _check_routing(job: Job, stage: Stage, at: str) -> None:

@@ -25,8 +25,11 @@ def pack_costs(
 
     lengths: [samples] tokens of the samples in pack order.
     """
-    size = np.asarray(lengths, dtype=np.float64)
-    return np.add.reduceat(size * (linear_cost + size), pack_starts[:-1])
+    size = lengths.astype(np.int64)
+    tokens = np.add.reduceat(size, pack_starts[:-1])
+    size *= size
+    costs: NDArray[np.float64] = linear_cost * tokens + np.add.reduceat(size, pack_starts[:-1])
+    return costs
 
 
 def deal(plan: PlanWindow, step: int, ranks: int, costs: NDArray[np.float64]) -> list[list[int]]:

@@ -12,12 +12,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.shuffle import stable_order
 
 SAMPLE_COLUMNS = (
     "generation",
     "writer",
     "writer_seq",
-    "group_id",
     "domain",
     "effort",
     "finish_reason",
@@ -26,7 +26,8 @@ SAMPLE_COLUMNS = (
     "total_len",
     "loss_tokens",
 )
-"""Columns of `samples` that a plan is made from."""
+"""Columns of `samples` that every plan is made from; GROUP_COLUMN too where groups are planned whole."""
+GROUP_COLUMN = "group_id"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +88,8 @@ class Columns:
                 raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
         if bool(np.all(self.admission[1:] > self.admission[:-1])):
             return self
-        return self.take(np.lexsort((self.sample_rows, self.admission)))
+        by_row = self if rows is self.sample_rows else self.take(np.argsort(self.sample_rows, kind="stable"))
+        return by_row.take(stable_order(by_row.admission - by_row.admission.min()))
 
 
 def columns_from_tables(
@@ -102,7 +104,7 @@ def columns_from_tables(
 ) -> Columns:
     """Planner columns from the metadata tables of one snapshot.
 
-    samples: at least SAMPLE_COLUMNS; sample_rows: [n] its rows in `samples`.
+    samples: at least SAMPLE_COLUMNS, and GROUP_COLUMN where groups matter; sample_rows: [n] its rows in `samples`.
     route: (domain, effort) → teacher name; None when the objective needs no teacher.
     teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
     signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
@@ -119,7 +121,7 @@ def columns_from_tables(
         has_signals &= _has_kind(rows, teacher_codes, kind, scores, list(teachers))
     has_reward = np.ones(n, dtype=bool)
     if rewards is not None:
-        has_reward = np.isin(rows, _ints(rewards["sample_row"], np.int64))
+        has_reward = _among(rows, _ints(rewards["sample_row"], np.int64))
     return Columns(
         sample_rows=rows,
         admission=_admission(samples),
@@ -128,7 +130,7 @@ def columns_from_tables(
         version_first=_ints(samples["policy_version_first"], np.int32),
         version_last=_ints(samples["policy_version_last"], np.int32),
         domains=domain_codes.astype(np.int16),
-        groups=_codes(samples["group_id"])[0].astype(np.int64),
+        groups=_codes(samples[GROUP_COLUMN])[0].astype(np.int64) if GROUP_COLUMN in samples.column_names else rows,
         teachers=teacher_codes,
         has_signals=has_signals,
         has_reward=has_reward,
@@ -138,12 +140,24 @@ def columns_from_tables(
 
 
 def _admission(samples: pa.Table) -> NDArray[np.int64]:
-    """[n] generation, then ordinal inside the writer, then writer, in one integer."""
+    """[n] generation, then ordinal inside the writer, then writer, in one integer that is as small as it can be."""
     writers, names = _codes(samples["writer"])
-    if len(names) > 1 << 12:
-        raise InputError(f"{len(names):,} writers in one window; a plan orders at most {1 << 12:,}")
-    generation, ordinal = _ints(samples["generation"], np.int64), _ints(samples["writer_seq"], np.int64)
-    return (generation << 44) | (ordinal << 12) | writers
+    generation, ordinal = (_from_zero(_ints(samples[name], np.int64)) for name in ("generation", "writer_seq"))
+    rounds, places = int(generation.max(initial=0)) + 1, int(ordinal.max(initial=0)) + 1
+    if rounds * places * max(len(names), 1) > np.iinfo(np.int64).max:
+        raise InputError(
+            f"{rounds:,} generations of up to {places:,} samples from {len(names)} writers do not fit one order; "
+            "plan fewer generations at once"
+        )
+    generation *= places
+    generation += ordinal
+    generation *= len(names)
+    generation += writers
+    return generation
+
+
+def _from_zero(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    return values - values.min() if len(values) else values.copy()
 
 
 def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
@@ -153,6 +167,8 @@ def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
 def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:
     """Dictionary codes and names of a string column; names sorted, so codes do not depend on row order."""
     encoded = pc.dictionary_encode(column).combine_chunks()
+    if isinstance(encoded, pa.ChunkedArray):  # no rows
+        return np.empty(0, dtype=np.int32), []
     names = encoded.dictionary.to_pylist()
     order = sorted(range(len(names)), key=names.__getitem__)
     rank = np.empty(len(names), dtype=np.int32)
@@ -168,9 +184,10 @@ def _route(
     teachers: list[str],
 ) -> NDArray[np.int16]:
     effort_codes, effort_names = _codes(effort)
-    pairs = domain_codes.astype(np.int64) * len(effort_names) + effort_codes
-    codes = np.full(len(domain_names) * max(len(effort_names), 1), -1, dtype=np.int16)
-    for pair in np.unique(pairs).tolist():
+    pairs = domain_codes * max(len(effort_names), 1) + effort_codes
+    counts = np.bincount(pairs, minlength=len(domain_names) * max(len(effort_names), 1))
+    codes = np.full(len(counts), -1, dtype=np.int16)
+    for pair in np.flatnonzero(counts).tolist():
         domain, effort_name = domain_names[pair // len(effort_names)], effort_names[pair % len(effort_names)]
         teacher = route(domain, effort_name)
         if teacher not in teachers:
@@ -185,9 +202,20 @@ def _has_kind(
     """[n] whether each sample has a signal of that kind from its own teacher."""
     if scores is None:
         raise InputError(f"the objective needs {kind!r} signals, but no scores were given to the planner")
-    present = np.zeros(len(rows), dtype=bool)
-    for code, teacher in enumerate(teachers):
-        match = pc.and_(pc.equal(scores["teacher"], teacher), pc.equal(scores["kind"], kind))
-        scored = _ints(scores["sample_row"].filter(match), np.int64)
-        present |= (teacher_codes == code) & np.isin(rows, scored)
-    return present
+    judged, kinds = _codes(scores["teacher"]), _codes(scores["kind"])
+    scored = _ints(scores["sample_row"], np.int64)
+    teacher_of_row = np.full(int(max(rows.max(initial=-1), scored.max(initial=-1))) + 1, -1, dtype=np.int16)
+    teacher_of_row[rows] = teacher_codes
+    code_of_name = np.array([teachers.index(name) if name in teachers else -2 for name in judged[1]], dtype=np.int16)
+    is_kind = np.array([name == kind for name in kinds[1]], dtype=bool)
+    if not len(scored):
+        return np.zeros(len(rows), dtype=bool)
+    own = is_kind[kinds[0]] & (teacher_of_row[scored] == code_of_name[judged[0]])
+    return _among(rows, scored[own])
+
+
+def _among(rows: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n] whether each row is one of `chosen`: a table look-up, for row numbers are dense."""
+    present = np.zeros(int(max(rows.max(initial=-1), chosen.max(initial=-1))) + 1, dtype=bool)
+    present[chosen] = True
+    return np.asarray(present[rows])

@@ -30,7 +30,7 @@ def pack(lengths: NDArray[np.integer], cap: int) -> tuple[NDArray[np.int64], NDA
     shortest, longest = int(lengths.min()), int(lengths.max())
     if shortest < 1 or longest > cap:
         raise InputError(f"lengths must lie in 1..{cap}, found {shortest}..{longest}")
-    by_length = stable_order(cap - lengths.astype(np.int64))
+    by_length = stable_order(np.subtract(cap, lengths, dtype=np.int64))
     counts = np.bincount(lengths)
     distinct = np.flatnonzero(counts)[::-1]
     firsts, bins, copies = _place(distinct.tolist(), counts[distinct].tolist(), cap)
@@ -44,18 +44,29 @@ def _place(
     distinct: list[int], counts: list[int], cap: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Placements in the order of the sorted samples: packs first..first + bins - 1 each take `copies` samples."""
-    placed: list[int] = []
+    placed: list[int] = []  # flat: the collector would walk half a million tuples again and again
     room: dict[int, list[tuple[int, int]]] = {}
     rooms: list[int] = []
-    opened = 0
+    opened = wide = 0
+    for length, count in zip(distinct, counts, strict=True):
+        if 2 * length <= cap:
+            break
+        # Too long to share a pack with another of these, so every one opens its own.
+        placed += (opened, count, 1)
+        if length < cap:
+            room[cap - length] = [(opened, opened + count)]
+            rooms.append(cap - length)
+        opened += count
+        wide += 1
 
     def give_back(left: int, first: int, last: int) -> None:
-        if left not in room:
-            room[left] = []
+        if left in room:
+            room[left].append((first, last))
+        else:
+            room[left] = [(first, last)]
             insort(rooms, left)
-        room[left].append((first, last))
 
-    for length, count in zip(distinct, counts, strict=True):
+    for length, count in zip(distinct[wide:], counts[wide:], strict=True):
         while count:
             at = bisect_left(rooms, length)
             if at < len(rooms):
@@ -89,7 +100,9 @@ def _place(
 def ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Concatenation of arange(first, first + count)."""
     before = np.cumsum(counts) - counts
-    return np.repeat(firsts - before, counts) + np.arange(int(counts.sum()))
+    filled = np.repeat(firsts - before, counts)
+    filled += np.arange(len(filled))
+    return filled
 
 
 def gather_packs(

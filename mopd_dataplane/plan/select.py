@@ -63,31 +63,6 @@ def unusable(columns: Columns, settings: config.Plan, policy_version: int | None
     }
 
 
-def mixture_quota(
-    domains: NDArray[np.integer], domain_names: tuple[str, ...], mixture: dict[str, float]
-) -> NDArray[np.int64]:
-    """[len(domain_names)] how many to take of each domain: the most for which the shares equal the weights.
-
-    domains: [n] domain code of each sample (or group). Nothing is taken twice, so the domain that is scarcest relative
-    to its weight decides. Raises InputError when the weights and the domains that have samples differ.
-    """
-    counts = np.bincount(domains, minlength=len(domain_names))
-    present = {name for name, count in zip(domain_names, counts, strict=True) if count}
-    wanted = {name for name, weight in mixture.items() if weight > 0}
-    if min(mixture.values()) < 0 or not wanted or not wanted <= present or not present <= set(mixture):
-        raise InputError(
-            f"plan.mixture weighs {mixture}, but the selected samples are of domains {sorted(present)}; "
-            "give every one of them a weight (0 leaves a domain out) and weigh no domain without samples"
-        )
-    weights = np.array([mixture.get(name, 0.0) for name in domain_names])
-    weights = weights / weights.sum()
-    scale = (counts[weights > 0] / weights[weights > 0]).min()
-    quota: NDArray[np.int64] = np.minimum(np.floor(weights * scale + 1e-9).astype(np.int64), counts)
-    if not quota[weights > 0].all():
-        raise InputError(f"plan.mixture {mixture} leaves a weighed domain without a sample; counts {counts.tolist()}")
-    return quota
-
-
 def _leave_out(
     reason: str,
     hit: NDArray[np.bool_],

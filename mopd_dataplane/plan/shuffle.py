@@ -27,41 +27,50 @@ def permutation(n: int, key: int) -> NDArray[np.int64]:
 
     64 - log2(n) random bits rank the elements; a tie (40 bits at 10 M: some 45 pairs) falls back to index order.
     """
-    bits = np.uint64(max(n, 1).bit_length())
-    words = np.random.Philox(key=key).random_raw(n) if n else np.empty(0, dtype=np.uint64)
-    words = (words >> bits) << bits
-    words |= np.arange(n, dtype=np.uint64)
-    words.sort()
-    words &= (np.uint64(1) << bits) - np.uint64(1)
-    return words.view(np.int64)
+    return _sorted_index(_ranks(n, key))
+
+
+def permutation_in_strata(strata: NDArray[np.integer], key: int) -> tuple[NDArray[np.integer], list[NDArray[np.int64]]]:
+    """(codes, members of each code in the order of permutation(n, key)), without drawing up the whole permutation.
+
+    strata: [n] code of each element. A stratum's words fit a cache when all of them do not.
+    """
+    ranks = _ranks(len(strata), key)
+    codes, counts = np.unique(strata, return_counts=True)
+    by_stratum = np.argsort(strata, kind="stable")
+    members = []
+    for last, count in zip(np.cumsum(counts).tolist(), counts.tolist(), strict=True):
+        inside = by_stratum[last - count : last]
+        words = ranks[inside]
+        members.append(inside[_sorted_index(words)])
+    return codes, members
 
 
 def stable_order(codes: NDArray[np.integer]) -> NDArray[np.int64]:
     """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values."""
     n = len(codes)
-    bits = np.uint64(max(n, 1).bit_length())
-    words = codes.astype(np.uint64)
-    if n and int(words.max()).bit_length() + int(bits) > 64:
+    small = codes.dtype.itemsize <= 2  # numpy has a radix sort for these, faster still
+    if small or (n and int(codes.max()).bit_length() + n.bit_length() > 64):
         return np.argsort(codes, kind="stable")
-    words <<= bits
-    words |= np.arange(n, dtype=np.uint64)
+    words = codes.astype(np.uint64)
+    words <<= np.uint64(n.bit_length())
+    return _sorted_index(words)
+
+
+def _ranks(n: int, key: int) -> NDArray[np.uint64]:
+    """[n] random words whose low bits are free for an index below n."""
+    words = np.random.Philox(key=key).random_raw(n) if n else np.empty(0, dtype=np.uint64)
+    words &= ~_index_bits(n)
+    return words
+
+
+def _index_bits(n: int) -> np.uint64:
+    return np.uint64((1 << max(n, 1).bit_length()) - 1)
+
+
+def _sorted_index(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Sort words whose low index bits are free, in place: the places they had before."""
+    words |= np.arange(len(words), dtype=np.uint64)
     words.sort()
-    words &= (np.uint64(1) << bits) - np.uint64(1)
+    words &= _index_bits(len(words))
     return words.view(np.int64)
-
-
-def interleave(strata: NDArray[np.integer], order: NDArray[np.int64], key: int) -> NDArray[np.int64]:
-    """Reorder `order` so that every stretch of it holds each stratum in proportion, within one element.
-
-    strata: [n] code of each element; order: [n] a permutation, kept inside each stratum.
-    The i-th of the n_d elements of stratum d goes to place (i + u_d) / n_d, with one random offset u_d per stratum.
-    """
-    codes = strata[order]
-    by_stratum = stable_order(codes)
-    counts = np.bincount(codes)
-    firsts = np.concatenate(([0], np.cumsum(counts)[:-1]))
-    sorted_codes = codes[by_stratum]
-    ordinal = np.arange(len(order)) - firsts[sorted_codes]
-    offsets = (np.random.Philox(key=key).random_raw(len(counts)) >> np.uint64(11)) * 2.0**-53
-    place = (ordinal + offsets[sorted_codes]) / counts[sorted_codes]
-    return order[by_stratum[np.argsort(place, kind="stable")]]

@@ -28,4 +28,5 @@ def stage_samples(
     if generation is not None:
         mask = pc.and_(mask, pc.equal(table["generation"], generation))
     rows = np.flatnonzero(mask.to_numpy()).astype(np.int64)
-    return rows, table.select(list(columns)).take(rows)
+    asked = table.select(list(columns))
+    return rows, asked if len(rows) == table.num_rows else asked.take(rows)

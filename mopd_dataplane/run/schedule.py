@@ -7,7 +7,7 @@ import pyarrow.compute as pc
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, columns_from_tables
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
@@ -59,7 +59,8 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
 def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> Columns:
     """What the planner sees of a stage's samples."""
     objective = run.job.objective(stage)
-    rows, samples = stage_samples(run.store, stage, generation, SAMPLE_COLUMNS, snapshot)
+    columns = (*SAMPLE_COLUMNS, GROUP_COLUMN) if stage.rollout.group_size > 1 else SAMPLE_COLUMNS
+    rows, samples = stage_samples(run.store, stage, generation, columns, snapshot)
     if not len(rows) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(rows):

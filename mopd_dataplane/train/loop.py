@@ -88,7 +88,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        sums = self._gradients(batch, window)
+        sums = self._gradients(batch, window, step)
         norm = self._clip()
         totals = sums.over_ranks(self.ranks)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
@@ -114,12 +114,17 @@ class Trainer:
             staleness_max=int(totals["stalest"]),
             step_time_s=time.perf_counter() - started + waited_s,
             data_wait_s=sums.waited_s + waited_s,
-            extra=sums.extra(totals),
+            extra=sums.extra(totals) | self._teacher_weights(step),
         )
         return metrics
 
-    def _gradients(self, batch: LoadedBatch, window: Window) -> _StepSums:
-        totals = Totals(batch.loss_tokens, batch.sequences)
+    def _teacher_weights(self, step: int) -> dict[str, float]:
+        """Weights of the objective's teachers at this step; empty when all weigh the same."""
+        weighed = self.objective.objective.teacher_weights
+        return {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
+
+    def _gradients(self, batch: LoadedBatch, window: Window, step: int) -> _StepSums:
+        totals = Totals(batch.loss_tokens, batch.sequences, step)
         sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
         teachers = batch.teachers
         groups = group_packs(teachers, self.settings.micro_batch_packs)

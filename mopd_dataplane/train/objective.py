@@ -22,7 +22,7 @@ from mopd_kernels import decode, divergence, fused_policy_loss, token_logprob, t
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm, weight_at
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
@@ -37,6 +37,8 @@ class Totals:
 
     loss_tokens: int
     sequences: int
+    step: int = 0
+    """Step of the stage, where scheduled weights stand."""
 
 
 @dataclass
@@ -137,11 +139,15 @@ class ObjectiveLoss:
 
     def _weights(self, normaliser: Normaliser, batch: MicroBatch, totals: Totals) -> Tensor:
         """[M] f32: n_t times the teacher's weight."""
-        weight = self.objective.teacher_weights.get(batch.teacher, 1.0)
+        weight = self.teacher_weight(batch.teacher, totals.step)
         if normaliser == "sequence":
             return weight / (batch.loss_counts[batch.sequence].float() * totals.sequences)
         scale = weight / totals.loss_tokens if normaliser == "token" else weight
         return torch.full((len(batch.targets),), scale, device=batch.targets.device)
+
+    def teacher_weight(self, teacher: str, step: int) -> float:
+        """u of a teacher's tokens at a step of the stage."""
+        return float(weight_at(self.objective.teacher_weights.get(teacher, 1.0), step))
 
     def _policy(
         self,

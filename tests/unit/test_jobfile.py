@@ -107,6 +107,23 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         ('name = "student"', 'name = "base"', ["two stages share a name"]),
         ("policy_gradient = {}", "", ["objectives.sampled", "policy_gradient, divergence, cross_entropy"]),
         ("plan = { batch_samples = 4 }\ntrain", "train", ["stages.student.plan"]),
+        ('"sampled"\nplan = {', '"sampled"\nplan = { mixture = { sums = 1 },', ["domain 'words' has no weight"]),
+        (
+            '"sampled"\nplan = {',
+            '"sampled"\nplan = { mixture = { sums = 1, words = [[0, 1], [9, 2]], wrds = 1 },',
+            ["no domain 'wrds'", "did you mean 'words'"],
+        ),
+        (
+            '"sampled"\nplan = {',
+            '"sampled"\nplan = { mixture = { sums = [[9, 1], [3, 2]], words = 1 },',
+            ["rising steps"],
+        ),
+        ("policy_gradient = {}", "policy_gradient = {}\nteacher_weights = { sumer = 2 }", ["did you mean 'summer'"]),
+        (
+            '"sampled"\nplan = {',
+            '"sampled"\nrollout = { group_size = 4 }\nplan = { strict_batches = false,',
+            ["group_size = 4", "strict_batches = true"],
+        ),
         ("batch_samples = 4", "batch_samples = 4, batch_tokens = 9", ["exactly one of batch_samples, batch_tokens"]),
     ],
 )

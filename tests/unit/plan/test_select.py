@@ -10,10 +10,8 @@ import pytest
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
-from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.plan.select import mixture_quota, select
-from mopd_dataplane.records import Snapshot
+from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.select import select
 
 RULE = config.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
 
@@ -93,34 +91,6 @@ def test_columns_of_unequal_length_are_refused():
         replace(columns_of(3), total_len=np.ones(2, dtype=np.int32))
 
 
-def test_mixture_takes_the_most_that_keeps_the_shares():
-    domains = np.repeat([0, 1, 2], [100, 30, 50])
-    assert mixture_quota(domains, ("a", "b", "c"), {"a": 2, "b": 1, "c": 0}).tolist() == [60, 30, 0]
-
-
-@pytest.mark.parametrize("mixture", [{"a": 1}, {"a": 1, "b": 1, "x": 1}, {"a": -1, "b": 2}, {"a": 0, "b": 0}])
-def test_a_mixture_that_does_not_cover_the_domains_is_refused(mixture):
-    with pytest.raises(InputError, match=r"plan\.mixture weighs"):
-        mixture_quota(np.array([0, 0, 1]), ("a", "b"), mixture)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_every_batch_honours_the_mixture(strict):
-    n = 3000
-    domains = np.repeat([0, 1], [2400, 600]).astype(np.int16)
-    columns = replace(columns_of(n), domains=domains, teachers=domains, domain_names=("a", "b"))
-    rule = config.Plan(
-        pack_tokens=100, batch_samples=100, strict_batches=strict, mixture={"a": 1, "b": 1}, drop_last=True
-    )
-    plan = build_window(
-        columns, rule, seed=0, stage="s", window=0, snapshot=Snapshot(uri="", versions={}), teachers=["t0", "t1"]
-    )
-    assert plan.stats["dropped_mixture"] == 1800
-    for first, last in zip(plan.step_starts[:-1], plan.step_starts[1:], strict=True):
-        rows = plan.sample_rows[plan.pack_starts[first] : plan.pack_starts[last]]
-        assert abs(int((domains[rows] == 0).sum()) - len(rows) / 2) <= (2 if strict else 20)
-
-
 def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
     samples = pa.table(
         {
@@ -149,7 +119,7 @@ def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
 
 def test_columns_from_tables():
     samples, scores, rewards = tables(6)
-    assert set(SAMPLE_COLUMNS) == set(samples.column_names)
+    assert {*SAMPLE_COLUMNS, GROUP_COLUMN} == set(samples.column_names)
     columns = columns_from_tables(
         samples,
         np.arange(100, 106),

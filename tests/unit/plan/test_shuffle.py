@@ -1,4 +1,4 @@
-"""Permutations are fixed for ever, uniform, and stratified ones hold their proportions."""
+"""Permutations are fixed for ever, uniform, and the same drawn whole or by stratum."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.plan.shuffle import interleave, permutation, philox_key, stable_order
+from mopd_dataplane.plan.shuffle import permutation, permutation_in_strata, philox_key, stable_order
 
 
 def test_the_permutation_of_a_seed_is_fixed_for_ever():
@@ -42,15 +42,11 @@ def test_stable_order_of_codes_too_large_to_carry_an_index():
 
 
 @settings(max_examples=60, deadline=None)
-@given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=5), seed=st.integers(0, 99))
-def test_interleave_keeps_every_prefix_in_proportion(counts, seed):
-    strata = np.repeat(np.arange(len(counts)), counts)
+@given(codes=st.lists(st.integers(-1, 4), min_size=1, max_size=80), seed=st.integers(0, 99))
+def test_the_permutation_in_strata_is_the_permutation_of_all(codes, seed):
+    strata = np.array(codes, dtype=np.int16)
     order = permutation(len(strata), seed)
-    mixed = interleave(strata, order, seed + 1)
-    assert np.array_equal(np.sort(mixed), np.arange(len(strata)))
-    for stratum, count in enumerate(counts):
-        seen = np.cumsum(strata[mixed] == stratum)
-        expected = np.arange(1, len(strata) + 1) * count / len(strata)
-        assert np.abs(seen - expected).max() <= len(counts) + 1
-        inside = mixed[strata[mixed] == stratum]
-        assert np.array_equal(inside, order[strata[order] == stratum]), "the order inside a stratum is the shuffle's"
+    names, members = permutation_in_strata(strata, seed)
+    assert names.tolist() == sorted(set(codes))
+    for name, part in zip(names, members, strict=True):
+        assert part.tolist() == order[strata[order] == name].tolist()

@@ -105,6 +105,19 @@ def test_micro_batches_and_layout_never_change_loss_or_gradient(
             torch.testing.assert_close(found[parameter], gradient, atol=2e-6, rtol=1e-4)
 
 
+def test_a_step_reports_the_teacher_weights_it_used(
+    policy: Path, packs: list[Pack], batch: Callable[..., Any], heads: dict[str, HeadFile]
+) -> None:
+    objective = Objective(divergence=DivergenceTerm(), teacher_weights={"code": ((0, 1.0), (10, 2.0))})
+    metrics, scheduled, _ = take_step(policy, batch(packs), objective, heads, step=5)
+    assert metrics.extra["teacher/code/weight"] == 1.5
+    fixed = Objective(divergence=DivergenceTerm(), teacher_weights={"code": 1.5})
+    same, gradients, _ = take_step(policy, batch(packs), fixed, heads, step=5)
+    assert metrics.loss == same.loss
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(scheduled[name], gradient)
+
+
 def test_two_halves_of_a_global_step_sum_to_the_whole(
     policy: Path, packs: list[Pack], batch: Callable[..., Any], heads: dict[str, HeadFile]
 ) -> None:

@@ -245,6 +245,14 @@ def test_cross_entropy_under_each_normaliser(case: Case, normaliser: Any) -> Non
     case.same(case.loss(objective), 1.5 * -(case.logprob * share).sum())
 
 
+def test_a_teachers_weight_follows_its_schedule(case: Case) -> None:
+    scheduled = Objective(cross_entropy=CrossEntropyTerm(), teacher_weights={"math": ((10, 1.0), (20, 3.0))})
+    for step, weight in ((0, 1.0), (15, 2.0), (99, 3.0)):
+        plain = case.loss(Objective(cross_entropy=CrossEntropyTerm()))
+        case.totals = dataclasses.replace(case.totals, step=step)
+        case.same(case.loss(scheduled), weight * plain)
+
+
 def test_terms_add_up_with_their_weights(case: Case) -> None:
     pg, ce = PolicyGradientTerm(weight=0.3), CrossEntropyTerm(weight=2.0)
     parts = case.loss(Objective(policy_gradient=pg)) + case.loss(Objective(cross_entropy=ce))

@@ -1,0 +1,159 @@
+"""Domain weights over steps: how many samples of each domain an epoch takes, and at which step each is due.
+
+Nothing is taken twice. The weights of every step say how many units (samples, or whole groups) of each domain that
+step uses; their running sum is the demand. The epoch ends when the first domain is used up. The i-th unit of a domain
+is due at the step where the demand for the domain passes i plus one random offset below 1, so that every stretch of
+the epoch holds each domain as its weights say, within one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.config import Weight, weight_at
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.plan.shuffle import stable_order
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What an epoch takes of each domain, and when.
+
+    Example: weights 2 : 1, 60 and 50 samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up.
+    """
+
+    quota: NDArray[np.int64]
+    """[domains] units the epoch takes."""
+    demand: NDArray[np.float64]
+    """[steps + 1, domains] units used before each step; the last row is the end of the epoch."""
+
+    def due(self, domain: int, share: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[n] step, fraction included, at which each share (0 to 1) of the domain's quota is used up."""
+        used = self.demand[:, domain]
+        return np.asarray(np.interp(share * used[-1], used, np.arange(len(used), dtype=np.float64)))
+
+
+def weights_of_steps(
+    weights: Mapping[str, Weight], names: Sequence[str], first_step: int, steps: int
+) -> NDArray[np.float64]:
+    """[steps, names] weight of each name at each step, summing to 1 in a step; a name without a weight has 0.
+
+    Raises InputError for a step at which all are 0.
+    """
+    at = [weight_at(weights.get(name, 0.0), np.arange(first_step, first_step + steps)) for name in names]
+    table = np.stack(at, axis=1)
+    empty = np.flatnonzero(table.sum(axis=1) <= 0)
+    if len(empty):
+        raise InputError(
+            f"plan.mixture {dict(weights)} gives every domain weight 0 at step {first_step + int(empty[0])}"
+        )
+    return np.asarray(table / table.sum(axis=1, keepdims=True))
+
+
+def plan_mixture(
+    domains: NDArray[np.integer],
+    tokens: NDArray[np.integer],
+    domain_names: Sequence[str],
+    weights: Mapping[str, Weight],
+    *,
+    first_step: int = 0,
+    step_units: float = 0.0,
+    step_tokens: float = 0.0,
+) -> Mixture:
+    """The most that an epoch can take with the asked shares in every step.
+
+    domains, tokens: [n] of each unit. A step uses `step_units` units, or `step_tokens` tokens (of which a unit of a
+    domain has as many as the mean of its units). first_step: step of the stage that the epoch begins with.
+    Raises InputError when the weights and the domains that have samples differ.
+    """
+    counts = np.bincount(domains, minlength=len(domain_names))
+    _check(counts, domain_names, weights)
+    mean_tokens = np.bincount(domains, weights=tokens, minlength=len(domain_names)) / np.maximum(counts, 1)
+    needed = len(domains) / step_units if step_units else float(tokens.sum()) / step_tokens
+    share = weights_of_steps(weights, domain_names, first_step, int(needed) + 2)
+    units = step_units if step_units else step_tokens / (share @ mean_tokens)[:, None]
+    demand = np.concatenate([np.zeros((1, len(counts))), np.cumsum(share * units, axis=0)])
+    end = min(_when(demand[:, d], counts[d]) for d in range(len(counts)) if demand[-1, d] > 0)
+    whole = demand[: int(np.ceil(end))]
+    last = np.array([np.interp(end, np.arange(len(demand)), demand[:, d]) for d in range(len(counts))])
+    quota: NDArray[np.int64] = np.minimum(np.floor(last + 1e-6).astype(np.int64), counts)
+    if not quota[last > 0].all():
+        raise InputError(f"plan.mixture {dict(weights)} leaves a weighed domain without a sample; counts {counts}")
+    return Mixture(quota, np.concatenate([whole, last[None]]))
+
+
+def thin_and_order(
+    mixture: Mixture, domains: NDArray[np.integer], order: NDArray[np.int64], key: int
+) -> NDArray[np.int64]:
+    """The first `quota` units of each domain in `order`, arranged by the step at which they are due."""
+    kept = []
+    for domain, quota in enumerate(mixture.quota.tolist()):
+        kept.append(order[np.flatnonzero(domains[order] == domain)[:quota]])
+    return order_by_due(mixture, np.arange(len(kept)), kept, key)
+
+
+def order_by_due(
+    mixture: Mixture, domains: Sequence[int] | NDArray[np.integer], strata: Sequence[NDArray[np.int64]], key: int
+) -> NDArray[np.int64]:
+    """Elements of every stratum, in their order, spread over the steps as the domain of the stratum is.
+
+    domains: domain of each stratum. One random offset per stratum, from `key`, decides where between two places.
+    """
+    offsets = (np.random.Philox(key=key).random_raw(max(len(strata), 1)) >> np.uint64(11)) * 2.0**-53
+    due = [
+        mixture.due(int(domain), (np.arange(len(stratum)) + offset) / max(len(stratum), 1))
+        for domain, stratum, offset in zip(domains, strata, offsets, strict=True)
+    ]
+    return np.concatenate(strata)[np.argsort(np.concatenate(due), kind="stable")]
+
+
+def take_mixed(
+    domains: NDArray[np.integer],
+    domain_names: Sequence[str],
+    weights: Mapping[str, Weight],
+    step: int,
+    offsets: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """[m] places of units in the order in which a growing store uses them, as far as every domain reaches.
+
+    domains: [n] of the units that are ready, in admission order. Unit i of a domain of weight w comes at
+    (i + offset) / w; the list ends where the first domain runs out, so that more units never change what came before.
+    offsets: [domains] in [0, 1), new for every window, so that small weights get their share in expectation.
+    """
+    share = weights_of_steps(weights, domain_names, step, 1)[0]
+    counts = np.bincount(domains, minlength=len(share))
+    wanted = share > 0
+    horizon = float(((counts + offsets)[wanted] / share[wanted]).min())
+    by_domain = stable_order(domains)
+    codes = domains[by_domain]
+    ordinal = np.arange(len(codes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        due = np.where(wanted[codes], (ordinal + offsets[codes]) / share[codes], np.inf)
+    in_turn = np.argsort(due, kind="stable")
+    return by_domain[in_turn[: int(np.searchsorted(due[in_turn], horizon))]]
+
+
+def _when(used: NDArray[np.float64], count: int) -> float:
+    """Step, fraction included, at which the demand reaches `count`; beyond the last one when it never does."""
+    if used[-1] <= count:
+        return float(len(used) - 1)
+    after = int(np.searchsorted(used, count, side="right"))
+    return after - 1 + float((count - used[after - 1]) / (used[after] - used[after - 1]))
+
+
+def _check(counts: NDArray[np.int64], domain_names: Sequence[str], weights: Mapping[str, Weight]) -> None:
+    present = {name for name, count in zip(domain_names, counts.tolist(), strict=True) if count}
+    wanted = {name for name, weight in weights.items() if np.max(weight_at(weight, _points(weight))) > 0}
+    if not wanted or not wanted <= present or not present <= set(weights):
+        raise InputError(
+            f"plan.mixture weighs {dict(weights)}, but the selected samples are of domains {sorted(present)}; "
+            "give every one of them a weight (0 leaves a domain out) and weigh no domain without samples"
+        )
+
+
+def _points(weight: Weight) -> NDArray[np.int64]:
+    return np.array([0] if isinstance(weight, int | float) else [step for step, _ in weight])
