@@ -1,8 +1,7 @@
-"""What a stage works on: its prompts, iteration by iteration, and reference answers as samples."""
+"""What a job works on: the prompts of its domains, and reference answers as samples."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,26 +36,6 @@ def ensure_prompts(job: Job, store: Store) -> None:
                 f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
                 f"{domain.train} train + {domain.eval} eval; prompts are fixed once a store exists: use another store"
             )
-
-
-def iteration_prompts(prompts: Sequence[Prompt], *, count: int, generation: int, seed: int, stage: str) -> list[Prompt]:
-    """Prompts of one iteration: consecutive slices of seeded permutations, a new permutation each time round.
-
-    A pure function of its arguments. count 0 takes every prompt, in a new order each iteration.
-    """
-    if not prompts:
-        raise PromptError(f"stage {stage!r}: no training prompts; check its domains")
-    total = len(prompts)
-    count = count or total
-    chosen: list[Prompt] = []
-    position = generation * count
-    while len(chosen) < count:
-        epoch, offset = divmod(position, total)
-        order = _permutation(total, f"{seed}/{stage}/{epoch}")
-        take = min(count - len(chosen), total - offset)
-        chosen.extend(prompts[i] for i in order[offset : offset + take])
-        position += take
-    return chosen
 
 
 def reference_samples(
@@ -98,12 +77,6 @@ def reference_samples(
             finish_reason="reference",
             tokenizer=digest,
         )
-
-
-def _permutation(total: int, name: str) -> list[int]:
-    key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "little")
-    order: list[int] = np.random.Generator(np.random.Philox(key=key)).permutation(total).tolist()
-    return order
 
 
 def store_reference(run: Run, stage: Stage) -> None:

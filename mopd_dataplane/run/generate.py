@@ -11,7 +11,7 @@ from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.data import iteration_prompts
+from mopd_dataplane.run.prompt_order import iteration_prompts
 from mopd_dataplane.run.rows import stage_samples
 
 WRITER = "engine-0"

@@ -1,0 +1,50 @@
+"""Which prompts an iteration samples: a pure function of the seed, so that a continued run asks the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import PromptError
+from mopd_dataplane.plan.shuffle import permutation, philox_key
+from mopd_dataplane.records import Prompt
+
+
+def iteration_prompts(prompts: Sequence[Prompt], *, count: int, generation: int, seed: int, stage: str) -> list[Prompt]:
+    """Prompts of one iteration, in admission order: consecutive slices of seeded permutations, one for each epoch.
+
+    Every prompt comes once an epoch, and never twice in one iteration: a sample's uid is its prompt, its place in the
+    group and its iteration. count 0 takes every prompt, in a new order each iteration.
+
+    Raises PromptError when there are fewer than `count`.
+    """
+    total = len(prompts)
+    count = count or total
+    if not total:
+        raise PromptError(f"stage {stage!r}: no training prompts; check its domains")
+    if count > total:
+        raise PromptError(
+            f"stage {stage!r}: rollout.prompts_per_iteration is {count}, its domains have {total} training prompts; "
+            "raise domains.*.train, or sample each prompt several times with rollout.group_size"
+        )
+    start = generation * count
+    first, last = start // total, (start + count - 1) // total
+    orders = _epoch_orders(total, count, last, seed, stage)[first:]
+    begin = start - first * total
+    return [prompts[i] for i in np.concatenate(orders)[begin : begin + count].tolist()]
+
+
+def _epoch_orders(total: int, count: int, last: int, seed: int, stage: str) -> list[NDArray[np.int64]]:
+    """Orders of epochs 0 to `last`. What an iteration took from the end of an epoch waits until its end in the next."""
+    orders = [permutation(total, philox_key(seed, "prompts", stage, 0))]
+    for epoch in range(1, last + 1):
+        order = permutation(total, philox_key(seed, "prompts", stage, epoch))
+        needed = -epoch * total % count  # by the iteration that began in the epoch before
+        if needed:
+            new = ~np.isin(order, orders[-1][total - (count - needed) :])
+            head = new & (np.cumsum(new) <= needed)
+            order = np.concatenate((order[head], order[~head]))
+        orders.append(order)
+    return orders

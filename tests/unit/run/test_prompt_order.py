@@ -1,0 +1,55 @@
+"""Prompts of every iteration: distinct inside it, each once an epoch, the same for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mopd_dataplane.errors import PromptError
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.prompt_order import iteration_prompts
+
+ORDER = [[3, 0, 6], [2, 1, 4], [5, 4, 3], [1, 5, 0], [2, 6, 1]]
+
+
+def prompts(total: int) -> list[Prompt]:
+    return [Prompt(prompt_id=str(i), domain="domain", text=f"question {i}") for i in range(total)]
+
+
+def asked(total: int, count: int, generation: int, seed: int = 0) -> list[int]:
+    chosen = iteration_prompts(prompts(total), count=count, generation=generation, seed=seed, stage="student")
+    return [int(prompt.prompt_id) for prompt in chosen]
+
+
+@given(total=st.integers(1, 40), share=st.floats(0.01, 1), iterations=st.integers(1, 12), seed=st.integers(0, 9))
+def test_distinct_in_an_iteration_and_once_an_epoch(total: int, share: float, iterations: int, seed: int) -> None:
+    count = max(1, int(share * total))
+    stream: list[int] = []
+    for generation in range(iterations):
+        chosen = asked(total, count, generation, seed)
+        assert len(set(chosen)) == len(chosen) == count
+        stream += chosen
+    for epoch in range(len(stream) // total):
+        assert sorted(stream[epoch * total : (epoch + 1) * total]) == list(range(total))
+    assert max(Counter(stream[len(stream) // total * total :]).values(), default=0) <= 1
+
+
+def test_all_of_them_in_a_new_order_each_iteration() -> None:
+    first, second = asked(20, 0, 0), asked(20, 0, 1)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_the_order_is_fixed_for_ever() -> None:
+    """Changing it would give a store that is continued by a newer version other samples than it began with."""
+    assert [asked(7, 3, generation) for generation in range(5)] == ORDER
+
+
+def test_too_few_prompts_are_refused_with_what_to_do() -> None:
+    with pytest.raises(PromptError, match=r"prompts_per_iteration is 9, its domains have 8 .* rollout\.group_size"):
+        asked(8, 9, 0)
+    with pytest.raises(PromptError, match="no training prompts"):
+        asked(0, 0, 0)
