@@ -108,6 +108,8 @@ class Sample:
     """How often the generation was interrupted and continued."""
     resume: str = "none"
     """One of RESUME_KINDS."""
+    abandoned: str = ""
+    """Why it was given up, when finish_reason is abandoned."""
     tokenizer: str
     """Tokenizer digest."""
 

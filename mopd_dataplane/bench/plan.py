@@ -1,117 +1,204 @@
-"""How long a plan takes, from metadata columns to a finished window, in a process of its own.
+"""How long a plan takes, from the metadata tables of a store on disk to a finished window, on one core.
 
-`measure(samples)` returns {samples, seconds, density, straggler_ratio, peak_rss_bytes, payload_bytes_read, …}. Nothing
-but metadata columns exists in the process, so the payload read is what the process read from disk in all.
+    make      a store whose `samples` has N rows of the usual columns, in commits of 250,000
+    measure   a fresh process, pinned to one core: open the store, read the columns, plan
+
+Files of payload tables that are opened meanwhile are watched for; their bytes count as payload read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from mopd_dataplane import config
+from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
-from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.records import Snapshot
+from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.store.bench import filled_samples
+from mopd_dataplane.store.dataset import Store
 
 CAP = 32_768
 PACKS_PER_STEP = 512
 RANKS = 64
-TEACHERS = 10
+TEACHERS = tuple(f"teacher-{number}" for number in range(10))
+WRITERS = 8
+DISORDER = 2_000
+"""How far samples are from the order of their admission: they are stored as they finish."""
+TIMEOUT_S = 3600.0
+FIGURES = ("samples", "seconds", "density", "straggler_ratio", "peak_rss_bytes", "payload_bytes_read")
+"""What scripts read; the rest explains them."""
 
 
-def measure(samples: int, *, strict: bool = False) -> dict[str, Any]:
-    """Plan `samples` samples (lognormal lengths, mean 4.3 k tokens) for 64 ranks and 10 teachers, in a fresh process.
+def measure(samples: int, *, strict: bool = False, window: int = 0, folder: Path | None = None) -> dict[str, Any]:
+    """Plan a store of `samples` samples (lognormal lengths, mean 4.3 k tokens) for 64 ranks and 10 teachers.
 
-    strict: draw each batch before packing instead of packing first.
+    strict: draw each batch before packing instead of packing first. window: samples planned at once; 0 takes all.
+    folder: where the store is made, and removed again. Returns FIGURES first, then the parts they are made of.
     """
-    command = [sys.executable, "-m", "mopd_dataplane.bench.plan", "--samples", str(samples)]
-    result = subprocess.run([*command, *(["--strict"] if strict else [])], capture_output=True, text=True, check=True)
-    found: dict[str, Any] = json.loads(result.stdout)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-plan-") as scratch:
+        _child("--make", scratch, samples)
+        options = ["--window", str(window or samples), *(["--strict"] if strict else [])]
+        found: dict[str, Any] = json.loads(_child("--measure", scratch, samples, *options))
     return found
 
 
-def synthetic_columns(samples: int) -> Columns:
-    """Planner columns of a store with that many samples, ready to train."""
+def _child(action: str, folder: str, samples: int, *options: str) -> str:
+    command = [sys.executable, "-m", "mopd_dataplane.bench.plan", action, folder, "--samples", str(samples), *options]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S)
+    return result.stdout
+
+
+def make_metadata(folder: Path, samples: int) -> Store:
+    """A store whose `samples` table has that many rows, in about the order in which they were admitted."""
+    store = Store.create(folder)
     lengths = lengths_of(samples, longest=CAP)
-    domains = (np.arange(samples) % TEACHERS).astype(np.int16)
-    zeros = np.zeros(samples, dtype=np.int32)
-    yes = np.ones(samples, dtype=bool)
-    return Columns(
-        sample_rows=np.arange(samples),
-        admission=np.arange(samples),
-        total_len=lengths,
-        loss_tokens=lengths - lengths // 4,
-        version_first=zeros,
-        version_last=zeros,
-        domains=domains,
-        groups=np.arange(samples),
-        teachers=domains,
-        has_signals=yes,
-        has_reward=yes,
-        abandoned=~yes,
-        domain_names=tuple(f"domain-{i}" for i in range(TEACHERS)),
-    )
+    admitted = np.argsort(np.arange(samples) + np.random.default_rng(1).integers(0, DISORDER, samples), kind="stable")
+
+    def columns(rows: slice) -> dict[str, Any]:
+        ordinals, tokens = admitted[rows], lengths[rows]
+        return {
+            "domain": pa.array([f"domain-{number}" for number in range(len(TEACHERS))]).take(ordinals % len(TEACHERS)),
+            "writer": pa.array([f"engine-{number}" for number in range(WRITERS)]).take(ordinals % WRITERS),
+            "writer_seq": ordinals // WRITERS,
+            "total_len": tokens,
+            "prompt_len": tokens // 4,
+            "response_len": tokens - tokens // 4,
+            "loss_tokens": tokens - tokens // 4,
+        }
+
+    filled_samples(store, samples, columns)
+    return store
 
 
-def _measure_here(samples: int, strict: bool) -> dict[str, Any]:
-    columns = synthetic_columns(samples)
-    rule = config.Plan(
+@dataclass
+class _Parts:
+    """What the windows of one measurement add up to."""
+
+    read_s: float = 0.0
+    plan_s: float = 0.0
+    cpu_s: float = 0.0
+    tokens: float = 0.0
+    packs: int = 0
+    steps: int = 0
+    stragglers: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, plan: PlanWindow) -> None:
+        stats = plan.stats
+        self.tokens += stats["tokens"]
+        self.packs += int(stats["packs"])
+        self.steps += int(stats["steps"])
+        self.stragglers.append((stats["straggler_ratio"], int(stats["steps"])))
+
+
+def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict[str, Any]:
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    settings = config.Plan(
         pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict, ranks=RANKS, drop_last=True
     )
-    teachers = [f"teacher-{i}" for i in range(TEACHERS)]
-    read = _bytes_read()
-    wall, cpu = time.perf_counter(), time.process_time()
-    plan = build_window(
-        columns, rule, seed=0, stage="bench", window=0, snapshot=Snapshot(uri="bench", versions={}), teachers=teachers
-    )
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    parts = _Parts()
+    with opened_files(folder / "tokens") as payload:
+        wall, cpu = time.perf_counter(), time.process_time()
+        store = Store.open(folder)
+        snapshot = store.snapshot()
+        for number, first in enumerate(range(0, samples, window)):
+            started = time.perf_counter()
+            columns = _columns(store, snapshot, first, window)
+            parts.read_s += time.perf_counter() - started
+            started = time.perf_counter()
+            plan = build_window(
+                columns, settings, seed=0, stage="bench", window=number, snapshot=snapshot, teachers=list(TEACHERS)
+            )
+            parts.plan_s += time.perf_counter() - started
+            parts.add(plan)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    read_speed, copy_speed = _limits(folder)
     return {
         "samples": samples,
         "seconds": wall,
+        "density": parts.tokens / (parts.packs * CAP),
+        "straggler_ratio": float(np.average(*zip(*parts.stragglers, strict=True))),
+        "peak_rss_bytes": peak,
+        "payload_bytes_read": sum(path.stat().st_size for path in payload),
         "cpu_seconds": cpu,
-        "density": plan.stats["density"],
-        "straggler_ratio": plan.stats["straggler_ratio"],
-        "steps": plan.stats["steps"],
-        "packs": plan.stats["packs"],
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "payload_bytes_read": _bytes_read() - read,
-        "copy_bytes_per_s": _copy_speed(),
+        "of which reading metadata, s": parts.read_s,
+        "of which planning, s": parts.plan_s,
+        "windows": len(parts.stragglers),
+        "steps": parts.steps,
+        "packs": parts.packs,
+        "metadata_bytes": sum(path.stat().st_size for path in (folder / "samples" / "data").iterdir()),
+        "limit: read of the same files, bytes/s": read_speed,
+        "limit: copy in memory, bytes/s": copy_speed,
+        "limit: seconds to sort as many 64-bit words": _sort_seconds(min(window, samples)) * samples / window,
     }
 
 
-def _bytes_read() -> int:
-    """Bytes this process has read from files so far."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
+def _columns(store: Store, snapshot: Any, first: int, count: int) -> Columns:
+    """Planner columns of a stretch of `samples`."""
+    scan = store.dataset("samples", snapshot).scanner(columns=list(SAMPLE_COLUMNS), offset=first, limit=count)
+    samples = scan.to_table()
+    rows = np.arange(first, first + samples.num_rows)
+
+    def route(domain: str, effort: str) -> str:
+        return domain.replace("domain", "teacher")
+
+    return columns_from_tables(samples, rows, route=route, teachers=TEACHERS)
 
 
-def _copy_speed() -> float:
-    """The machine's limit for array work: bytes per second of one large copy."""
+def _limits(folder: Path) -> tuple[float, float]:
+    """Bytes per second of reading the metadata files once more, and of one large copy."""
+    files = list((folder / "samples" / "data").iterdir())
+    buffer = bytearray(8 << 20)
+    done, started = 0, time.perf_counter()
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                done += count
+    read = done / (time.perf_counter() - started)
     source = np.ones(1 << 27, dtype=np.uint8)
     target = np.empty_like(source)
     np.copyto(target, source)
     started = time.perf_counter()
     np.copyto(target, source)
-    return float(len(source) / (time.perf_counter() - started))
+    return read, float(len(source) / (time.perf_counter() - started))
+
+
+def _sort_seconds(count: int) -> float:
+    words = np.random.Philox(key=1).random_raw(count)
+    started = time.perf_counter()
+    words.sort()
+    return time.perf_counter() - started
 
 
 def main() -> None:
-    """Print one JSON object."""
+    """Make a store, or print one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.bench.plan", description=__doc__)
-    parser.add_argument("--samples", type=int, default=1_000_000)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--make", type=Path, metavar="FOLDER")
+    action.add_argument("--measure", type=Path, metavar="FOLDER")
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--strict", action="store_true")
     options = parser.parse_args()
-    print(json.dumps(_measure_here(options.samples, options.strict)))
+    if options.make:
+        make_metadata(options.make, options.samples)
+    else:
+        print(json.dumps(_measure_here(options.measure, options.samples, options.window, options.strict)))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,11 @@ from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.load.protocol import raise_error
 from mopd_dataplane.load.spec import LoadSpec
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again."""
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_ARENA_MAX": "1"}
+"""Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again, and threads'
+own arenas do so whatever the thresholds say."""
+KILLED_S = 30.0
+"""How long a process that was killed, or has said that it ends, may take to be gone."""
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class LoaderProcess:
             self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(KILLED_S)
         self.socket.unlink(missing_ok=True)
         return self.process.returncode
 
@@ -76,12 +79,12 @@ def start_server(
     line = process.stdout.readline() if ready else ""
     if not line:
         process.kill()
-        code = process.wait()
+        code = process.wait(KILLED_S)
         if ready:
             raise EngineError(f"the loader ended with exit code {code} before it was ready; see its messages above")
         raise DeadlineError(f"the loader was not ready after {deadline_s:g} s")
     message = json.loads(line)
     if "error" in message:
-        process.wait()
+        process.wait(KILLED_S)
         raise_error(message)
     return LoaderProcess(process, path)

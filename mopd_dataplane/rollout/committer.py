@@ -69,7 +69,7 @@ class Committer:
         """Handles of the batches committed since the last call. Raises what the commit raised."""
         batches = []
         while not self._done.empty():
-            batches.append(self._done.get())
+            batches.append(self._done.get_nowait())
         if not batches and self._failure is not None:
             raise self._failure
         return batches
@@ -114,19 +114,17 @@ class Committer:
 
     def _collect(self) -> tuple[list[Finished], bool]:
         """The next batch, and whether it is the last."""
-        item = self._waiting.get()
         batch: list[Finished] = []
         deadline = time.monotonic() + WINDOW_S
-        while item is not None:
-            batch.append(item)
-            left = deadline - time.monotonic()
-            if len(batch) == BATCH or left <= 0:
-                return batch, False
+        while len(batch) < BATCH and (left := deadline - time.monotonic()) > 0:
             try:
                 item = self._waiting.get(timeout=left)
             except queue.Empty:
-                return batch, False
-        return batch, True
+                break
+            if item is None:
+                return batch, True
+            batch.append(item)
+        return batch, False
 
     def _commit_batch(self, batch: list[Finished]) -> None:
         batch.sort(key=lambda finished: finished.handle)

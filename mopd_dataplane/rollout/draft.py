@@ -130,5 +130,6 @@ class Draft:
             finish_reason=self.finish_reason,
             interruptions=self.interruptions,
             resume=self.resume,
+            abandoned=self.abandoned,
             tokenizer=opening.tokenizer,
         )

@@ -1,4 +1,4 @@
-"""Which acknowledgement level a file system can keep its word on.
+"""The acknowledgement levels, and which of them a file system can keep its word on.
 
 logged      write() returned: survives the death of the process, not of the machine
 durable     fdatasync() returned: survives power loss, if the disk honours flushes
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Level = Literal["logged", "durable"]
+Level = Literal["logged", "durable", "committed"]
+"""How far something has been acknowledged; each level includes those before it."""
 
 SYNCING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs"})
 """Local file systems whose fsync reaches the disk. Everything else (tmpfs, overlay, NFS, FUSE, 9p …) keeps its data

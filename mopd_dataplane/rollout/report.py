@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mopd_dataplane.rollout.filesystem import Level
+
 
 @dataclass(kw_only=True)
 class RolloutReport:
@@ -11,12 +13,12 @@ class RolloutReport:
 
     stage: str
     generation: int
-    level: str = "durable"
-    """Best acknowledgement level the log could promise: durable, or logged."""
+    level: Level = "durable"
+    """Level the log could promise of every token, `durable` or `logged`; `samples` are `committed`."""
     filesystem: str = ""
     """Kind of the file system under the log."""
     samples: int = 0
-    """Committed by this call."""
+    """Acknowledged as `committed` by this call."""
     tokens: int = 0
     """Sampled by this call."""
     seconds: float = 0.0

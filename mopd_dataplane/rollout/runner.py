@@ -112,8 +112,8 @@ def run_rollout(
         log.close(forget=not ledger.drafts)
     if stop.asked:
         raise KeyboardInterrupt(
-            f"stopped: {report.samples} samples committed, {len(ledger.drafts)} unfinished ones are kept in the log; "
-            "run the same command to continue them"
+            f"stopped: {report.samples} samples committed, {len(ledger.drafts)} unfinished ones are kept in the log "
+            f"({report.level}); run the same command to continue them"
         )
     return report
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.files import fsync, publish_file
+
+_LAST_WORDS_S = 2.0
+"""How long the output of a killed command is waited for."""
 
 
 def serve(task: dict[str, Any]) -> dict[str, Any] | None:
@@ -55,15 +59,19 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
     environment = {"PATH": os.defpath, "HOME": task["workspace"], "LC_ALL": "C.UTF-8"}
     timed_out = False
     try:
-        done = subprocess.run(
-            task["argv"], cwd=task["workspace"], env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=task["timeout_s"],
+        command = subprocess.Popen(
+            task["argv"], cwd=task["workspace"], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        code, out, err = done.returncode, done.stdout, done.stderr
-    except subprocess.TimeoutExpired as late:
-        timed_out, code, out, err = True, -9, late.stdout or b"", late.stderr or b""
     except OSError as error:
         code, out, err = 127, b"", str(error).encode()
+    else:
+        try:
+            out, err = command.communicate(timeout=task["timeout_s"])
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            out, err = _end(command)
+        code = command.returncode
     return {
         "exit_code": code,
         "stdout": out[:limit].decode(errors="replace"),
@@ -71,6 +79,15 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
         "timed_out": timed_out,
         "truncated": max(len(out), len(err)) > limit,
     }
+
+
+def _end(command: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Kill a command and every process it started; what they had said."""
+    os.killpg(command.pid, signal.SIGKILL)
+    try:
+        return command.communicate(timeout=_LAST_WORDS_S)
+    except subprocess.TimeoutExpired as late:  # a process that left the group still holds the pipes
+        return late.stdout or b"", late.stderr or b""
 
 
 if __name__ == "__main__":

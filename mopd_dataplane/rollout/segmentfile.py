@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mopd_dataplane.errors import ResourceError
@@ -19,8 +20,8 @@ _SPACE_POLL_S = 0.2
 class SegmentFile:
     """Append-only file.
 
-    A full disk pauses `write` until there is space again, for at most `full_disk_wait_s`. A failed sync is final: after
-    it the kernel may call lost pages clean, so a second try would lie. Both raise ResourceError.
+    A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`. A failed sync is
+    final: after it the kernel may call lost pages clean, so a second try would lie. Both raise ResourceError.
     """
 
     def __init__(
@@ -33,10 +34,8 @@ class SegmentFile:
         self._full_disk_wait_s = full_disk_wait_s
         self._notice = notice
         staging = path.with_suffix(".tmp")
-        try:
-            self._descriptor = os.open(staging, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ResourceError(f"cannot start {path}: {error.strerror}; every logged token is kept") from error
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+        self._descriptor = self._with_space(lambda: os.open(staging, flags, 0o600))
         try:
             self._publish(header, staging)
         except BaseException:
@@ -57,10 +56,17 @@ class SegmentFile:
     def write(self, data: bytes) -> None:
         """Append all bytes, however many calls that takes."""
         rest = memoryview(data)
-        full_since: float | None = None
         while rest:
+            written = self._with_space(partial(os.write, self._descriptor, rest))
+            rest = rest[written:]
+            self.size += written
+
+    def _with_space(self, call: Callable[[], int]) -> int:
+        """What a system call returns, made again while the disk is full."""
+        full_since: float | None = None
+        while True:
             try:
-                written = os.write(self._descriptor, rest)
+                result = call()
             except OSError as error:
                 if error.errno not in _NO_SPACE:
                     raise ResourceError(
@@ -68,10 +74,9 @@ class SegmentFile:
                     ) from error
                 full_since = self._wait_for_space(full_since)
                 continue
-            rest = rest[written:]
-            self.size += written
-        if full_since is not None:
-            self._notice("the disk has space again: generation continues")
+            if full_since is not None:
+                self._notice("the disk has space again: generation continues")
+            return result
 
     def _wait_for_space(self, since: float | None) -> float:
         now = time.monotonic()

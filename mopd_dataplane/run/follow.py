@@ -15,6 +15,7 @@ import time
 
 import numpy as np
 
+from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
@@ -26,13 +27,36 @@ from mopd_dataplane.run.rows import Rows, stage_samples
 from mopd_dataplane.run.schedule import planner_columns
 
 POLL_S = 0.5
+PATIENCE_S = 7 * 86400.0
+"""How long one part waits for another in which nothing moves."""
+
+
+class Patience:
+    """The deadline of a wait for another process: it starts again whenever something has moved."""
+
+    def __init__(self, missing: str) -> None:
+        self._missing = missing
+        self.renew()
+
+    def renew(self) -> None:
+        """Something has moved."""
+        self._until = time.monotonic() + PATIENCE_S
+
+    def pause(self) -> None:
+        """Wait a moment. Raises DeadlineError when nothing has moved for PATIENCE_S."""
+        if time.monotonic() > self._until:
+            raise DeadlineError(
+                f"nothing to do for {PATIENCE_S / 3600:.0f} h: {self._missing} does not go on; start it, then run this "
+                "command again to continue"
+            )
+        time.sleep(POLL_S)
 
 
 def rollout_follow(run: Run, stage: Stage) -> int:
-    """Every iteration of a stage, each sampled by the newest policy there is when it begins. Returns samples stored."""
+    """Every iteration of a stage, sampled by the newest policy there is at any moment. Returns samples stored."""
     for generation in range(stage.iterations):
         _hold_back(run, stage)
-        rollout(run, stage, generation, version=run.policies.latest(stage))
+        rollout(run, stage, generation, follow=True)
     _record_end(run, stage, "rollout")
     return len(stage_samples(run.store, stage, None, ["run"])[0])
 
@@ -41,6 +65,7 @@ def score_follow(run: Run, stage: Stage) -> dict[str, float]:
     """Judge and verify samples as they become visible, until the rollouts have ended."""
     register_teachers(run, stage)
     counts = {"signals": 0.0, "rewards": 0.0}
+    patience = Patience(f"mopd rollout JOB --stage {stage.name} --follow")
     while True:
         last_round = _has_ended(run, stage, "rollout")
         signals = score(run, stage)["signals"]
@@ -49,8 +74,10 @@ def score_follow(run: Run, stage: Stage) -> dict[str, float]:
         if last_round:
             _record_end(run, stage, "score")
             return counts
-        if not signals and not rewards:
-            time.sleep(POLL_S)
+        if signals or rewards:
+            patience.renew()
+        else:
+            patience.pause()
 
 
 def train_follow(run: Run, stage: Stage) -> dict[str, float]:
@@ -59,6 +86,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     Returns how stale the trained samples were, in policy versions.
     """
     told = ""
+    patience = Patience(f"mopd score JOB --stage {stage.name} --follow")
     with Training(run, stage) as training:
         while True:
             window = run.policies.latest(stage)
@@ -67,11 +95,12 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
                 if plan != told:
                     run.progress.say(f"{stage.name:<16} wait     {plan}")
                     told = plan
-                time.sleep(POLL_S)
+                patience.pause()
             elif not len(plan.sample_rows):
                 break
             else:
                 training.train(plan)
+                patience.renew()
     steps = run.store.table("steps", ["stage", "staleness_mean", "staleness_max", "loss_tokens"]).to_pylist()
     mine = [step for step in steps if step["stage"] == stage.name]
     tokens = sum(step["loss_tokens"] for step in mine)
@@ -133,6 +162,7 @@ def _hold_back(run: Run, stage: Stage) -> None:
     """Wait until one more iteration fits the staleness bound; when less than a window is waiting, it always goes on."""
     window = stage.plan.batch_samples or stage.plan.batch_tokens
     told = False
+    patience = Patience(f"mopd train JOB --stage {stage.name} --follow")
     while stage.plan.max_staleness:
         rows, samples = stage_samples(run.store, stage, None, ["total_len"])
         weights = np.ones(len(rows)) if stage.plan.batch_samples else samples["total_len"].to_numpy()
@@ -144,7 +174,7 @@ def _hold_back(run: Run, stage: Stage) -> None:
             bound = stage.plan.max_staleness * window
             run.progress.say(f"{stage.name:<16} wait     {ahead:,} ahead of the trainer; the bound is {bound:,}")
             told = True
-        time.sleep(POLL_S)
+        patience.pause()
 
 
 def _record_end(run: Run, stage: Stage, what: str) -> None:

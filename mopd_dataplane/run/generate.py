@@ -13,21 +13,23 @@ from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.prompt_order import iteration_prompts
 from mopd_dataplane.run.rows import stage_samples
+from mopd_dataplane.store.dataset import Store
 
 WRITER = "engine-0"
 
 
-def rollout(run: Run, stage: Stage, generation: int, *, version: int | None = None) -> RolloutReport | None:
+def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) -> RolloutReport | None:
     """Sample one iteration of a stage, or finish it; None when every sample of it is in the store.
 
-    version: policy that samples; default: the version the iteration starts from.
+    The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
+    published in the middle.
     """
     prompts = generation_prompts(run, stage, generation)
     _, stored = stage_samples(run.store, stage, generation, ["uid"])
     already = set(stored["uid"].to_pylist())
     if len(already) == len(prompts) * stage.rollout.group_size:
         return None
-    version = generation if version is None else version
+    version = run.policies.latest(stage) if follow else generation
     with run.progress.step(stage.name, "rollout", total=len(prompts) * stage.rollout.group_size, unit="samples") as (
         advance,
         report,
@@ -41,7 +43,12 @@ def rollout(run: Run, stage: Stage, generation: int, *, version: int | None = No
         )
 
         def commit(samples: list[Sample]) -> object:
+            record_abandoned(run.store, samples)
             return run.store.commit_samples(samples, writer=WRITER)
+
+        def newest() -> tuple[int, Path]:
+            latest = run.policies.latest(stage)
+            return latest, sampling_policy(run, stage, latest)
 
         def as_the_student_reads_it(prompt: Prompt) -> list[int]:
             return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
@@ -67,6 +74,7 @@ def rollout(run: Run, stage: Stage, generation: int, *, version: int | None = No
                 already=already,
                 progress=show,
                 policies=lambda wanted: sampling_policy(run, stage, wanted),
+                published=newest if follow and stage.rollout.policy == "self" else None,
                 writer=WRITER,
             )
         finally:
@@ -106,6 +114,14 @@ def sampling_policy(run: Run, stage: Stage, version: int) -> Path:
     return run.policies.teacher(stage.rollout.policy, stage)
 
 
+def record_abandoned(store: Store, samples: list[Sample]) -> None:
+    """Record each sample that was given up, and why; before it is committed, so that none goes unrecorded."""
+    for sample in samples:
+        if sample.abandoned:
+            name, detail = f"abandon/{sample.uid}", {"reason": sample.abandoned, "uid": sample.uid}
+            store.add_event(name, sample.run, "abandon", sample.generation, float(sample.response_len), detail)
+
+
 def _facts(done: RolloutReport) -> dict[str, str]:
     facts = {
         "samples": f"{done.samples:,}",
@@ -115,4 +131,6 @@ def _facts(done: RolloutReport) -> dict[str, str]:
     }
     if done.resumed:
         facts["resumed"] = f"{done.resumed} ({done.exact} exact)"
+    if done.weight_changes:
+        facts["newer policies"] = f"{done.weight_changes}"
     return facts

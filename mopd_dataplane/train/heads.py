@@ -10,9 +10,12 @@ import torch
 from mopd_kernels.heads import Head
 from safetensors import SafetensorError, safe_open
 
-from mopd_dataplane.errors import DamagedError, UnknownNameError, nearest
+from mopd_dataplane.errors import DamagedError, DeadlineError, UnknownNameError, nearest
 from mopd_dataplane.models import file_digest
 from mopd_dataplane.train.spec import HeadFile
+
+READ_S = 600.0
+"""Longest wait for a head file."""
 
 
 class TeacherHeads:
@@ -32,14 +35,17 @@ class TeacherHeads:
         """Times a head became resident."""
 
     def get(self, teacher: str) -> Head:
-        """The head of a teacher, frozen, on the device. Raises UnknownNameError, DamagedError."""
+        """The head of a teacher, frozen, on the device. Raises UnknownNameError, DamagedError, DeadlineError."""
         if self._resident is not None and self._resident[0] == teacher:
             return self._resident[1]
         self._resident = None
         if self._ahead is None or self._ahead[0] != teacher:
             self.prefetch(teacher)
         assert self._ahead is not None
-        head = _on_device(self._ahead[1].result(), self._device)
+        try:
+            head = _on_device(self._ahead[1].result(timeout=READ_S), self._device)
+        except TimeoutError:
+            raise DeadlineError(f"the head of teacher {teacher!r} was not read in {READ_S:.0f} s") from None
         self._resident, self._ahead = (teacher, head), None
         self.switches += 1
         return head

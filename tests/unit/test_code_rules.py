@@ -16,6 +16,9 @@ NEIGHBOURS_ALLOWED = {("load", "store"), ("load", "plan"), ("query", "store"), (
 Store.sql answers through query. No other stage knows another; a process's __main__ puts its parts together."""
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
+WAITS = {"wait": 0, "join": 0, "result": 0, "communicate": 0, "acquire": 0, "get": 0, "wait_for": 1}
+"""Methods that wait for ever unless they are given more arguments than this."""
+RUNS = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 
 
@@ -43,6 +46,17 @@ def type_only_lines(tree: ast.Module) -> set[int]:
     return {line for block in blocks for line in range(block.lineno, (block.end_lineno or block.lineno) + 1)}
 
 
+def waits_for_ever(call: ast.Call, name: str) -> bool:
+    """Whether a call can hang: a peer may die, be stopped or never have started."""
+    named = {keyword.arg for keyword in call.keywords}
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    if method in WAITS:
+        return len(call.args) == WAITS[method] and not named & {"timeout", "blocking"}
+    if name == "fcntl.flock":
+        return not any(flag in ast.unparse(call) for flag in ("LOCK_NB", "LOCK_UN"))
+    return (name in RUNS and "timeout" not in named) or ast.unparse(call).endswith("settimeout(None)")
+
+
 def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
     """Every breach in one file, as `line: what`."""
     stage = file.relative_to(ROOT).parts[1]
@@ -64,6 +78,8 @@ def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
             name = ast.unparse(node.func)
             if name in UNSAFE_CALLS:
                 yield f"{node.lineno}: calls {name}"
+            if waits_for_ever(node, name):
+                yield f"{node.lineno}: {name} waits without a deadline"
             for keyword in node.keywords:
                 is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
                 if keyword.arg in UNSAFE_ARGUMENTS and not is_off:
@@ -93,6 +109,10 @@ def test_file_keeps_the_rules(file: Path) -> None:
         ("torch.load(path)", "calls torch.load"),
         ("run('ls', shell=True)", "passes shell="),
         ("socket.socket(socket.AF_INET)", "opens a network socket"),
+        ("process.wait()", "process.wait waits without a deadline"),
+        ("condition.wait_for(ready)", "condition.wait_for waits without a deadline"),
+        ("subprocess.run(command, check=True)", "subprocess.run waits without a deadline"),
+        ("fcntl.flock(lock, fcntl.LOCK_EX)", "fcntl.flock waits without a deadline"),
         ("try:\n    pass\nexcept:\n    pass", "catches everything"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,10 @@ def test_what_a_command_does_is_a_result(tmp_path: Path) -> None:
     assert run("b", "no-such-program").exit_code == 127
     late = run("c", "sleep", "5", timeout_s=0.2)
     assert late.timed_out
+    began = time.monotonic()
+    late = run("f", "sh", "-c", "echo said; sleep 40 & sleep 40", timeout_s=0.5)
+    assert (late.timed_out, late.stdout) == (True, "said\n")
+    assert time.monotonic() - began < 30, "a process that the command started does not hold the result back"
     big = run("d", sys.executable, "-c", f"print('x' * {OUTPUT_BYTES + 9})")
     assert (len(big.stdout), big.truncated) == (OUTPUT_BYTES, True)
     assert "SECRET" not in run("e", "env").stdout

@@ -396,6 +396,43 @@ def test_levels_follow_the_file_system(tmpfs: Path, tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_record_has_the_level_it_has_reached(tmp_path: Path) -> None:
+    if mount_of(tmp_path).level != "durable":
+        pytest.skip(f"{mount_of(tmp_path).kind} cannot promise durable")
+    log, _ = begun(tmp_path / "log", config.Wal(group_commit_ms=60_000))
+    lsn = log.append(messages.Sync())
+    assert log.level_of(lsn) == "logged"
+    log.wait_durable(lsn)
+    assert log.level_of(lsn) == "durable"
+    log.close()
+    log, _ = begun(tmp_path / "kernel", config.Wal(durability="process"))
+    log.wait_durable(lsn := log.append(messages.Sync()))
+    assert log.level_of(lsn) == "logged"
+    log.close()
+
+
+def test_a_segment_that_cannot_be_created_pauses_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    log, ledger = begun(tmp_path, config.Wal(full_disk_wait_s=60))
+    log._notice = said.append
+    failures = iter([OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Quota exceeded")])
+    real = os.open
+
+    def full(path: object, *given: int) -> int:
+        for error in failures:
+            raise error
+        return real(path, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(segmentfile.os, "open", full)
+    log.rotate(ledger)
+    monkeypatch.undo()
+    assert [text.rpartition(": ")[2] for text in said] == [
+        "generation pauses until there is space", "generation continues",
+    ]  # fmt: skip
+    log.abort()
+    assert state(recover(tmp_path).ledger) == state(ledger)
+
+
 @pytest.mark.parametrize(
     ("kind", "level"),
     [("ext4", "durable"), ("xfs", "durable"), ("overlay", "logged"), ("nfs4", "logged"), ("fuse.sshfs", "logged")],

@@ -1,0 +1,23 @@
+"""A follower whose peer never moves ends with the command to start."""
+
+from __future__ import annotations
+
+import pytest
+
+from mopd_dataplane.errors import DeadlineError
+from mopd_dataplane.run import follow
+
+
+def test_patience_ends_and_starts_again_when_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
+    patience = follow.Patience("mopd score JOB --follow")
+    clock[0] += follow.PATIENCE_S - 1
+    patience.pause()
+    patience.renew()
+    clock[0] += follow.PATIENCE_S - 1
+    patience.pause()
+    clock[0] += 2
+    with pytest.raises(DeadlineError, match="168 h: mopd score JOB --follow does not go on; start it"):
+        patience.pause()
