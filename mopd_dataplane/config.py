@@ -273,8 +273,9 @@ class Objective(Section):
     policy_gradient: PolicyGradientTerm | None = None
     divergence: DivergenceTerm | None = None
     cross_entropy: CrossEntropyTerm | None = None
+    plan: dict[str, Any] = {}
     train: dict[str, Any] = {}
-    """Keys of `[train]` for the stages with this objective; a stage's own still win."""
+    """Keys of `[plan]` and `[train]` for the stages with this objective; a stage's own still win."""
     teacher_weights: dict[str, Weight] = {}
     """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
 

@@ -2,8 +2,8 @@
 
 `load_job(path)` returns a frozen, fully checked `Job`, or raises JobFileError naming the file, the key, what is
 allowed and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the
-top level are defaults; a stage may override single keys of them. An objective may bring `[train]` keys of its own,
-which the stages that name it take before their own: exact and sampled gradients want other learning rates.
+top level are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]`
+keys of its own for the stages that name it: exact and sampled gradients want other batches and learning rates.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _with_stage_defaults(raw: dict[str, Any], where: str) -> dict[str, Any]:
     merged = []
     for stage in stages:
         objective = objectives.get(stage.get("objective", ""), {})
-        layers = (raw, {"train": objective.get("train", {})}, stage)
+        layers = (raw, {key: objective.get(key) for key in ("plan", "train")}, stage)
         tables = {key: _layered([layer[key] for layer in layers if layer.get(key)]) for key in _DEFAULTED}
         merged.append({**stage, **{key: table for key, table in tables.items() if table != {}}})
     rest = {key: value for key, value in raw.items() if key not in _DEFAULTED}

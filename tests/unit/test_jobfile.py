@@ -43,6 +43,7 @@ grad_clip = 0.5
 
 [objectives.sampled]
 policy_gradient = {}
+plan = { pack_tokens = 128, drop_last = true }
 train = { learning_rate = 3e-4, warmup_steps = 7 }
 
 [objectives.exact]
@@ -57,7 +58,7 @@ plan = { batch_samples = 4 }
 name = "student"
 start = "base"
 objective = "sampled"
-plan = { batch_samples = 4 }
+plan = { batch_samples = 4, pack_tokens = 96 }
 train = { warmup_steps = 9 }
 """
 
@@ -76,12 +77,14 @@ def load_text(text: str, overrides: tuple[str, ...], folder: Path | None) -> Job
 def test_a_stage_takes_the_jobs_tables_then_its_objectives_then_its_own() -> None:
     base, student = job().stages
     assert (base.train.learning_rate, base.train.grad_clip, base.train.warmup_steps) == (1e-3, 0.5, 0)
+    assert (base.plan.drop_last, student.plan.drop_last, student.plan.pack_tokens) == (False, True, 96)
     assert (student.train.learning_rate, student.train.grad_clip, student.train.warmup_steps) == (3e-4, 0.5, 9)
 
 
 def test_one_key_changes_the_objective_and_what_belongs_to_it(tmp_path: Path) -> None:
     student = job('stages.student.objective="exact"', folder=tmp_path).stage("student")
     assert (student.objective, student.train.learning_rate, student.train.warmup_steps) == ("exact", 1e-3, 9)
+    assert not student.plan.drop_last
 
 
 def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         ('start = "base"', 'start = "bsae"', ["stages.student.start", "did you mean 'base'"]),
         ('name = "student"', 'name = "base"', ["two stages share a name"]),
         ("policy_gradient = {}", "", ["objectives.sampled", "policy_gradient, divergence, cross_entropy"]),
-        ("plan = { batch_samples = 4 }\ntrain", "train", ["stages.student.plan"]),
+        ('"reference"\nplan = { batch_samples = 4 }\n', '"reference"\n', ["missing key `stages.base.plan`"]),
         ('"sampled"\nplan = {', '"sampled"\nplan = { mixture = { sums = 1 },', ["domain 'words' has no weight"]),
         (
             '"sampled"\nplan = {',
