@@ -7,7 +7,7 @@ decode token ids with per-token log-probs and position-keyed noise fits behind t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -129,3 +129,21 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
             f"position {output.positions[bad]} (allowed: 0 <= token < {vocab_size}, finite log-prob <= 0); "
             "nothing of this step was written; check the policy's weights, then run again to continue"
         )
+
+
+def check_answered(output: StepOutput, due: Mapping[int, int]) -> None:
+    """Refuse a step that is not one token for each live slot: no token at all, a slot twice, another position.
+
+    due: next response position of every live slot.
+    """
+    slots = output.slots.tolist()
+    said = dict(zip(slots, output.positions.tolist(), strict=True))
+    if said == due and len(said) == len(slots):
+        return
+    wrong = [slot for slot in {*said, *due} if said.get(slot) != due.get(slot)]
+    odd = min(wrong or slots)
+    raise EngineError(
+        f"the engine returned {len(slots)} tokens for {len(due)} samples; slot {odd} is at position "
+        f"{said.get(odd, 'none')}, expected {due.get(odd, 'none')}; nothing of this step was written; "
+        "run again to continue with a new engine"
+    )

@@ -20,11 +20,12 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.committer import Committer, Finished
 from mopd_dataplane.rollout.draft import Draft, Opening
-from mopd_dataplane.rollout.engine import FINISH_REASON, LENGTH, STOP, Engine, Request, check_step
+from mopd_dataplane.rollout.engine import FINISH_REASON, LENGTH, STOP, Engine, Request, check_answered, check_step
 from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.sandbox import Abandoned, Call, Sandbox, Turn
 from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.rollout.watch import Watch
 from mopd_dataplane.rollout.weights import WeightChange
 
 Environment = Callable[[Turn], list[int] | None]
@@ -55,6 +56,7 @@ class RolloutLoop:
         stopping: Callable[[], bool],
     ) -> None:
         self._engine = engine
+        self._watch = Watch()
         self._log = log
         self._ledger = ledger
         self._committer = committer
@@ -116,6 +118,7 @@ class RolloutLoop:
 
     def let_go(self) -> None:
         """Free the engine's slots."""
+        self._watch.stop()
         for slot in self._live():
             self._engine.release(slot)
 
@@ -158,7 +161,7 @@ class RolloutLoop:
             slot = self._free.pop()
             self._handle[slot] = handle
             admitted.append((slot, self._ledger.drafts[handle].request()))
-        rescored = self._engine.admit(admitted)
+        rescored = self._watch.call(lambda: self._engine.admit(admitted))
         for slot, _ in admitted:
             handle = int(self._handle[slot])
             if handle in self._interrupted:
@@ -180,7 +183,8 @@ class RolloutLoop:
         for slot in live:
             self._engine.release(slot)
         self._weights.take_up(self._engine)
-        self._engine.admit([(slot, self._ledger.drafts[int(self._handle[slot])].request()) for slot in live])
+        again = [(slot, self._ledger.drafts[int(self._handle[slot])].request()) for slot in live]
+        self._watch.call(lambda: self._engine.admit(again))
         for slot in live:
             self._say_policy(int(self._handle[slot]))
             checkpoint("rollout.span")
@@ -206,7 +210,9 @@ class RolloutLoop:
         self._report.max_drift = max(self._report.max_drift, drift)
 
     def _step(self) -> None:
-        output = self._engine.step()
+        output = self._watch.call(self._engine.step)
+        drafts = self._ledger.drafts
+        check_answered(output, {slot: len(drafts[int(self._handle[slot])]) for slot in self._live()})
         check_step(output, self._engine.vocab_size)
         handles = self._handle[output.slots]
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))

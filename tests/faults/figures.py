@@ -11,6 +11,7 @@ that fails is printed with the commit, seed and description that reproduce it.
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import subprocess
@@ -51,29 +52,38 @@ class Row:
     """Cases in the tiers test, faults, long."""
 
 
-def rows() -> list[Row]:
-    """Every row, by number."""
-    folder = Path(__file__).parent
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    modules = [importlib.import_module(file.stem) for file in sorted(folder.glob("*_rows.py"))]
-    return sorted((row for module in modules for row in module.ROWS), key=lambda row: (row.number, row.fault))
+def numbers() -> dict[int, set[Path]]:
+    """The files that hold each row number, read from their sources: rows import what not every run needs."""
+    found: dict[int, set[Path]] = {}
+    for file in sorted(Path(__file__).parent.glob("*_rows.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Row":
+                found.setdefault(ast.literal_eval(node.args[0]), set()).add(file)
+    return dict(sorted(found.items()))
 
 
-def measure(numbers: set[int], tier: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Run rows here, one after the other."""
-    for row in rows():
-        if row.number in numbers:
-            began = time.monotonic()
-            tally = row.run(row.counts[TIERS.index(tier)], seed)
-            yield {
-                "row": row.number,
-                "fault": row.fault,
-                "tried": tally.tried,
-                "passed": tally.tried - len(tally.failures),
-                "seconds": round(time.monotonic() - began, 1),
-                "failures": tally.failures[:5],
-            }
+def rows(number: int) -> list[Row]:
+    """The rows of one number."""
+    folder = str(Path(__file__).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    modules = [importlib.import_module(file.stem) for file in sorted(numbers()[number])]
+    return [row for module in modules for row in module.ROWS if row.number == number]
+
+
+def measure(number: int, tier: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Run the rows of one number here, one after the other."""
+    for row in rows(number):
+        began = time.monotonic()
+        tally = row.run(row.counts[TIERS.index(tier)], seed)
+        yield {
+            "row": row.number,
+            "fault": row.fault,
+            "tried": tally.tried,
+            "passed": tally.tried - len(tally.failures),
+            "seconds": round(time.monotonic() - began, 1),
+            "failures": tally.failures[:5],
+        }
 
 
 def measure_apart(number: int, tier: str, seed: int) -> list[dict[str, Any]]:
@@ -96,16 +106,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="numbers that run at the same time")
     parser.add_argument("--json", action="store_true", help="run here and print one JSON object per row")
     given = parser.parse_args()
-    known = sorted({row.number for row in rows()})
-    numbers = [int(number) for number in given.rows.split(",") if number] or known
+    chosen = [int(number) for number in given.rows.split(",") if number] or list(numbers())
     failed = 0
     if given.json:
-        for line in measure(set(numbers), given.tier, given.seed):
+        for line in (line for number in chosen for line in measure(number, given.tier, given.seed)):
             print(json.dumps(line), flush=True)
             failed += bool(line["failures"])
         return failed
     with ThreadPoolExecutor(given.jobs) as pool:
-        for lines in pool.map(lambda number: measure_apart(number, given.tier, given.seed), numbers):
+        for lines in pool.map(lambda number: measure_apart(number, given.tier, given.seed), chosen):
             for line in lines:
                 print(
                     f"{line['row']:>3}  {line['fault']:<62} {line['tried']:>9,} tried {line['passed']:>9,} passed "

@@ -15,45 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shelf import Shelf
 
 from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import ToyEngine
-from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engine import Engine
 from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.runner import run_rollout
-
-
-class Shelf:
-    """A store in one file: a line per sample, synced, cut back to whole lines when it is opened."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        whole = file.read_bytes() if file.exists() else b""
-        file.write_bytes(whole[: whole.rfind(b"\n") + 1])
-        self.uids = {json.loads(line)["uid"] for line in file.read_text().splitlines()}
-
-    def commit(self, samples: list[Sample]) -> None:
-        """Append what is new, durably."""
-        new = [sample for sample in samples if sample.uid not in self.uids]
-        with self.file.open("a") as file:
-            file.writelines(json.dumps(row(sample)) + "\n" for sample in new)
-            file.flush()
-            os.fsync(file.fileno())
-        self.uids |= {sample.uid for sample in new}
-
-
-def row(sample: Sample) -> dict[str, Any]:
-    """A sample as JSON, log-probs as float32 bits."""
-    assert sample.logprobs is not None
-    return {
-        "uid": sample.uid,
-        "tokens": sample.tokens.tolist(),
-        "bits": sample.logprobs.view("int32").tolist(),
-        "reason": sample.finish_reason,
-        "resume": sample.resume,
-        "interruptions": sample.interruptions,
-    }
 
 
 def attempt(task: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import EOS, ToyEngine
-from mopd_dataplane.errors import EngineError, MismatchError, PromptError, ResourceError
+from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, PromptError, ResourceError
 from mopd_dataplane.records import Sample, sample_uid
 from mopd_dataplane.rollout import messages, recovery
 from mopd_dataplane.rollout.engine import StepOutput
@@ -151,9 +151,7 @@ def test_stopping_politely_keeps_the_log_and_says_how_to_go_on(
         os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(
-        KeyboardInterrupt, match=r"\d+ unfinished ones are kept in the log \(\w+\); run the same command"
-    ):
+    with pytest.raises(KeyboardInterrupt, match=r"\d+ unfinished ones are kept in the log; run the same command"):
         roll(shelf, progress=interrupt)
     assert signal.getsignal(signal.SIGINT) is handler
     report = roll(shelf)
@@ -401,3 +399,39 @@ def test_no_thread_outlives_a_rollout(roll: Roll, shelf: Any) -> None:
         roll(shelf, engine=Mortal(dies_at=12, slots=8))
     roll(shelf)
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("fault", ["no tokens", "a slot twice", "another position"])
+def test_a_step_that_is_not_one_token_a_sample_is_refused_unwritten(
+    roll: Roll, shelf: Any, reference: dict[str, Sample], fault: str
+) -> None:
+    """A wrong position used to reach the log, which could then not be recovered."""
+
+    class Sick(ToyEngine):
+        def step(self) -> StepOutput:
+            said = super().step()
+            rows = {"no tokens": slice(0, 0), "a slot twice": [0, *range(len(said.slots))]}.get(fault, slice(None))
+            late = int(fault == "another position")
+            columns = (said.slots, said.positions + late, said.token_ids, said.logprobs, said.finished)
+            return StepOutput(*(column[rows] for column in columns))
+
+    with pytest.raises(EngineError, match=r"the engine returned \d+ tokens for 8 samples; slot \d is at position"):
+        roll(shelf, engine=Sick(slots=8))
+    roll(shelf)
+    assert content(shelf.samples) == content(reference)
+
+
+def test_an_engine_that_never_answers_is_given_up(
+    roll: Roll, shelf: Any, reference: dict[str, Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stuck(ToyEngine):
+        def step(self) -> StepOutput:
+            threading.Event().wait(60)
+            return super().step()
+
+    monkeypatch.setattr("mopd_dataplane.rollout.watch.DEADLINE_S", 0.2)
+    with pytest.raises(DeadlineError, match=r"the engine has not answered in 0\.2 s"):
+        roll(shelf, engine=Stuck(slots=8))
+    monkeypatch.undo()
+    roll(shelf)
+    assert content(shelf.samples) == content(reference)
