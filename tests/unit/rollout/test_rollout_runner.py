@@ -151,7 +151,9 @@ def test_stopping_politely_keeps_the_log_and_says_how_to_go_on(
         os.kill(os.getpid(), signal.SIGINT)
 
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt, match=r"\d+ unfinished ones are kept in the log; run the same command"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"\d+ unfinished ones are kept in the log \(\w+\); run the same command"
+    ):
         roll(shelf, progress=interrupt)
     assert signal.getsignal(signal.SIGINT) is handler
     report = roll(shelf)
