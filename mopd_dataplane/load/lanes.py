@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.load.layout import Field
 from mopd_dataplane.load.ring import Slot
 from mopd_dataplane.load.source import WindowSource
 
@@ -26,7 +27,11 @@ class Item:
     pack: int
     waiting: set[int]
     """Seats that have not claimed it."""
-    nbytes: int = 0
+    fields: tuple[Field, ...]
+    nbytes: int
+    """Bytes of the whole pack in a slot."""
+    list_bytes: int
+    """The same without its hidden states: about what its payload takes in memory once it is read."""
     slot: Slot | None = None
     ready: bool = False
     wanted: bool = False

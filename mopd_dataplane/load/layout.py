@@ -46,7 +46,7 @@ class Field:
     @property
     def nbytes(self) -> int:
         """Bytes of the array."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * int(self.dtype[2:])
 
 
 @dataclass(frozen=True, slots=True)

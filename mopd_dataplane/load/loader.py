@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.lanes import Item, Lane, Seat
-from mopd_dataplane.load.layout import seal
+from mopd_dataplane.load.layout import UNCHECKED, seal
 from mopd_dataplane.load.protocol import HEARTBEAT_S
 from mopd_dataplane.load.ring import Ring, Slot
 from mopd_dataplane.load.source import WindowSource
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 JOIN_S = 2.0
 """How long a joining trainer waits for its predecessor to be gone."""
-AHEAD_BYTES = 32 << 20
-"""Packs of one lane that are read in one request, measured in slot bytes."""
+AHEAD_BYTES = 256 << 20
+"""Payload in lists that is read at once, over all lanes: neighbouring rows are read far cheaper than scattered ones."""
+AHEAD_PACKS = 512
+"""Packs of one lane that are looked at in advance."""
 
 Dealer = Callable[[PlanWindow, NDArray[np.int64], int, int], list[list[int]]]
 """(plan, sample lengths, step, ranks) → pack ids of each rank, -1 for none."""
@@ -250,9 +253,9 @@ class Loader:
             lane.source, lane.next_step = following, 0
             return True
         for ordinal, pack in enumerate(self._packs(lane, source, lane.next_step)):
-            item = Item(source, lane.next_step, ordinal, pack, set(lane.seats))
-            _, item.nbytes = source.fields(pack)
-            lane.items.append(item)
+            fields, nbytes = source.fields(pack)
+            in_lists = sum(field.nbytes for field in fields if field.name != UNCHECKED)
+            lane.items.append(Item(source, lane.next_step, ordinal, pack, set(lane.seats), fields, nbytes, in_lists))
         lane.next_step += 1
         return True
 
@@ -275,13 +278,13 @@ class Loader:
     def _fill_forever(self) -> None:
         while True:
             with self._changed:
-                batch, ahead = ([], []) if self._closed else self._choose()
+                batch = [] if self._closed else self._choose()
                 if self._closed:
                     return
                 if not batch:
                     self._changed.wait(PROBE_S)
             if batch:
-                self._fill(batch, ahead)
+                self._fill(batch)
             else:
                 self._probe()
 
@@ -302,26 +305,22 @@ class Loader:
             except MopdError:
                 continue  # the trainer that opens this window will be told
 
-    def _choose(self) -> tuple[list[Item], list[Item]]:
-        """(items to fill now, each with a slot; items that come next, without one).
-
-        Those a trainer waits for go first, then the nearest of every lane.
-        """
+    def _choose(self) -> list[Item]:
+        """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every lane."""
+        depth = self._spec.slots
+        nearest: list[Item] = []
+        filled = 0
         for lane in self._lanes.values():
-            owed = sum(item.nbytes for item in lane.items if item.slot is None)
-            while owed < AHEAD_BYTES:
-                known = len(lane.items)
-                if not self._extend(lane):
-                    break
-                owed += sum(item.nbytes for item in islice(lane.items, known, None))
-        pending = [item for lane in self._lanes.values() for item in lane.items if item.slot is None]
-        pending.sort(key=lambda item: (not item.wanted, item.place))
-        ahead = sum(item.slot is not None for lane in self._lanes.values() for item in lane.items)
+            while len(lane.items) < depth and self._extend(lane):
+                pass
+            filled += sum(item.slot is not None for item in lane.items)
+            nearest += islice((item for item in lane.items if item.slot is None), depth)
+        nearest.sort(key=lambda item: (not item.wanted, item.place))
         chosen: list[Item] = []
-        for item in pending:
+        for item in nearest:
             try:
                 self._ring.check_size(item.nbytes)
-                item.slot = self._acquire(item, ahead + len(chosen) < self._spec.slots * len(self._lanes))
+                item.slot = self._acquire(item, filled + len(chosen) < depth * len(self._lanes))
             except MopdError as error:
                 item.error = error
                 self._changed.notify_all()
@@ -329,7 +328,29 @@ class Loader:
             if item.slot is None:
                 break
             chosen.append(item)
-        return chosen, pending[len(chosen) :]
+        return chosen
+
+    def _coming(self, source: WindowSource, chosen: list[Item]) -> list[int]:
+        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all lanes."""
+        packs = [item.pack for item in chosen if item.source is source]
+        with self._changed:
+            for lane in self._lanes.values():
+                left = AHEAD_BYTES // len(self._lanes)
+                for item in self._owed(lane):
+                    left -= item.list_bytes
+                    if left < 0:
+                        break
+                    if item.source is source and item.slot is None:
+                        packs.append(item.pack)
+        return packs
+
+    def _owed(self, lane: Lane) -> Iterator[Item]:
+        """Items of a lane in order, those of later steps appended as they are asked for."""
+        place = 0
+        while place < len(lane.items) or (place < AHEAD_PACKS and self._extend(lane)):
+            if place < len(lane.items):
+                yield lane.items[place]
+                place += 1
 
     def _acquire(self, item: Item, may_grow: bool) -> Slot | None:
         """A slot for the item. One that a trainer waits for may take the slot of a pack that is needed later."""
@@ -354,17 +375,15 @@ class Loader:
         self._changed.notify_all()
         return None
 
-    def _fill(self, batch: list[Item], ahead: list[Item]) -> None:
+    def _fill(self, batch: list[Item]) -> None:
         """Fill items one after the other and hand each out at once."""
-        coming = [*batch, *ahead]
         for place, item in enumerate(batch):
             slot, source = item.slot, item.source
             assert slot is not None
             error: MopdError | None = None
             try:
-                following = [other.pack for other in coming[place + 1 :] if other.source is source]
-                fields = source.fill(item.pack, slot.memory, following)
-                seal(slot.memory, fields, generation=slot.generation, pack=item.pack)
+                source.fill(item.pack, item.fields, slot.memory, partial(self._coming, source, batch[place + 1 :]))
+                seal(slot.memory, item.fields, generation=slot.generation, pack=item.pack)
             except MopdError as raised:
                 error = raised
             except Exception as raised:

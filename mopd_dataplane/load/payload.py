@@ -1,12 +1,13 @@
 """Payload of some samples, decoded once, from which packs are filled.
 
-Reading few rows costs as much as reading many, so the loader reads the samples of several packs in one request and
-keeps them until those packs are filled. Filling is one copy per sample and field, straight into the slot.
+Lance reads neighbouring rows ten times cheaper than scattered ones, so the loader reads the samples of many packs at
+once, in the order they are stored, and keeps them until those packs are filled. Filling is one copy per sample and
+field, straight into the slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +20,40 @@ from mopd_dataplane.records import Snapshot
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.reading import SignalReader
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
+REQUEST_TOKENS = 1 << 20
+"""Tokens of one read: large enough to spread its fixed cost, small enough that its buffers are reused."""
 
 Arrays = dict[str, Any]
-Wanted = Mapping[tuple[str, str], NDArray[np.int64]]
-"""(teacher, signal kind) → [n] sample rows."""
+Wanted = Mapping[tuple[str, str], tuple["SignalReader", NDArray[np.int64]]]
+"""(teacher, signal kind) → its reader, and [n] sample rows, sorted, distinct."""
 
 
 class Payload:
     """Tokens of some samples, and the signals that lie in lists."""
 
     def __init__(
-        self, store: Store, snapshot: Snapshot, sample_rows: NDArray[np.int64], signals: Wanted, *, verify: bool
+        self,
+        store: Store,
+        snapshot: Snapshot,
+        sample_rows: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        signals: Wanted,
+        *,
+        verify: bool,
     ) -> None:
-        """Read them: one request for the tokens, one for each signal. sample_rows: [n], distinct."""
-        table = store.read_tokens(sample_rows, PAYLOAD, snapshot, verify=verify)
+        """Read them. sample_rows: [n], sorted, distinct. lengths: [n] tokens of each."""
+        tables = [store.read_tokens(sample_rows[part], PAYLOAD, snapshot, verify=verify) for part in _requests(lengths)]
         self._place = {row: place for place, row in enumerate(sample_rows.tolist())}
-        self._tokens, self._logprobs, self._masks, self._starts, self._versions = (_Lists(table[n]) for n in PAYLOAD)
-        self._signals = {
-            key: dict(zip(rows.tolist(), store.read_signal(*key, rows, snapshot), strict=True))
-            for key, rows in signals.items()
-        }
+        columns = ([table[name] for table in tables] for name in PAYLOAD)
+        self._tokens, self._logprobs, self._masks, self._starts, self._versions = map(_Lists, columns)
+        self._signals: dict[tuple[str, str], dict[int, Any]] = {}
+        for key, (reader, rows) in signals.items():
+            parts = _requests(lengths[np.searchsorted(sample_rows, rows)])
+            values = (value for part in parts for value in reader.read(rows[part], verify=verify))
+            self._signals[key] = dict(zip(rows.tolist(), values, strict=True))
 
     def holds(self, sample_rows: NDArray[np.int64]) -> bool:
         """Whether all these samples are here."""
@@ -51,9 +64,6 @@ class Payload:
 
         lengths: [S] tokens of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
         """
-        out["loss_mask"][:] = 0
-        out["sampler_logprobs"][:] = 0
-        out["policy_versions"][:] = -1
         positions = _positions(int(lengths.max()))
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         out["cu_seqlens"][:] = bounds
@@ -66,9 +76,11 @@ class Payload:
             begin = last - len(mask)
             out["tokens"][first:last] = tokens
             out["position_ids"][first:last] = positions[: last - first]
+            out["loss_mask"][first:begin] = 0
             out["loss_mask"][begin:last] = mask
-            if len(logprobs):
-                out["sampler_logprobs"][begin:last] = logprobs
+            out["sampler_logprobs"][first:begin] = 0
+            out["sampler_logprobs"][begin:last] = logprobs if len(logprobs) else 0
+            out["policy_versions"][first:begin] = -1
             starts = self._starts[place].tolist()
             for start, stop, version in zip(starts, [*starts[1:], len(mask)], self._versions[place], strict=True):
                 out["policy_versions"][begin + start : begin + stop] = version
@@ -77,11 +89,12 @@ class Payload:
         self, teacher: str, sample_rows: NDArray[np.int64], bounds: NDArray[np.int32], out: NDArray[np.float32]
     ) -> None:
         """Write one teacher's log-probs at token positions; 0 on prompts. bounds: [S + 1] cu_seqlens."""
-        out[:] = 0
         values = self._signals[teacher, "logprob"]
-        for row, last in zip(sample_rows.tolist(), bounds[1:].tolist(), strict=True):
+        for row, (first, last) in zip(sample_rows.tolist(), pairwise(bounds.tolist()), strict=True):
             logprobs = values[row]
-            out[last - len(logprobs) : last] = logprobs
+            begin = last - len(logprobs)
+            out[first:begin] = 0
+            out[begin:last] = logprobs
 
     def fill_topk(self, teacher: str, sample_rows: NDArray[np.int64], out: Arrays) -> None:
         """Write one teacher's top-k ids and log-probs, sample after sample."""
@@ -93,18 +106,27 @@ class Payload:
 class _Lists:
     """A list column as numpy: element i is a view of row i; a null row is empty."""
 
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-        self._values: NDArray[Any] = array.values.to_numpy()
-        offsets = array.offsets.to_numpy()
-        self._first: list[int] = offsets[:-1].tolist()
-        last = offsets[1:]
-        if array.null_count:
-            last = np.where(array.is_null().to_numpy(zero_copy_only=False), offsets[:-1], last)
-        self._last: list[int] = last.tolist()
+    def __init__(self, columns: list[pa.ChunkedArray]) -> None:
+        self._rows: list[tuple[NDArray[Any], int, int]] = []
+        for array in (chunk for column in columns for chunk in column.chunks):
+            values = array.values.to_numpy()
+            offsets = array.offsets.to_numpy()
+            last = offsets[1:]
+            if array.null_count:
+                last = np.where(array.is_null().to_numpy(zero_copy_only=False), offsets[:-1], last)
+            self._rows += [(values, a, b) for a, b in zip(offsets[:-1].tolist(), last.tolist(), strict=True)]
 
     def __getitem__(self, place: int) -> NDArray[Any]:
-        return self._values[self._first[place] : self._last[place]]
+        values, first, last = self._rows[place]
+        return values[first:last]
+
+
+def _requests(lengths: NDArray[np.int64]) -> Iterator[slice]:
+    """Cut samples into runs of about REQUEST_TOKENS tokens."""
+    number = np.cumsum(lengths) // REQUEST_TOKENS
+    cuts = np.flatnonzero(np.diff(number)) + 1
+    for first, last in pairwise([0, *cuts.tolist(), len(lengths)]):
+        yield slice(first, last)
 
 
 _COUNT = np.arange(1 << 15, dtype=np.int32)
@@ -113,8 +135,3 @@ _COUNT = np.arange(1 << 15, dtype=np.int32)
 def _positions(length: int) -> NDArray[np.int32]:
     """0, 1, 2 … at least `length` of them."""
     return _COUNT if length <= len(_COUNT) else np.arange(length, dtype=np.int32)
-
-
-def distinct_rows(spans: Iterable[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Sample rows of several packs, sorted, each once."""
-    return np.unique(np.concatenate(list(spans)))

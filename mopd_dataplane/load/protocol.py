@@ -20,6 +20,7 @@ import os
 import socket
 import struct
 import time
+from collections import deque
 from typing import Any
 
 from mopd_dataplane import errors
@@ -27,6 +28,7 @@ from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, Resour
 
 VERSION = 1
 MAX_MESSAGE = 1 << 20
+READ_BYTES = 1 << 16
 HEARTBEAT_S = 1.0
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
@@ -43,10 +45,13 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        self._read_ahead = bytearray()
+        self._fds: deque[int] = deque()
+        """Descriptors that came with messages not read yet, in their order."""
 
     def send(self, message: Message, *, fd: int | None = None, deadline_s: float) -> None:
         """Send one message, and a descriptor with it. Raises PeerGone, or DeadlineError when the peer does not read."""
-        body = json.dumps(message).encode()
+        body = json.dumps(message if fd is None else {**message, "fd": True}).encode()
         if len(body) > MAX_MESSAGE:
             raise DamagedError(f"message of {len(body):,} bytes exceeds {MAX_MESSAGE:,}")
         data = memoryview(_LENGTH.pack(len(body)) + body)
@@ -67,50 +72,66 @@ class Channel:
 
         An infinite deadline waits until the peer speaks or ends.
         """
-        until = time.monotonic() + deadline_s
-        fds: list[int] = []
         try:
-            head = self._read(_LENGTH.size, until, fds)
-            (size,) = _LENGTH.unpack(head)
-            if size > MAX_MESSAGE:
-                raise DamagedError(f"message of {size:,} bytes announced, at most {MAX_MESSAGE:,} are allowed")
-            message = json.loads(self._read(size, until, fds))
-            if not isinstance(message, dict) or len(fds) > 1:
-                raise DamagedError(f"expected a JSON object and at most one descriptor, found {type(message).__name__}")
-        except (ValueError, MopdError) as error:
-            for fd in fds:
-                os.close(fd)
-            if isinstance(error, MopdError):
-                raise
-            raise DamagedError(f"message is not JSON: {error}") from None
-        return message, fds[0] if fds else None
+            message = self._parse(self._next(time.monotonic() + deadline_s))
+            if message.pop("fd", False):
+                if not self._fds:
+                    raise DamagedError("a message announces a descriptor that did not come with it")
+                return message, self._fds.popleft()
+        except DamagedError:
+            self._drop_fds()
+            raise
+        return message, None
 
     def close(self) -> None:
         """Close the connection; a peer that waits sees its end."""
         with contextlib.suppress(OSError):  # the peer may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._drop_fds()
 
-    def _read(self, size: int, until: float, fds: list[int]) -> bytes:
-        parts: list[bytes] = []
-        missing = size
-        while missing:
+    def _next(self, until: float) -> bytes:
+        """Body of the next message."""
+        self._read(_LENGTH.size, until)
+        (size,) = _LENGTH.unpack_from(self._read_ahead)
+        if size > MAX_MESSAGE:
+            raise DamagedError(f"message of {size:,} bytes announced, at most {MAX_MESSAGE:,} are allowed")
+        end = _LENGTH.size + size
+        self._read(end, until)
+        body = bytes(self._read_ahead[_LENGTH.size : end])
+        del self._read_ahead[:end]
+        return body
+
+    def _parse(self, body: bytes) -> Message:
+        try:
+            message = json.loads(body)
+        except ValueError as error:
+            raise DamagedError(f"message is not JSON: {error}") from None
+        if not isinstance(message, dict):
+            raise DamagedError(f"expected a JSON object, found {type(message).__name__}")
+        return message
+
+    def _drop_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.popleft())
+
+    def _read(self, size: int, until: float) -> None:
+        """Read until `size` bytes are here; what comes beside them is kept for the next message."""
+        while len(self._read_ahead) < size:
             left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineError("the peer sent nothing before the deadline")
             self._socket.settimeout(None if left == math.inf else left)
             try:
-                data, received, _, _ = socket.recv_fds(self._socket, missing, 1)
+                data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
             except TimeoutError:
                 raise DeadlineError("the peer sent nothing before the deadline") from None
             except OSError as error:
                 raise PeerGone(f"the peer is gone: {error.strerror}") from error
-            fds.extend(received)
+            self._fds.extend(received)
             if not data:
                 raise PeerGone("the peer closed the connection")
-            parts.append(data)
-            missing -= len(data)
-        return b"".join(parts)
+            self._read_ahead += data
 
 
 def error_message(error: MopdError) -> Message:

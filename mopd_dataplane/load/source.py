@@ -6,7 +6,7 @@ come next, at the plan's snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
-from mopd_dataplane.load.payload import Payload, distinct_rows
+from mopd_dataplane.load.payload import Payload
 from mopd_dataplane.load.rewards import Outcomes, group_outcomes
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
-
-CHUNK = 4 << 20
-"""Bytes of one read of hidden states: larger private buffers fault page by page."""
+    from mopd_dataplane.store.reading import SignalReader
 
 
 class WindowSource:
@@ -41,6 +39,7 @@ class WindowSource:
         self.loss_tokens: NDArray[np.int64] = metadata["loss_tokens"].to_numpy().astype(np.int64)
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
+        self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._payload: Payload | None = None
         """What was read last, kept for the packs that come next."""
@@ -101,19 +100,19 @@ class WindowSource:
         """Codec of the pack's hidden states; empty when it carries none."""
         return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
 
-    def fill(self, pack: int, memory: memoryview, ahead: Sequence[int]) -> tuple[Field, ...]:
-        """Write one pack into its memory; returns its fields.
+    def fill(
+        self, pack: int, fields: tuple[Field, ...], memory: memoryview, ahead: Callable[[], Sequence[int]]
+    ) -> None:
+        """Write one pack into its memory, laid out by its `fields`.
 
-        Payload that is not here yet is read together with that of the packs `ahead`, which will be filled next.
+        Payload that is not here yet is read together with that of the packs `ahead()`, which will be filled next.
         Raises DamagedError when the payload does not have the lengths its metadata announces.
         """
         if self._payload is None or not self._payload.holds(self._rows(pack)):
             self._payload = None
-            self._payload = self._read([pack, *ahead])
-        fields, _ = self.fields(pack)
+            self._payload = self._read([pack, *ahead()])
         write_table(memory, fields)
         self._fill(pack, self._payload, arrays_of(memory, fields))
-        return fields
 
     def _span(self, pack: int) -> slice:
         return slice(int(self.plan.pack_starts[pack]), int(self.plan.pack_starts[pack + 1]))
@@ -122,15 +121,34 @@ class WindowSource:
         return self.plan.sample_rows[self._span(pack)]
 
     def _read(self, packs: Sequence[int]) -> Payload:
+        """Everything these packs need, in the order it is stored."""
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for pack in packs:
-            for kind in set(self._spec.signals) - {"hidden"}:
-                wanted.setdefault((self.teacher(pack), kind), []).append(self._rows(pack))
-            if self._spec.reference:
-                wanted.setdefault((self._spec.reference, "logprob"), []).append(self._rows(pack))
-        signals = {key: distinct_rows(spans) for key, spans in wanted.items()}
-        rows = distinct_rows(map(self._rows, packs))
-        return Payload(self._store, self.plan.snapshot, rows, signals, verify=self._spec.verify)
+            for key in self._judges(self.teacher(pack)):
+                wanted.setdefault(key, []).append(self._rows(pack))
+        signals = {key: (self._signals[key], np.unique(np.concatenate(spans))) for key, spans in wanted.items()}
+        places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
+        rows, first = np.unique(self.plan.sample_rows[places], return_index=True)
+        lengths = self.lengths[places[first]]
+        return Payload(self._store, self.plan.snapshot, rows, lengths, signals, verify=self._spec.verify)
+
+    def _judges(self, teacher: str) -> list[tuple[str, str]]:
+        """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""
+        own = [(teacher, kind) for kind in self._spec.signals if kind != "hidden"]
+        reference = (self._spec.reference, "logprob")
+        return [*own, reference] if self._spec.reference and reference not in own else own
+
+    def _signal_readers(self) -> dict[tuple[str, str], SignalReader]:
+        """A reader of each signal in lists, for the samples that need it."""
+        plan = self.plan
+        sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
+        wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
+        for code in np.unique(plan.pack_teachers).tolist():
+            for key in self._judges(plan.teachers[code] if code >= 0 else ""):
+                wanted.setdefault(key, []).append(plan.sample_rows[sample_teachers == code])
+        return {
+            key: self._store.signal_reader(*key, np.concatenate(rows), plan.snapshot) for key, rows in wanted.items()
+        }
 
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
         span, rows, teacher = self._span(pack), self._rows(pack), self.teacher(pack)
@@ -160,7 +178,7 @@ class WindowSource:
         for code in np.unique(self.plan.pack_teachers).tolist():
             row = first_samples[self.plan.pack_teachers == code][:1]
             teacher = self.plan.teachers[code]
-            widths[teacher] = self._store.read_signal(teacher, "topk", row, self.plan.snapshot)[0][0].shape[1]
+            widths[teacher] = self._signals[teacher, "topk"].read(row)[0][0].shape[1]
         return widths
 
 
@@ -198,13 +216,13 @@ class _HiddenIndex:
         return self._codecs[teacher]
 
     def fill(self, teacher: str, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        """Read the states of the samples one after the other into `out`, in chunks."""
+        """Read the states of the samples one after the other into `out`."""
+        reader, places = self._readers[teacher], [self._places[teacher][row] for row in rows.tolist()]
+        if sum(size for _, size in places) != len(out):
+            said = f"{sum(size for _, size in places):,} bytes, the pack expects {len(out):,}"
+            raise DamagedError(f"hidden states of teacher {teacher!r}: {said}")
+        reader.locate([payload_row for payload_row, _ in places])
         target, done = memoryview(out.data), 0
-        for row in rows.tolist():
-            payload_row, size = self._places[teacher][row]
-            for start in range(0, size, CHUNK):
-                stop = min(start + CHUNK, size)
-                self._readers[teacher].read_into(payload_row, start, target[done + start : done + stop])
+        for payload_row, size in places:
+            reader.read_into(payload_row, 0, target[done : done + size])
             done += size
-        if done != len(out):
-            raise DamagedError(f"hidden states of teacher {teacher!r}: {done:,} bytes, the pack expects {len(out):,}")

@@ -20,10 +20,11 @@ from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot,
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.commit import CommitReceipt
+from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import check_format
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.reading import HiddenReader, take_rows
+from mopd_dataplane.store.reading import SignalReader, take_rows
 from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify import VerifyReport
@@ -234,6 +235,17 @@ class Store:
         Raises UnknownNameError naming the first sample that lacks it.
         """
         return reading.signal_rows(self.dataset("scores", snapshot), teacher, kind, sample_rows)
+
+    def signal_reader(
+        self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
+    ) -> SignalReader:
+        """Reader of one signal for any of the given rows of `samples`, which are looked up once.
+
+        Raises UnknownNameError naming the first sample that lacks it.
+        """
+        rows = np.unique(np.asarray(sample_rows, np.int64))
+        found = self.signal_rows(teacher, kind, rows, snapshot)
+        return SignalReader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""

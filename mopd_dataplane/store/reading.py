@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from mopd_dataplane.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import lance_errors
+from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.rows import PAYLOAD, list_views
 
-OPEN_BLOBS = 64
-"""Blob handles a HiddenReader keeps open."""
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
 HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "rows", "row_bytes"]}
@@ -97,6 +95,22 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
     return shaped if kind == "topk" else [states for (states,) in shaped]
 
 
+class SignalReader:
+    """Reads one signal of some samples at one version; where each lies was looked up once."""
+
+    def __init__(self, dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], found: pa.Table) -> None:
+        """sample_rows: [n] sorted, distinct. found: signal_rows of them."""
+        self._dataset = dataset
+        self._kind = kind
+        self._sample_rows = sample_rows
+        self._found = found
+
+    def read(self, sample_rows: NDArray[np.int64], *, verify: bool = False) -> list[Any]:
+        """Arrays of the given samples, in the asked order; see Store.read_signal."""
+        found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
+        return read_signal(self._dataset, self._kind, found, verify=verify)
+
+
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of signals/<teacher>/<kind>, computed from the bytes on disk."""
     return [payload_crc(*arrays) for arrays in _flat_arrays(dataset, kind, rows)]
@@ -108,6 +122,7 @@ def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) ->
         payload = take_rows(dataset, rows, LISTS[kind])
         return list(zip(*(list_views(payload[name]) for name in LISTS[kind]), strict=True))
     header, reader = take_rows(dataset, rows, HEADERS[kind]), HiddenReader(dataset)
+    reader.locate(rows)
     states = []
     for row, count, width in zip(rows, header["rows"].to_pylist(), header["row_bytes"].to_pylist(), strict=True):
         buffer = np.empty(count * width, np.uint8)
@@ -135,41 +150,3 @@ def check_crcs(name: str, metadata: pa.Table, found: Sequence[int]) -> None:
                 f"{name}: payload of sample {uid} has crc32c {crc:08x}, committed was {stored:08x}; "
                 "run `mopd store verify`"
             )
-
-
-class HiddenReader:
-    """Reads one teacher's hidden states by byte range, at one version, into memory the caller owns.
-
-    Ranges of 2 to 8 MiB are fastest: larger private allocations fault page by page.
-    """
-
-    def __init__(self, dataset: lance.LanceDataset) -> None:
-        self._dataset = dataset
-        self._blobs: OrderedDict[int, lance.BlobFile] = OrderedDict()
-
-    def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
-        """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
-        return self._dataset.take(np.asarray(payload_rows).tolist(), columns=["uid", "codec", "rows", "row_bytes"])
-
-    def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
-        """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
-        try:
-            piece = self._blob(payload_row).read_range(start_byte, len(target))
-        except (ValueError, OSError) as error:
-            raise DamagedError(
-                f"{self._dataset.uri}: row {payload_row}, {len(target)} bytes from byte {start_byte}: {error}"
-            ) from error
-        target[:] = piece
-
-    def _blob(self, payload_row: int) -> lance.BlobFile:
-        blob = self._blobs.pop(payload_row, None) or self._open_blob(payload_row)
-        self._blobs[payload_row] = blob
-        return blob
-
-    def _open_blob(self, payload_row: int) -> lance.BlobFile:
-        if len(self._blobs) >= OPEN_BLOBS:
-            self._blobs.popitem(last=False)[1].close()
-        blob = self._dataset.take_blobs("hidden", indices=[payload_row])[0]
-        if blob is None:
-            raise DamagedError(f"{self._dataset.uri}: row {payload_row} holds no hidden states")
-        return blob

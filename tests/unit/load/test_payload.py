@@ -1,0 +1,108 @@
+"""Payload is read for many packs at once, in the order it is stored, and lands in the packs that asked for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mopd_dataplane import config
+from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.load import payload
+from mopd_dataplane.load.layout import arrays_of
+from mopd_dataplane.load.source import WindowSource
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.store.dataset import Store
+
+TEACHERS = ["adder", "speller"]
+SPEC = LoadSpec(stage=STAGE, signals=("logprob", "topk"))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> WindowSource:
+    lengths = lengths_of(40, mean_log=4.5, shortest=4, longest=400)
+    store = make_store(tmp_path_factory.mktemp("payload") / "s", lengths, teachers=TEACHERS, signals=SPEC.signals)
+    plan = build_window(
+        plan_columns(store, TEACHERS), config.Plan(pack_tokens=512, batch_samples=8), seed=3, stage=STAGE, window=0,
+        snapshot=store.snapshot(), teachers=TEACHERS,
+    )  # fmt: skip
+    store.add_plan(plan)
+    return WindowSource(store, plan, SPEC)
+
+
+def filled(source: WindowSource, pack: int, ahead: list[int]) -> dict[str, bytes]:
+    fields, nbytes = source.fields(pack)
+    memory = memoryview(bytearray(b"\xdb" * nbytes))
+    source.fill(pack, fields, memory, lambda: ahead)
+    return {name: array.tobytes() for name, array in arrays_of(memory, fields).items()}
+
+
+@pytest.mark.parametrize("request_tokens", [1, 300, 1 << 20])
+def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_tokens):
+    packs = list(range(len(source.plan.pack_teachers)))
+    alone = {}
+    for pack in packs:
+        source._payload = None
+        alone[pack] = filled(source, pack, [])
+    monkeypatch.setattr(payload, "REQUEST_TOKENS", request_tokens)
+    source._payload = None
+    assert {pack: filled(source, pack, packs) for pack in packs} == alone
+
+
+def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
+    asked = []
+    read_tokens = Store.read_tokens
+
+    def spy(self, rows, *args, **options):
+        asked.append(np.asarray(rows).tolist())
+        return read_tokens(self, rows, *args, **options)
+
+    monkeypatch.setattr(Store, "read_tokens", spy)
+    packs = list(range(len(source.plan.pack_teachers)))
+    source._payload = None
+    for pack in packs:
+        filled(source, pack, packs)
+    assert asked == [sorted(source.plan.sample_rows.tolist())]
+
+
+def test_a_payload_of_another_length_than_its_metadata_is_damage(source):
+    source._payload = None
+    lengths = source.lengths.copy()
+    source.lengths[source._span(0)] += 1
+    with pytest.raises(DamagedError, match="its metadata says"):
+        filled(source, 0, [])
+    source.lengths = lengths
+
+
+def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_path: Path):
+    store = make_store(
+        tmp_path / "s", np.full(6, 64, np.int32), teachers=["adder"], signals=("hidden",), row_bytes=4096
+    )
+    rows = store.signal_rows("adder", "hidden", range(6))["payload_row"].to_pylist()
+    expected = [states.tobytes() for states in store.read_signal("adder", "hidden", range(6), verify=True)]
+
+    def read(reader) -> list[bytes]:
+        targets = [bytearray(len(states)) for states in expected]
+        for row, target in zip(rows, targets, strict=True):
+            reader.read_into(row, 0, memoryview(target))
+        return [bytes(target) for target in targets]
+
+    direct = store.hidden_reader("adder")
+    assert read(direct) == expected
+    sidecar, fd = next(iter(direct._sidecars._fds.items()))
+    assert fd >= 0, "read by preadv"
+
+    decoy = store.hidden_reader("adder")
+    decoy._sidecars._folder = tmp_path / "decoy"
+    (tmp_path / "decoy" / sidecar.parent.name).mkdir(parents=True)
+    (tmp_path / "decoy" / sidecar.parent.name / sidecar.name).write_bytes(bytes(sidecar.stat().st_size))
+    assert read(decoy) == expected
+    assert set(decoy._sidecars._fds.values()) == {-1}, "another file's bytes: everything through Lance"
+
+    with sidecar.open("r+b") as file:
+        file.truncate(sidecar.stat().st_size - 1)
+    with pytest.raises(DamagedError, match="ends before"):
+        read(direct)
