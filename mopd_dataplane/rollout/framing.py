@@ -134,8 +134,8 @@ def _read_header(path: Path, data: bytes) -> SegmentHeader:
     (crc,) = _CRC.unpack_from(data, _SEGMENT.size)
     fields = _SEGMENT.unpack_from(data)
     magic, version, size, epoch, algorithm, log_uuid, segment, first_lsn, previous = fields
-    if magic == MAGIC and version > VERSION:
-        raise DamagedError(f"{path}: log format {version}; this release reads up to {VERSION}: use the newer release")
+    if magic == MAGIC and version != VERSION:
+        raise DamagedError(f"{path}: log format {version}, this release reads {VERSION}; use the one that wrote it")
     known = (magic, version, size, algorithm) == (MAGIC, VERSION, SEGMENT_HEADER, CRC32C)
     if not known or crc != _masked(crc32c(data[: _SEGMENT.size])):
         raise DamagedError(f"{path}: the segment header is not what was written")

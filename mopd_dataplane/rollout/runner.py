@@ -8,12 +8,13 @@ every sample is cut at the same point of the log, whatever it says and however l
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mopd_dataplane import config
-from mopd_dataplane.errors import MismatchError, PromptError
+from mopd_dataplane.errors import InputError, MismatchError, PromptError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
 from mopd_dataplane.rollout.draft import Opening
@@ -64,10 +65,11 @@ def run_rollout(
     The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
     of an earlier generation are finished and committed too.
 
-    Raises PromptError before anything is written (no prompts, a prompt over the budget), MismatchError (another
+    Raises InputError (a stage or writer that is no name) and PromptError before anything is written (no prompts, a prompt over the budget), MismatchError (another
     tokenizer; a pinned policy that is gone), EngineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM keys and
     values are saved (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
     """
+    _check_names(stage, writer)
     openings = _openings(engine, prompts, stage, generation, seed, rollout, render, writer)
     report = RolloutReport(stage=stage, generation=generation)
     began = time.monotonic()
@@ -76,7 +78,9 @@ def run_rollout(
         progress(report.samples, notice=text)
 
     with StopRequest() as stop:
-        log, recovered = TokenLog.open(wal_dir / stage / writer, wal, notice=notice)
+        log, recovered = TokenLog.open(
+            wal_dir / stage / writer, wal, accept=lambda ledger: _check_ledger(engine, ledger), notice=notice
+        )
         ledger = recovered.ledger
         report.level, report.filesystem, report.torn_bytes = log.level, log.mount.kind, recovered.torn_bytes
         committer = Committer(log, commit, full_disk_wait_s=wal.full_disk_wait_s, notice=notice)
@@ -87,7 +91,6 @@ def run_rollout(
             progress=progress, stopping=lambda: stop.asked,
         )  # fmt: skip
         try:
-            _check_ledger(engine, ledger)
             stored = frozenset(already)
             loop.settle(stored)
             known = stored | {draft.opening.uid for draft in ledger.drafts.values()}
@@ -137,6 +140,15 @@ def _discard_saved(folder: Path) -> None:
     """Delete saved keys and values, and what an interrupted save left: they are of no use twice."""
     for file in folder.glob(f"{Path(SAVED).stem}.*"):
         file.unlink()
+
+
+def _check_names(*names: str) -> None:
+    """Stage and writer name folders."""
+    for name in names:
+        if not re.fullmatch(config.NAME.strip("^$"), name):
+            raise InputError(
+                f"name {name!r:.80}: a stage or writer is 1 to 64 of a-z, 0-9, '_', '.', '-', a letter or digit first"
+            )
 
 
 def _check_ledger(engine: Engine, ledger: Ledger) -> None:

@@ -48,10 +48,12 @@ def _named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _recovered_or_unclaimed(folder: Path, epoch: int) -> Recovered:
-    """Recover; a log that cannot be recovered is left exactly as it was found."""
+def _recovered_or_unclaimed(folder: Path, epoch: int, accept: Callable[[Ledger], None]) -> Recovered:
+    """Recover; a log that cannot be recovered, or is not accepted, is left exactly as it was found."""
     try:
-        return recover(folder)
+        recovered = recover(folder)
+        accept(recovered.ledger)
+        return recovered
     except MopdError:
         claim_file(folder, epoch).unlink()
         raise
@@ -98,10 +100,16 @@ class TokenLog:
 
     @classmethod
     def open(
-        cls, folder: Path, settings: config.Wal, *, notice: Callable[[str], None] = lambda text: None
+        cls,
+        folder: Path,
+        settings: config.Wal,
+        *,
+        accept: Callable[[Ledger], None] = lambda ledger: None,
+        notice: Callable[[str], None] = lambda text: None,
     ) -> tuple[TokenLog, Recovered]:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 
+        accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
         notice: told in one line when the disk is full and when it no longer is.
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
@@ -111,7 +119,7 @@ class TokenLog:
             try:
                 # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
                 epoch = claim_epoch(folder)
-                recovered = _recovered_or_unclaimed(folder, epoch)
+                recovered = _recovered_or_unclaimed(folder, epoch, accept)
                 return cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice), recovered
             except BaseException:
                 os.close(lock)

@@ -141,8 +141,10 @@ class Checkpoints:
             state: dict[str, Any] = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise DamagedError(f"checkpoint {file}: {error}; point {self.folder / _LATEST} at another one") from None
-        if state["format"] > _FORMAT:
-            raise MismatchError(f"{file} has format {state['format']}, this version reads up to {_FORMAT}; upgrade")
+        if state["format"] != _FORMAT:
+            raise MismatchError(
+                f"{file} has format {state['format']}, this version reads {_FORMAT}; use the one that wrote it"
+            )
         return state
 
 

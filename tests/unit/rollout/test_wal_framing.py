@@ -164,5 +164,5 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[8] = 2
     path.write_bytes(data)
-    with pytest.raises(DamagedError, match="log format 2; this release reads up to 1"):
+    with pytest.raises(DamagedError, match="log format 2, this release reads 1"):
         read_segment(path)

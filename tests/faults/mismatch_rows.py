@@ -1,0 +1,213 @@
+"""Row 14 of the fault list: another format version, renamed columns, other types, another tokenizer or vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+from deaths import Died, folder, raiser, told_by
+from figures import Row, Tally
+from tinystage import TEACHER, build, make_stage
+
+from mopd_dataplane import config, faultpoints
+from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.checksum import crc32c
+from mopd_dataplane.errors import DamagedError, MismatchError
+from mopd_dataplane.load.layout import HEADER, MAGIC, read_header
+from mopd_dataplane.models import check_same_tokenizer
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout import framing
+from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.layout import FORMAT_KEY, spec_of
+from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
+from mopd_dataplane.train.checkpoint import Checkpoints
+from mopd_dataplane.train.ranks import Ranks
+
+warnings.filterwarnings("ignore", message="lance is not fork-safe")
+
+VERSIONS = (FORMAT_VERSION + 1, FORMAT_VERSION - 1)
+Spoil = Callable[[Path], None]
+Case = tuple[str, Spoil, Callable[[Path], object], tuple[str, ...]]
+"""what is wrong, how it comes about, what is then tried, words that the refusal must have"""
+
+
+def cases() -> Iterator[Case]:
+    """Every mismatch there is a format for."""
+    for version in VERSIONS:
+        both = (str(version), str(FORMAT_VERSION))
+        yield f"store of format {version}", partial(mark_store, version=version), Store.open, both
+        yield f"log of format {version}", partial(mark_log, version=version), roll, both
+        yield f"checkpoint of format {version}", partial(mark_checkpoint, version=version), read_checkpoint, both
+        yield f"slot of format {version}", no_change, partial(read_slot, version=version), both
+    for name in (*TABLES, signal_table(TEACHER, "logprob")):
+        for version in VERSIONS:
+            both = (f"format version {version}", f"reads {FORMAT_VERSION}")
+            yield f"{name} of format {version}", partial(mark_table, name=name, version=version), use(name), both
+        yield f"{name}, column renamed", partial(change_column, name=name, how="renamed"), use(name), ("is missing",)
+        yield f"{name}, column of another type", partial(change_column, name=name, how="retyped"), use(name), (
+            "expected", "bool",
+        )  # fmt: skip
+    yield "log of another tokenizer", begin_log, partial(roll, tokenizer="other"), ("toy", "other")
+    other = {"tokenizer": {"tokenizer_digest": "other"}, "weights": {"weights_digest": "other"}}
+    for what, change in other.items():
+        yield f"teacher of other {what}", no_change, partial(teach, **change), ("in the store", "other")
+    yield "teacher of another tokenizer than the student", no_change, same_tokenizer, ("aaaa", "bbbb")
+
+
+def refused(count: int, seed: int) -> Tally:
+    """Each is refused with what was found and what is allowed, and not a byte is written."""
+    tally, draw = Tally(), random.Random(seed)
+    known = list(cases())
+    draw.shuffle(known)
+    with folder() as template:
+        told_by(partial(make_stage, template))
+        for what, spoil, act, words in known[: max(count, 1)]:
+            found = told_by(partial(try_it, template, spoil, act, words))
+            tally.case(found == "", f"{what}: {found}")
+    return tally
+
+
+def try_it(template: Path, spoil: Spoil, act: Callable[[Path], object], words: tuple[str, ...]) -> str:
+    """What was not as it should be; empty when the refusal was."""
+    with folder() as home:
+        shutil.copytree(template, home)
+        spoil(home)
+        before = everything(home)
+        try:
+            act(home)
+        except (MismatchError, DamagedError) as error:
+            missing = [word for word in words if word not in str(error)]
+            if missing:
+                return f"the message lacks {missing}: {error}"
+        else:
+            return "it was taken"
+        after = everything(home)
+        return "" if after == before else f"written: {sorted(before.items() ^ after.items())[:2]!r:.200}"
+
+
+def everything(home: Path) -> dict[str, bytes]:
+    """Every file but locks."""
+    files = (file for file in home.rglob("*") if file.is_file() and "lock" not in str(file.relative_to(home)).lower())
+    return {str(file.relative_to(home)): file.read_bytes() for file in files}
+
+
+def no_change(home: Path) -> None:
+    """The store is as it should be; what is tried on it is not."""
+
+
+def mark_store(home: Path, version: int) -> None:
+    """Another release made this store."""
+    mark = json.loads((home / "store.json").read_text())
+    (home / "store.json").write_text(json.dumps({**mark, "format_version": version}))
+
+
+def mark_table(home: Path, name: str, version: int) -> None:
+    """Another release made this table."""
+    lance.dataset(str(home / name)).update_schema_metadata({FORMAT_KEY.decode(): str(version)})
+
+
+def change_column(home: Path, name: str, how: str) -> None:
+    """The first column that must be there has another name, or is a truth value."""
+    schema = lance.dataset(str(home / name)).schema
+    place = next(i for i, field in enumerate(schema) if not field.nullable)
+    field = schema.field(place)
+    changed = field.with_name(f"{field.name}_2") if how == "renamed" else pa.field(field.name, pa.bool_(), False)
+    table = schema.set(place, changed).empty_table()
+    lance.write_dataset(table, str(home / name), mode="overwrite", data_storage_version=spec_of(name).storage)
+
+
+def use(name: str) -> Callable[[Path], object]:
+    """Write to a table where there is a plain way to, else read it."""
+
+    def act(home: Path) -> object:
+        store = Store.open(home)
+        if name in ("samples", "tokens"):
+            return store.commit_samples([build.sample(99)], writer="w")
+        if name == "events":
+            return store.add_event("e", "s", "k", 0, None, {})
+        if name == "teachers":
+            return store.add_teacher(build.teacher("other"))
+        return store.table(name)
+
+    return act
+
+
+def begin_log(home: Path) -> None:
+    """A rollout that died in the middle."""
+    faultpoints.observe(raiser("rollout.commit"))
+    try:
+        roll(home)
+    except Died:
+        pass
+    finally:
+        faultpoints.observe(None)
+
+
+def mark_log(home: Path, version: int) -> None:
+    """Another release wrote this log."""
+    begin_log(home)
+    for path in (home / "wal").rglob("*.wal"):
+        content = bytearray(path.read_bytes())
+        struct.pack_into("<I", content, len(framing.MAGIC), version)
+        head = bytes(content[: framing.SEGMENT_HEADER - 4])
+        struct.pack_into("<I", content, len(head), framing._masked(crc32c(head)))
+        path.write_bytes(content)
+
+
+def roll(home: Path, tokenizer: str = "toy") -> None:
+    """A rollout over whatever log there is."""
+    engine = ToyEngine(slots=4)
+    engine.tokenizer_digest = tokenizer
+    prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(8)]
+    run_rollout(
+        engine, prompts, stage="student", generation=1, seed=0, rollout=config.Rollout(max_new_tokens=40),
+        wal=config.Wal(full_disk_wait_s=0), wal_dir=home / "wal", commit=lambda samples: None,
+        render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+    )  # fmt: skip
+
+
+def mark_checkpoint(home: Path, version: int) -> None:
+    """Another release wrote this checkpoint."""
+    place = home / "checkpoints" / "step-00000002"
+    place.mkdir(parents=True)
+    (place / "state.json").write_text(json.dumps({"format": version, "position": {}, "identity": {}, "digests": {}}))
+    (place.parent / "latest").write_text(place.name)
+
+
+def read_checkpoint(home: Path) -> object:
+    """Resume from the newest checkpoint."""
+    return Checkpoints(home / "checkpoints", Ranks.join("cpu")).latest()
+
+
+def read_slot(home: Path, version: int) -> object:
+    """Read shared memory that another release filled."""
+    slot = bytearray(4096)
+    HEADER.pack_into(slot, 0, MAGIC, version, 0, 1, 0, 0, 0)
+    return read_header(memoryview(slot))
+
+
+def teach(home: Path, **change: str) -> None:
+    """Another teacher under a known name."""
+    Store.open(home).add_teacher(build.teacher(TEACHER, **change))
+
+
+def same_tokenizer(home: Path) -> None:
+    """A teacher with another tokenizer than the student's."""
+    check_same_tokenizer("aaaa" * 4, "bbbb" * 4, name="t")
+
+
+ROWS = [
+    Row(
+        14, "other format version, column, type, tokenizer or vocabulary", "refused with both named, nothing written",
+        refused, (12, 100, 100),
+    ),
+]  # fmt: skip
