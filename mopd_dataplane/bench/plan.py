@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
-from mopd_dataplane.store.bench import filled_samples
+from mopd_dataplane.store.bench import bench_sample, filled_samples
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.rows import token_rows
 
 CAP = 32_768
 PACKS_PER_STEP = 512
@@ -82,6 +83,7 @@ def make_metadata(folder: Path, samples: int) -> Store:
         }
 
     filled_samples(store, samples, columns)
+    store._table("tokens").append(token_rows([bench_sample(0, 1)]))
     return store
 
 
@@ -95,23 +97,26 @@ class _Parts:
     tokens: float = 0.0
     packs: int = 0
     steps: int = 0
-    stragglers: list[tuple[float, int]] = field(default_factory=list)
+    straggler_steps: float = 0.0
+    windows: int = 0
 
     def add(self, plan: PlanWindow) -> None:
         stats = plan.stats
         self.tokens += stats["tokens"]
         self.packs += int(stats["packs"])
         self.steps += int(stats["steps"])
-        self.stragglers.append((stats["straggler_ratio"], int(stats["steps"])))
+        self.straggler_steps += stats["straggler_ratio"] * stats["steps"]
+        self.windows += 1
 
 
 def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict[str, Any]:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     settings = config.Plan(
-        pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict, ranks=RANKS, drop_last=True
-    )
+        pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict, ranks=RANKS,
+        drop_last=window >= 100_000,  # a few samples do not fill one batch
+    )  # fmt: skip
     parts = _Parts()
-    with opened_files(folder / "tokens") as payload:
+    with opened_files(folder / "tokens" / "data") as payload:
         wall, cpu = time.perf_counter(), time.process_time()
         store = Store.open(folder)
         snapshot = store.snapshot()
@@ -132,13 +137,13 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
         "samples": samples,
         "seconds": wall,
         "density": parts.tokens / (parts.packs * CAP),
-        "straggler_ratio": float(np.average(*zip(*parts.stragglers, strict=True))),
+        "straggler_ratio": parts.straggler_steps / parts.steps,
         "peak_rss_bytes": peak,
         "payload_bytes_read": sum(path.stat().st_size for path in payload),
         "cpu_seconds": cpu,
         "of which reading metadata, s": parts.read_s,
         "of which planning, s": parts.plan_s,
-        "windows": len(parts.stragglers),
+        "windows": parts.windows,
         "steps": parts.steps,
         "packs": parts.packs,
         "metadata_bytes": sum(path.stat().st_size for path in (folder / "samples" / "data").iterdir()),

@@ -20,16 +20,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def plan(
     samples: Annotated[int, typer.Option("--samples", min=1000, help="Samples to plan.")] = 1_000_000,
     strict: Annotated[bool, typer.Option("--strict", help="Draw each batch before packing it.")] = False,
+    window: Annotated[int, typer.Option("--window", min=0, help="Samples planned at once; 0 takes all.")] = 0,
+    folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """From metadata columns to a finished window: shuffle, pack, balance, teacher order.
+    """From the metadata of a store on disk to a finished plan: select, shuffle, pack, balance, teacher order.
 
-    Seconds, density, straggler ratio, peak memory and payload bytes read, in a process of its own on one core.
+    Seconds, density, straggler ratio, peak memory and payload bytes read, in a process of its own on one core, beside
+    the machine's limits. The store is made first, which is not timed. With --window, memory stays bounded.
     """
-    from mopd_dataplane.bench.plan import measure
+    from mopd_dataplane.bench.plan import FIGURES, measure
 
-    figures = measure(samples, strict=strict)
-    print_json(figures) if as_json else print_facts(figures)
+    figures = measure(samples, strict=strict, window=window, folder=folder)
+    print_json({name: figures[name] for name in FIGURES}) if as_json else print_facts(figures)
 
 
 def load(
@@ -58,15 +61,16 @@ def write(
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """The write path: payload bytes per second beside the raw disk, and commit time by table size.
+    """The write path: hidden states per second beside the raw disk, and commit time by table size.
 
-    Every commit is durable. Large tables are filled up first, which takes a while and is not timed.
+    Every commit is durable, the raw write is synced as often. Large tables are filled up first, which takes a while and
+    is not timed.
     """
-    from mopd_dataplane.store.bench import write_figures
+    from mopd_dataplane.store.bench import FIGURES, write_figures
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-write-") as scratch:
         figures = write_figures(Path(scratch), rows or [10_000, 100_000])
-    print_json(figures) if as_json else print_facts(figures)
+    print_json({name: figures[name] for name in FIGURES}) if as_json else print_facts(figures)
 
 
 def wal(
@@ -103,6 +107,27 @@ def length_bias(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def resume(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", exists=True, file_okay=False, help="Folder of a Hugging Face causal LM.")
+    ],
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts to sample, three times each.")] = 64,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of one sample.")] = 64,
+    every: Annotated[int, typer.Option("--every", min=1, help="Decode steps between two interruptions.")] = 20,
+    threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 leaves the choice to torch.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """How often a resume is exact on a real model: killed and prefilled again, or stopped with its cache saved.
+
+    Every sample is compared with the one of an uninterrupted run.
+    """
+    from mopd_dataplane.bench.resume import measure
+
+    figures = measure(model, samples=samples, slots=slots, max_new_tokens=tokens, every=every, threads=threads)
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `bench` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -111,4 +136,5 @@ def add_to(app: typer.Typer) -> None:
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
+    register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
     app.add_typer(group, name="bench", rich_help_panel="Measurements", help="Measure this machine and the data plane.")

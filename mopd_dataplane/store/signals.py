@@ -101,17 +101,17 @@ def _hidden_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.
     )
 
 
-def blob_column(payloads: Sequence[NDArray[np.uint8]]) -> pa.ExtensionArray:
-    """A blob column from one contiguous uint8 array per row, in one copy (lance.blob_array makes two)."""
-    offsets = np.zeros(len(payloads) + 1, np.int64)
-    np.cumsum([len(payload) for payload in payloads], out=offsets[1:])
-    data = pa.LargeBinaryArray.from_buffers(
-        pa.large_binary(), len(payloads), [None, pa.py_buffer(offsets), pa.py_buffer(np.concatenate(payloads))]
-    )
+def blob_column(payloads: Sequence[NDArray[np.uint8]]) -> pa.ChunkedArray:
+    """A blob column from one contiguous uint8 array per row, without a copy: every row is a chunk of its own."""
     kind = lance.blob.BlobType()
     fields = list(kind.storage_type)
-    nulls = [pa.nulls(len(payloads), field.type) for field in fields[1:]]
-    return pa.ExtensionArray.from_storage(kind, pa.StructArray.from_arrays([data, *nulls], fields=fields))
+    nulls = [pa.nulls(1, field.type) for field in fields[1:]]
+    rows = []
+    for payload in payloads:
+        offsets = pa.py_buffer(np.array([0, len(payload)], np.int64))
+        data = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, pa.py_buffer(payload)])
+        rows.append(pa.ExtensionArray.from_storage(kind, pa.StructArray.from_arrays([data, *nulls], fields=fields)))
+    return pa.chunked_array(rows, type=kind)
 
 
 def commit_signals(

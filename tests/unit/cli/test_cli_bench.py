@@ -19,10 +19,16 @@ def figures(*words: str) -> dict[str, Any]:
     return found
 
 
-def test_plan() -> None:
-    found = figures("plan", "--samples", "5000")
+@pytest.mark.parametrize("window", [0, 2000])
+def test_plan(tmp_path: Path, window: int) -> None:
+    found = figures("plan", "--samples", "5000", "--window", str(window), "--folder", str(tmp_path))
     assert found["samples"] == 5000
-    assert {"seconds", "density", "straggler_ratio", "peak_rss_bytes", "payload_bytes_read"} <= found.keys()
+    assert found.keys() == {
+        "samples", "seconds", "density", "straggler_ratio", "peak_rss_bytes", "payload_bytes_read",
+    }  # fmt: skip
+    assert found["payload_bytes_read"] == 0
+    assert 0.9 < found["density"] <= 1.0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
