@@ -10,14 +10,15 @@
 
 With interruptions at rate h per token, restarting with fresh noise accepts length l with density f(l) exp(-h l): the
 sample is tilted towards short. B and D must equal A token for token; C, E and G must come out short, F long. The tilt
-that C shows must be the one the theory predicts (maximum-likelihood estimate within 20 % of h).
+that C shows must be the one the theory predicts (maximum-likelihood estimate within 20 % of h), at every dose, and the
+samples shorter the higher the dose.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane import config
+from mopd_dataplane.bench.length_stats import equivalence, permutation_p, tilt
 from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engine import Engine, Request, StepOutput
 from mopd_dataplane.rollout.runner import run_rollout
@@ -40,9 +43,10 @@ ARMS = {
     "F": "reseeded noise",
     "G": "first finished",
 }
+DOSES = (0.1, 0.25, 0.5)
+"""Interruptions per sample of mean length (h times the mean) at which arm C is measured."""
 MAX_NEW = 2000
 SLOTS = 64
-PERMUTATIONS = 9999
 _FIRST_OF = 1.25
 """Arm G admits this many times what it takes."""
 
@@ -59,10 +63,11 @@ class Response:
 def measure(
     samples: int = 10_000, *, dose: float = 0.25, seed: int = 0, plot: Path | None = None, resume_kills: int = 40
 ) -> dict[str, Any]:
-    """Run every arm on `samples` prompts. dose: interruptions per sample of mean length (h times the mean).
+    """Run every arm on `samples` prompts. dose: interruptions per sample of mean length in the interrupted arms.
 
     plot: where to write a PNG of the length distributions. Returns one entry per arm: mean length, difference from A
-    in percent, one-sided permutation p-value, pairs identical to A; for C also the estimated tilt over h.
+    in percent, one-sided permutation p-value, pairs identical to A, prompts lost, and for arms that lose none the
+    equivalence test of their mean with A's; for C also the estimated tilt over h, and the same at each of DOSES.
     """
     bench = _Bench(samples, seed)
     whole = bench.uninterrupted()
@@ -85,7 +90,14 @@ def measure(
         "seed": seed,
         "mean_length": float(lengths.mean()),
         "arms": {name: _verdict(name, arm, whole, hazard, seed) for name, arm in arms.items()},
+        "doses": {str(each): _restarted(bench, whole, each / lengths.mean(), seed) for each in DOSES},
     }
+
+
+def _restarted(bench: _Bench, whole: Sequence[Response], hazard: float, seed: int) -> dict[str, float]:
+    """Arm C at one dose."""
+    found = _verdict("C", bench.interrupted(hazard, restart=True, fresh=True), whole, hazard, seed)
+    return {name: found[name] for name in ("difference_percent", "p_value", "tilt_over_hazard")}
 
 
 class _Bench:
@@ -115,6 +127,8 @@ class _Bench:
                     )  # fmt: skip
                 except _Killed:
                     continue
+        if kept.keys() != {self._uid(i) for i in range(self._samples)}:
+            raise EngineError(f"{len(kept)} samples were committed for {self._samples} admitted prompts")
         ordered = [kept[self._uid(i)] for i in range(self._samples)]
         return [_response(s.tokens[s.prompt_len :], s.logprobs) for s in ordered if s.logprobs is not None]
 
@@ -238,61 +252,15 @@ def _verdict(
         "accepted": len(lengths),
         "mean_length": float(lengths.mean()),
         "difference_percent": float(100 * (lengths.mean() / reference.mean() - 1)),
+        "prompts_lost": int(len(kept) - kept.sum()),
         "identical": sum(ours == theirs for ours, theirs in zip(arm, whole, strict=True)),
         "p_value": permutation_p(lengths, strata[kept], reference, strata, seed=seed, longer=name == "F"),
     }
+    if kept.all() and name != "A":
+        found["equivalence"] = asdict(equivalence(lengths, reference))
     if name == "C":
         found["tilt_over_hazard"] = tilt(lengths, strata[kept], reference, strata) / hazard
     return found
-
-
-def permutation_p(
-    ours: NDArray[np.int64],
-    our_strata: NDArray[np.int32],
-    theirs: NDArray[np.int64],
-    their_strata: NDArray[np.int32],
-    *,
-    seed: int,
-    longer: bool,
-) -> float:
-    """One-sided permutation test on summed length, permuting within prompts of the same kind.
-
-    The mean length is the sufficient statistic of an exponential tilt, hence the most powerful one against it.
-    """
-    if np.array_equal(ours, theirs):
-        return 1.0
-    draw = np.random.Generator(np.random.Philox(key=seed, counter=2 << 64))
-    sign = 1 if longer else -1
-    excess = np.zeros(1 + PERMUTATIONS)
-    for stratum in np.unique(our_strata):
-        mine, other = ours[our_strata == stratum], theirs[their_strata == stratum]
-        pooled = np.concatenate([mine, other]).astype(np.float64)
-        excess[0] += sign * mine.sum()
-        for k in range(1, 1 + PERMUTATIONS):
-            excess[k] += sign * draw.choice(pooled, len(mine), replace=False, shuffle=False).sum()
-    return float((excess >= excess[0]).mean())
-
-
-def tilt(
-    ours: NDArray[np.int64],
-    our_strata: NDArray[np.int32],
-    theirs: NDArray[np.int64],
-    their_strata: NDArray[np.int32],
-) -> float:
-    """Maximum-likelihood h when each kind of prompt, of reference law f, is accepted with density f(l) exp(-h l).
-
-    It is the h at which the tilted means, weighted by how many of each kind were accepted, add up to what was seen.
-    """
-    laws = [(theirs[their_strata == s], int((our_strata == s).sum())) for s in np.unique(our_strata)]
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        expected = 0.0
-        for law, count in laws:
-            weights = np.exp(-middle * (law - law.min()))
-            expected += count * float((weights * law).sum() / weights.sum())
-        low, high = (middle, high) if expected > ours.sum() else (low, middle)
-    return low
 
 
 def draw_plot(arms: dict[str, list[Response | None]], file: Path) -> None:

@@ -108,9 +108,7 @@ def length_bias(
 
 
 def resume(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", exists=True, file_okay=False, help="Folder of a Hugging Face causal LM.")
-    ],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
     samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts to sample, three times each.")] = 64,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of one sample.")] = 64,

@@ -126,13 +126,14 @@ class RolloutLoop:
         """Save what the engine remembers of the samples in its slots."""
         drafts = self._ledger.drafts
         requests = [(slot, drafts[int(self._handle[slot])].request()) for slot in self._live()]
-        self._engine.save(file, requests, limit_bytes=limit_bytes)
+        self._watch.call(lambda: self._engine.save(file, requests, limit_bytes=limit_bytes))
 
     def restore(self, file: Path, handles: Iterable[int]) -> None:
         """Put samples back into the slots that `save` took them from; none, when the file does not fit them."""
         drafts = {self._ledger.drafts[handle].opening.uid: handle for handle in handles}
         requests = [self._ledger.drafts[handle].request() for handle in drafts.values()]
-        for slot, (uid, gap) in enumerate(self._engine.restore(file, requests)):
+        restored = self._watch.call(lambda: self._engine.restore(file, requests))
+        for slot, (uid, gap) in enumerate(restored):
             self._free.remove(slot)
             self._handle[slot] = drafts[uid]
             self._resume(drafts[uid], exact=gap == 0, drift=gap)
@@ -182,7 +183,7 @@ class RolloutLoop:
             return
         for slot in live:
             self._engine.release(slot)
-        self._weights.take_up(self._engine)
+        self._watch.call(lambda: self._weights.take_up(self._engine))
         again = [(slot, self._ledger.drafts[int(self._handle[slot])].request()) for slot in live]
         self._watch.call(lambda: self._engine.admit(again))
         for slot in live:

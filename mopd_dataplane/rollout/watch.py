@@ -43,7 +43,7 @@ class Watch:
         self._calls.put(None)
 
     def _run(self) -> None:
-        while (work := self._calls.get()) is not None:
+        for work in iter(self._calls.get, None):
             try:
                 self._answers.put((work(), None))
             except BaseException as error:

@@ -19,13 +19,15 @@ _NO_ROOM = {
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """ResourceError when the disk takes no more; other errors pass."""
+    """ResourceError, with its errno, when the disk takes no more; other errors pass."""
     try:
         yield
     except OSError as error:
         for number, reason in {} if isinstance(error, MopdError) else _NO_ROOM.items():
             if error.errno == number or f"os error {number}" in str(error):
-                raise ResourceError(f"{where}: {reason}; nothing became visible; make room and retry") from error
+                full = ResourceError(f"{where}: {reason}; nothing became visible; make room and retry")
+                full.errno = number  # tells a caller that can wait for space from one that cannot
+                raise full from error
         raise
 
 

@@ -17,7 +17,8 @@ Store.sql answers through query. No other stage knows another; a process's __mai
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 WAITS = {"wait": 0, "join": 0, "result": 0, "communicate": 0, "acquire": 0, "get": 0, "wait_for": 1}
-"""Methods that wait for ever unless they are given more arguments than this."""
+"""Methods that wait for ever unless they are given more arguments than this. A worker thread that waits for the next
+task of its own process says `for task in iter(queue.get, None)`."""
 RUNS = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -57,8 +58,9 @@ def test_full_disk_then_room_again(small_disk: Path) -> None:
         for start in range(0, 400, 8):
             store.commit_samples([build.sample(i, response=20_000) for i in range(start, start + 8)], writer="w")
 
-    with pytest.raises(ResourceError, match="disk is full; nothing became visible"):
+    with pytest.raises(ResourceError, match="disk is full; nothing became visible") as full:
         fill()
+    assert full.value.errno == errno.ENOSPC, "a rollout waits for space on that"
     visible = store.samples(["uid"]).num_rows
     assert 0 < visible < 400
     assert visible % 8 == 0

@@ -1,0 +1,141 @@
+"""`mopd store verify` on every kind of damage: table, row, sample and what is wrong, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+import store_builders as build
+
+from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.store.dataset import Store
+
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def scored(store: Store) -> Store:
+    """Three samples with a signal, a reward and a plan; nothing wrong."""
+    samples = [build.sample(i) for i in range(3)]
+    store.commit_samples(samples, writer="w")
+    store.add_teacher(build.teacher("t", head_digest=_sha(b"head")))
+    head = store.path("heads/t.safetensors")
+    head.parent.mkdir(exist_ok=True)
+    head.write_bytes(b"head")
+    store.commit_signals("t", "logprob", [build.signal(s, row, "logprob") for row, s in enumerate(samples)])
+    store.add_rewards(
+        [{"uid": s.uid, "sample_row": i, "verifier": "v", "verifier_version": "1", "reward": 1.0}
+         for i, s in enumerate(samples)]
+    )  # fmt: skip
+    store.add_plan(
+        PlanWindow(
+            stage="student", window=4, seed=0, settings={}, snapshot=store.snapshot(), sample_rows=np.array([2, 0, 1]),
+            pack_starts=np.array([0, 3]), pack_teachers=np.zeros(1, np.int16), step_starts=np.array([0, 1]),
+            teachers=["t"], stats={}, digest="d",
+        )
+    )  # fmt: skip
+    assert store.verify().findings == []
+    return store
+
+
+def _sha(content: bytes) -> str:
+    import hashlib
+
+    return hashlib.sha256(content).hexdigest()
+
+
+def rewrite(table: str, change: Callable[[list[Row]], list[Row]]) -> Callable[[Store], None]:
+    """Replace a table's rows behind the library's back."""
+
+    def damage(store: Store) -> None:
+        dataset = store.dataset(table)
+        rows = pa.Table.from_pylist(change(dataset.to_table().to_pylist()), dataset.schema)
+        lance.write_dataset(rows, f"{store.uri}/{table}", mode="overwrite")
+
+    return damage
+
+
+def at(row: int, **values: object) -> Callable[[list[Row]], list[Row]]:
+    return lambda rows: [old | values if place == row else old for place, old in enumerate(rows)]
+
+
+def without_last(rows: list[Row]) -> list[Row]:
+    return rows[:-1]
+
+
+def uid(number: int) -> str:
+    return build.sample(number).uid
+
+
+DAMAGES = {
+    "missing payload row": (
+        rewrite("tokens", without_last), [("samples", 2, uid(2), "points to row 2 of 'tokens', which has 2 rows")],
+    ),
+    "payload of another sample": (
+        rewrite("tokens", at(1, uid="e" * 32)), [("samples", 1, uid(1), f"which holds {'e' * 32}")],
+    ),
+    "changed tokens": (
+        rewrite("tokens", lambda rows: at(0, tokens=[7, *rows[0]["tokens"][1:]])(rows)),
+        [("tokens", 0, uid(0), "crc32c")],
+    ),
+    "wrong checksum": (rewrite("samples", at(1, payload_crc=1)), [("tokens", 1, uid(1), "committed was 00000001")]),
+    "lengths that contradict": (rewrite("samples", at(1, total_len=99)), [("samples", 1, uid(1), "L 99")]),
+    "dangling signal": (
+        rewrite("signals/t/logprob", without_last),
+        [("scores", 2, uid(2), "points to row 2 of 'signals/t/logprob', which has 2 rows")],
+    ),
+    "signal of another sample": (
+        rewrite("signals/t/logprob", at(0, uid="e" * 32)), [("scores", 0, uid(0), f"which holds {'e' * 32}")],
+    ),
+    "signal table gone": (
+        lambda store: shutil.rmtree(f"{store.uri}/signals/t/logprob"),
+        [("scores", row, uid(row), "which cannot be read") for row in range(3)],
+    ),
+    "score of no sample": (
+        rewrite("scores", at(1, sample_row=99)), [("scores", 1, uid(1), "row 99 of 'samples', which has 3 rows")],
+    ),
+    "score by other weights": (rewrite("scores", at(2, teacher_digest="x")), [("scores", 2, uid(2), "with digest x")]),
+    "reward of another sample": (
+        rewrite("rewards", at(0, sample_row=1)), [("rewards", 0, uid(0), f"which holds {uid(1)}")],
+    ),
+    "plan of no sample": (
+        rewrite("plans", at(0, sample_rows=[2, 0, 41])), [("plans", 0, "student", "window 4 plans sample row 41")],
+    ),
+    "head gone": (
+        lambda store: store.path("heads/t.safetensors").unlink(),
+        [("teachers", 0, "t", "heads/t.safetensors is missing")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_each_damage_is_named_and_nothing_else(scored: Store, name: str) -> None:
+    damage, expected = DAMAGES[name]
+    damage(scored)
+    found = Store.open(scored.uri).verify().findings
+    said = [(f.table, f.row, f.uid) for f in found if not (f.row == -1 and "cannot be read" in f.problem)]
+    assert said == [place[:3] for place in expected], found
+    for finding, (*_, problem) in zip((f for f in found if f.row >= 0), expected, strict=True):
+        assert problem in finding.problem
+
+
+def test_files_of_interrupted_commits_are_swept_when_they_are_old(scored: Store) -> None:
+    """A committer may still be at work on a young file; after seven days nobody is."""
+    assert scored.root is not None
+    data = scored.root / "tokens" / "data"
+    young, old = data / "young.lance", data / "old.lance"
+    for file in (young, old):
+        shutil.copy(next(data.iterdir()), file)
+    week = time.time() - 8 * 86400
+    os.utime(old, (week, week))
+    assert scored.verify().findings == []
+    scored.compact()
+    assert (young.exists(), old.exists()) == (True, False)
+    assert scored.verify().findings == []
