@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from mopd_dataplane import __version__
-from mopd_dataplane.cli import answers, bench, jobs, stores
+from mopd_dataplane.cli import answers, bench, jobs, load, stores
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import MopdError
 
@@ -99,6 +99,7 @@ def root(
 
 
 jobs.add_to(app)
+load.add_to(app)
 answers.add_to(app)
 stores.add_to(app)
 bench.add_to(app)

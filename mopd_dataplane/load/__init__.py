@@ -12,5 +12,6 @@ loader.py     reads ahead, lends slots, takes them back
 protocol.py   messages and descriptors over a Unix socket
 server.py     the loader process
 launch.py     starting it
-client.py     what a trainer holds: batches, state, release
+client.py     what a trainer holds: batches of packs, release
+stream.py     the same as an iterable with a state, for any trainer
 """

@@ -106,29 +106,9 @@ class LoaderClient:
         self._check_stage(stage)
         return self._ask({"op": "plan", "window": window})
 
-    def follow(self, stage: str) -> Iterator[LoadedBatch]:
-        """Batches of every window from the current position on, until the empty window that closes the plan log.
-
-        Starts at window 0, or where load_state_dict points.
-        """
-        while True:
-            window, step = self._position["window"], self._position["step"]
-            opened = self._ask({"op": "open", "window": window, "step": step})
-            if int(opened["steps"]) == 0:
-                return
-            yield from self.batches(stage, window, step)
-
     def _check_stage(self, stage: str) -> None:
         if stage != self._stage:
             raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start one for it")
-
-    def state_dict(self) -> dict[str, int]:
-        """Where the next batch comes from: {"window", "step"}; the same at any world size."""
-        return dict(self._position)
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue `follow` from a saved position."""
-        self._position = {"window": int(state["window"]), "step": int(state["step"])}
 
     def close(self) -> None:
         """Leave; everything still held is given back."""

@@ -45,6 +45,13 @@ class LoaderProcess:
         self.socket.unlink(missing_ok=True)
         return self.process.returncode
 
+    def finish(self, deadline_s: float) -> int:
+        """Wait until its last trainer has left and it ends; stop it when it does not. Returns its exit code."""
+        try:
+            return self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return self.stop()
+
     def __enter__(self) -> LoaderProcess:
         return self
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess, start_server
 from mopd_dataplane.load.server import listen
 from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, PlanWindow, Signal
 from mopd_dataplane.store.dataset import Store
@@ -44,7 +42,7 @@ def add_window(store: Store, window: int, seed: int = 0) -> PlanWindow:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Sixty short samples with every signal, two windows and the end of the log."""
+    """Sixty short samples with every signal, and two windows."""
     lengths = lengths_of(60, mean_log=4.5, shortest=4, longest=400)
     root = tmp_path_factory.mktemp("load") / "store"
     made = make_store(
@@ -60,7 +58,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     ])  # fmt: skip
     add_window(made, 0)
     add_window(made, 1, seed=1)
-    made.add_plan(end_window(STAGE, 2, 0, made.snapshot()))
     return made
 
 
@@ -196,38 +193,16 @@ def test_resume_by_integer_gives_the_same_batches(store, loader):
     assert [step for step, _, _ in whole + later] == list(range(len(whole) + len(later))), "steps count over windows"
 
 
-@pytest.mark.parametrize("cut", [1, 3, 4, 6])
-def test_state_dict_resumes_following_in_the_middle(loader, cut):
-    with connect(loader) as client:
-        whole = [(b.window, b.step, [p.index for p in b.packs]) for b in client.follow(STAGE)]
-        assert {window for window, _, _ in whole} == {0, 1}
-    with connect(loader) as client:
-        stream = client.follow(STAGE)
-        head = [(b.window, b.step, [p.index for p in b.packs]) for _, b in zip(range(cut), stream, strict=False)]
-        state = json.loads(json.dumps(client.state_dict()))
-        client.load_state_dict(state)
-        tail = [(b.window, b.step, [p.index for p in b.packs]) for b in client.follow(STAGE)]
-    assert head + tail == whole
-
-
 def test_a_window_that_comes_later_is_waited_for(tmp_path):
     """The trainer is ahead: it waits, is told why, and goes on as soon as the window is recorded."""
     store = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
     add_window(store, 0)
     spec = LoadSpec(stage=STAGE, deadline_s=20)
     with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
-        stream = client.follow(STAGE)
-        steps = len(store.plan(STAGE, 0).step_starts) - 1
-        for _ in range(steps):
-            next(stream)
-
-        def plan_the_rest() -> None:
-            add_window(store, 1)
-            store.add_plan(end_window(STAGE, 2, 0, store.snapshot()))
-
-        writer = threading.Timer(1.5, plan_the_rest)
+        steps = len(list(client.batches(STAGE, 0)))
+        writer = threading.Timer(1.5, add_window, (store, 1))
         writer.start()
-        assert [b.window for b in stream] == [1] * steps
+        assert [b.window for b in client.batches(STAGE, 1)] == [1] * steps
         writer.join()
     with start_server(store.uri, tmp_path / "m.sock", spec) as loader, connect(loader, patience_s=1.0) as client:
         stream = client.batches(STAGE, 7)

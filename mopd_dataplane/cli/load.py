@@ -1,0 +1,74 @@
+"""Commands of the loader."""
+
+from __future__ import annotations
+
+import socket as sockets
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.jobs import Overrides, choose_stage, load
+from mopd_dataplane.cli.output import note
+from mopd_dataplane.cli.register import register
+from mopd_dataplane.errors import EngineError, InputError
+from mopd_dataplane.load.spec import LoadSpec
+
+LOOK_S = 0.5
+"""Pause between looks whether the loader still runs."""
+
+
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="JOB|STORE", help="Job file, or a folder with a job.toml; else a store."),
+    ],
+    stage: Annotated[
+        str | None, typer.Option("--stage", metavar="NAME", help="Stage whose plan is served; needed for a store.")
+    ] = None,
+    signal: Annotated[
+        list[str] | None,
+        typer.Option("--signal", metavar="KIND", help="Of a store: logprob, topk or hidden; repeatable."),
+    ] = None,
+    rewards: Annotated[bool, typer.Option("--rewards", help="Of a store: outcome rewards and advantages.")] = False,
+    slots: Annotated[int, typer.Option("--slots", min=2, help="Of a store: packs kept ready ahead of each rank.")] = 4,
+    socket: Annotated[
+        Path | None, typer.Option("--socket", metavar="FILE", help="Unix socket to listen on; default: a private one.")
+    ] = None,
+    set_: Overrides = None,
+) -> None:
+    """Serve batches to the trainers of this node until interrupted; prints the socket.
+
+    Without it the first rank of a node starts a loader of its own, which ends with its trainers. A job says what its
+    objective needs; for a bare store the options do.
+    """
+    from mopd_dataplane.load.launch import start_server
+    from mopd_dataplane.load.stream import socket_of
+
+    if target.endswith(".toml") or (Path(target) / "job.toml").exists():
+        job = load(target, set_, None, None)
+        chosen = choose_stage(job, stage, sampled=False)
+        uri, spec = job.store, LoadSpec.for_stage(chosen.name, job.load, job.objective(chosen))
+    elif stage is None:
+        raise InputError(f"{target} is a store: name the stage to serve with --stage NAME")
+    else:
+        uri, spec = target, LoadSpec(stage=stage, signals=tuple(signal or ()), rewards=rewards, slots=slots)
+    path = socket or socket_of(uri, spec)
+    with start_server(uri, path, spec) as loader, sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as anchor:
+        anchor.connect(str(path))  # a loader ends with its last connection: this one asks for nothing and stays
+        print(path, flush=True)
+        note(f"serving stage {spec.stage!r} of {uri}; Ctrl-C ends it")
+        while loader.process.poll() is None:
+            time.sleep(LOOK_S)
+        raise EngineError(f"the loader ended with exit code {loader.process.returncode}; see its messages above")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the `load` group."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
+    register(
+        group, serve, "mopd load serve jobs/quickstart --stage student",
+        "mopd load serve runs/quickstart --stage student --signal logprob",
+    )  # fmt: skip
+    app.add_typer(group, name="load", rich_help_panel="Jobs", help="Batches for trainers.")

@@ -1,0 +1,142 @@
+"""Batches for any trainer, in five lines:
+
+    stream = BatchStream("runs/demo", LoadSpec(stage="student", signals=("logprob",)))
+    for batch in stream:
+        for pack in batch.packs:
+            train_on(pack.tokens, pack.loss_mask, pack.teacher_logprobs)
+    stream.close()
+
+The first rank of a node starts the loader unless one serves already (`mopd load serve`); the others find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket as sockets
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.load.client import LoadedBatch, LoaderClient, Views
+from mopd_dataplane.load.launch import LoaderProcess, start_server
+from mopd_dataplane.load.spec import LoadSpec
+
+
+class BatchStream:
+    """An iterable of batches with `state_dict` and `load_state_dict`, like PyTorch's stateful loaders.
+
+    Iterating starts at the current place and moves it: a second loop goes on where the first was left.
+    """
+
+    def __init__(
+        self,
+        store: str | Path,
+        spec: LoadSpec,
+        *,
+        windows: Sequence[int] | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        socket: str | Path | None = None,
+        views: Views = "torch",
+        patience_s: float | None = None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """Connect to the node's loader, starting it when this is the node's first rank and none serves yet.
+
+        windows: those to walk, in order; None walks all that are planned, waits for more, and ends where the plan log
+        is closed. rank, world_size: of data parallelism; by default what torchrun says (RANK, WORLD_SIZE), else alone.
+        socket: of a loader started by hand; by default found from store and spec. patience_s: longest wait for a
+        window that is still being planned.
+        Raises what the loader refuses with, DeadlineError when none answers.
+        """
+        self._stage = spec.stage
+        self._deadline_s = spec.deadline_s
+        self._windows = None if windows is None else list(windows)
+        self._window = self._windows[0] if self._windows else 0
+        self._step = 0
+        path = Path(socket) if socket is not None else socket_of(store, spec)
+        first = int(environment.get("LOCAL_RANK", "0")) == 0
+        self._loader: LoaderProcess | None = None
+        if socket is None and first and not is_served(path):
+            self._loader = start_server(str(store), path, spec, deadline_s=spec.deadline_s)
+        try:
+            self._client = LoaderClient(
+                path,
+                int(environment.get("RANK", "0")) if rank is None else rank,
+                int(environment.get("WORLD_SIZE", "1")) if world_size is None else world_size,
+                views=views,
+                deadline_s=spec.deadline_s,
+                patience_s=patience_s,
+            )
+        except BaseException:
+            self._stop_loader()
+            raise
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        """Batches from the current place on. Asking for the next one releases the last."""
+        for window in self._windows_left():
+            if self._windows is None and self._client.plan(self._stage, window)["steps"] == 0:
+                return
+            if window != self._window:
+                self._window, self._step = window, 0
+            for batch in self._client.batches(self._stage, window, self._step):
+                self._step += 1
+                yield batch
+        if self._windows:
+            self._window, self._step = self._windows[-1] + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch comes from: {"window", "step"}, the same at any world size."""
+        return {"window": self._window, "step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a saved place. Raises InputError for a window that this stream does not walk."""
+        window, step = int(state["window"]), int(state["step"])
+        if self._windows and window not in [*self._windows, self._windows[-1] + 1]:
+            raise InputError(f"the saved place is in window {window}, this stream walks {self._windows}")
+        self._window, self._step = window, step
+
+    def close(self) -> None:
+        """Leave; everything still held is given back. The rank that started the loader waits for the others."""
+        self._client.close()
+        if self._loader is not None:
+            self._loader.finish(self._deadline_s)
+
+    def __enter__(self) -> BatchStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _windows_left(self) -> Iterator[int]:
+        if self._windows is None:
+            return count(self._window)
+        return iter([window for window in self._windows if window >= self._window])
+
+    def _stop_loader(self) -> None:
+        if self._loader is not None:
+            self._loader.stop()
+
+
+def socket_of(store: str | Path, spec: LoadSpec) -> Path:
+    """Where the loader of a store and a spec listens on this node when nobody says otherwise: a folder of this user."""
+    local = "://" not in str(store)
+    where = str(Path(store).resolve()) if local else str(store)
+    name = hashlib.blake2b(f"{where}\0{spec.model_dump_json()}".encode(), digest_size=8, person=b"mopd-sock")
+    folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"mopd-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise InputError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of yours")
+    return folder / f"{name.hexdigest()}.sock"
+
+
+def is_served(path: Path) -> bool:
+    """Whether a loader listens there."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
