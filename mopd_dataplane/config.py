@@ -189,6 +189,15 @@ class Plan(Section):
         return self
 
 
+class Retain(Section):
+    """How long hidden states live; they are by far the most bytes of a store. 0 and 0 keep them for ever."""
+
+    hidden_passes: int = Field(default=0, ge=0)
+    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
+    hidden_versions: int = Field(default=0, ge=0)
+    """Freed once the newest policy is more than this many versions newer than the one that began the sample."""
+
+
 class Load(Section):
     """The shared-memory ring."""
 

@@ -25,6 +25,7 @@ from mopd_dataplane.config import (
     Name,
     Objective,
     Plan,
+    Retain,
     Rollout,
     Score,
     Section,
@@ -72,6 +73,7 @@ class Job(Section):
     engine: Engine = Engine()
     wal: Wal = Wal()
     load: Load = Load()
+    retain: Retain = Retain()
     objectives: dict[str, Objective] = Field(default_factory=dict)
     stages: tuple[Stage, ...]
     eval: Eval = Eval()
@@ -217,6 +219,18 @@ def _check_references(job: Job, where: str) -> None:
             raise JobFileError(
                 f"{at}: rollout.group_size = {stage.rollout.group_size} keeps groups in one step, which "
                 "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
+            )
+        bound = job.retain.hidden_versions
+        if 0 < bound <= stage.plan.max_staleness or (stage.data == "reference" and 0 < bound < stage.iterations):
+            raise JobFileError(
+                f"{where}: retain.hidden_versions = {bound} frees hidden states that stage {stage.name!r} still needs; "
+                f"set it above {max(stage.plan.max_staleness, stage.iterations - 1)}, or 0"
+            )
+        passes = stage.iterations * stage.train.epochs
+        if stage.data == "reference" and 0 < job.retain.hidden_passes < passes:
+            raise JobFileError(
+                f"{where}: retain.hidden_passes = {job.retain.hidden_passes} frees hidden states before stage "
+                f"{stage.name!r} has passed over its data {passes} times; set it to at least {passes}, or 0"
             )
         _check_weights(job, stage, at)
         _check_routing(job, stage, at)

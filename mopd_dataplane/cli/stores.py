@@ -13,10 +13,11 @@ from mopd_dataplane.cli.register import register
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 AUDIT_FAILED = 1
+INFO_COLUMNS = ("rows", "bytes", "freeable_bytes", "files", "version")
 
 
 def info(store: StoreUri, as_json: AsJson = False) -> None:
-    """What a store holds: tables, rows, versions, bytes, teachers."""
+    """What a store holds: tables, rows, versions, bytes, and bytes that nothing needs any more."""
     from mopd_dataplane import open_store
 
     facts = plain(open_store(store).info())
@@ -25,8 +26,8 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
         return
     tables = facts.pop("tables")
     print_facts(facts)
-    rows = [[name, *(row[key] for key in ("rows", "bytes", "files", "version"))] for name, row in tables.items()]
-    print_rows(("table", "rows", "bytes", "files", "version"), rows)
+    rows = [[name, *(row[key] for key in INFO_COLUMNS)] for name, row in tables.items()]
+    print_rows(("table", *(column.replace("_", " ") for column in INFO_COLUMNS)), rows)
 
 
 def verify(

@@ -19,6 +19,7 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
+from mopd_dataplane.run.retain import free_served
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
@@ -60,9 +61,11 @@ class Training:
             run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
         if metrics := self._metrics():
             run.store.add_steps(metrics)
+        free_served(run, stage)
         return version
 
     def __enter__(self) -> Training:
+        free_served(self._run, self._stage)  # what a killed run left undone
         return self
 
     def __exit__(

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
-from mopd_dataplane.store import commit, lance_errors, maintain, reading, signals, verify
+from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.hidden import HiddenReader
@@ -25,6 +25,7 @@ from mopd_dataplane.store.layout import check_format
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, take_rows
+from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify import VerifyReport
@@ -262,6 +263,18 @@ class Store:
         found = self.signal_rows(teacher, kind, sample_rows, snapshot)
         dataset = self.dataset(signal_table(teacher, kind), snapshot)
         return reading.read_signal(dataset, kind, found, verify=verify)
+
+    def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
+        """Free the hidden states of samples that have served; they can be read no more at the newest version.
+
+        A file goes once all its samples have served. Snapshots that are tagged, and those `in_use`, keep theirs: the
+        bytes leave the disk when they are released and this is called again.
+        """
+        table = self._existing(signal_table(teacher, "hidden"))
+        scored = reading.scored_rows(self.dataset("scores"), teacher, "hidden")
+        served = np.isin(scored["sample_row"].to_numpy(), np.asarray(sample_rows, np.int64))
+        versions = {snapshot.versions[table.name] for snapshot in in_use if table.name in snapshot.versions}
+        return retire.free_hidden(self._place, table, scored["payload_row"].to_numpy()[served], versions)
 
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ FORMAT_KEY = b"mopd:format_version"
 TABLE_KEY = b"mopd:table"
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
 PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
+FREED = "freed"
+"""Codec of a row of hidden states that are gone; see retire.py."""
 TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import lance
+
 from mopd_dataplane.store.fragments import drop_old, merge_small
 from mopd_dataplane.store.lance_errors import writing
 from mopd_dataplane.store.layout import blob_columns
@@ -17,14 +19,18 @@ LARGE_FILE = 1 << 30
 
 
 def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
-    """Counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots."""
+    """Counts of a store: per table rows, bytes on disk (all versions), files and version; pinned snapshots.
+
+    freeable_bytes: data that neither the newest nor a tagged version names; upkeep drops it a day later.
+    """
     report = {}
     for name, table in tables.items():
         dataset = table.open()
-        sizes = [size for batch in dataset.all_files() for size in batch["size_bytes"].to_pylist()]
+        sizes = file_sizes(dataset)
         report[name] = {
             "rows": dataset.count_rows(),
-            "bytes": sum(sizes),
+            "bytes": sum(sizes.values()),
+            "freeable_bytes": sum(sizes.values()) - _needed(dataset, sizes),
             "files": len(sizes),
             "fragments": len(dataset.get_fragments()),
             "version": dataset.version,
@@ -32,6 +38,28 @@ def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
     mark = place.read_json("store.json") or {}
     snapshots = [name.removesuffix(".json") for name in place.children("snapshots") if name.endswith(".json")]
     return {"uri": place.uri, **mark, "tables": report, "snapshots": snapshots}
+
+
+def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
+    """Bytes of every file of a dataset, whichever version names it."""
+    batches = [batch.select(["path", "size_bytes"]).to_pylist() for batch in dataset.all_files()]
+    return {row["path"]: row["size_bytes"] for batch in batches for row in batch}
+
+
+def _needed(dataset: lance.LanceDataset, sizes: Mapping[str, int]) -> int:
+    """Bytes of the data files, with their sidecars, of the newest and every tagged version, and of what is no data."""
+    versions = {dataset.version, *(tag["version"] for tag in dataset.tags.list().values())}
+    named = {
+        data_file.path.removesuffix(".lance")
+        for version in versions
+        for fragment in dataset.checkout_version(version).get_fragments()
+        for data_file in fragment.data_files()
+    }
+    return sum(
+        size
+        for path, size in sizes.items()
+        if not path.startswith("data/") or path.split("/")[1].removesuffix(".lance") in named
+    )
 
 
 def compact(place: Place, tables: Mapping[str, Table]) -> dict[str, dict[str, int]]:

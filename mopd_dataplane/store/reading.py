@@ -15,11 +15,12 @@ from mopd_dataplane.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.hidden import HiddenReader
+from mopd_dataplane.store.layout import FREED
 from mopd_dataplane.store.rows import PAYLOAD, list_views
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
-HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "rows", "row_bytes"]}
+HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "codec", "rows", "row_bytes"]}
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
@@ -85,6 +86,11 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
     rows = found["payload_row"].to_pylist()
     header = take_rows(dataset, rows, HEADERS[kind])
     check_echo(dataset.uri, found, header)
+    if kind == "hidden" and FREED in (codecs := header["codec"].to_pylist()):
+        raise UnknownNameError(
+            f"{dataset.uri}: the hidden states of sample {header['uid'][codecs.index(FREED)]} have served and were "
+            "freed; score it under another teacher name, or read a snapshot that was pinned before"
+        )
     flat = _flat_arrays(dataset, kind, rows)
     if verify:
         check_crcs(dataset.uri, found, [payload_crc(*arrays) for arrays in flat])

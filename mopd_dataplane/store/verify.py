@@ -13,6 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.store.lance_errors import is_panic
+from mopd_dataplane.store.layout import FREED
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import signal_crcs, token_crcs
 from mopd_dataplane.store.table import Table
@@ -136,7 +137,14 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
         some = scores.take(pa.array(chosen))
         sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers=chosen)
         if deep:
-            yield from _crcs(name, some, sound, partial(signal_crcs, opened[name], kind))
+            there = sound if kind != "hidden" else sound[_not_freed(opened[name], some, sound)]
+            yield from _crcs(name, some, there, partial(signal_crcs, opened[name], kind))
+
+
+def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n] whether the states these rows of `scores` point to are still there."""
+    codecs = hidden.to_table(columns=["codec"])["codec"].take(scores["payload_row"].take(pa.array(places)))
+    return np.asarray(pa.compute.not_equal(codecs, FREED))
 
 
 def _rewards(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:

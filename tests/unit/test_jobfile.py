@@ -121,6 +121,12 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
             '"sampled"\nplan = { mixture = { sums = [[9, 1], [3, 2]], words = 1 },',
             ["rising steps"],
         ),
+        (
+            "[teachers]",
+            "[retain]\nhidden_passes = 1\n[teachers]",
+            ["hidden_passes = 1", "over its data 2 times"],
+        ),
+        ("[teachers]", "[retain]\nhidden_versions = 1\n[teachers]", ["retain.hidden_versions = 1", "set it above 1"]),
         ("policy_gradient = {}", "policy_gradient = {}\nteacher_weights = { sumer = 2 }", ["did you mean 'summer'"]),
         (
             '"sampled"\nplan = {',
@@ -132,8 +138,9 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
 )
 def test_a_mistake_is_named_with_what_is_allowed(old: str, new: str, words: list[str]) -> None:
     assert old in JOB
+    text = JOB.replace('data = "reference"', 'data = "reference"\niterations = 2') if "retain" in new else JOB
     with pytest.raises(JobFileError) as refused:
-        job(text=JOB.replace(old, new, 1))
+        job(text=text.replace(old, new, 1))
     for word in ("job.toml", *words):
         assert word in str(refused.value)
 

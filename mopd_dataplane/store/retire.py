@@ -1,0 +1,119 @@
+"""Free the bytes of hidden states that have served, without moving a row.
+
+    replace   every file whose rows have all served by one with the same rows and no states: one commit
+    drop      the versions that still name the old files, but for those that are pinned or in use
+
+Rows keep their numbers, because the new file stands where the old one stood. A freed row says so: its codec is FREED.
+Killed anywhere, the same call again does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import lance
+import numpy as np
+import pyarrow as pa
+from lance.fragment import FragmentMetadata, write_fragments
+from numpy.typing import NDArray
+
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.store.lance_errors import is_overtaken, writing
+from mopd_dataplane.store.layout import FREED
+from mopd_dataplane.store.lock import committing
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.signals import blob_column
+from mopd_dataplane.store.table import Table
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What a call freed.
+
+    Example: two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000).
+    """
+
+    rows: int
+    """Rows that lost their states by this call."""
+    bytes: int
+    """Bytes that left the disk by this call; those a pinned snapshot needs stay until it is released."""
+
+
+def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Collection[int]) -> Freed:
+    """Free these rows of signals/<teacher>/hidden, file by file: a file goes once all its rows have served.
+
+    in_use: versions that readers still have open or will open. Tagged versions are always kept.
+    """
+    with committing(place, table.name), writing(table.uri):
+        rows = _replace(table, payload_rows)
+        checkpoint("retire.replaced")
+        return Freed(rows, _drop_versions(table.open(), in_use))
+
+
+def _replace(table: Table, payload_rows: NDArray[np.int64]) -> int:
+    """Commit empty files in place of those that have served; how many rows were in them."""
+    while True:
+        dataset = table.open()
+        held = [fragment.metadata for fragment in dataset.get_fragments()]
+        fresh = {place: _emptied(table, dataset, place) for place in _served(dataset, payload_rows)}
+        if not fresh:
+            return 0
+        if table.barrier is not None:
+            table.barrier.sync_data(fresh.values())
+        checkpoint("retire.written")
+        operation = lance.LanceOperation.Merge(
+            [fresh.get(place, fragment) for place, fragment in enumerate(held)], dataset.lance_schema
+        )
+        try:
+            done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
+        except OSError as error:
+            if not is_overtaken(error):
+                raise
+            continue
+        table.make_durable(done)
+        return sum(fragment.physical_rows for fragment in fresh.values())
+
+
+def _served(dataset: lance.LanceDataset, payload_rows: NDArray[np.int64]) -> Iterator[int]:
+    """Places of the files whose rows have all served, and that still hold states."""
+    codecs = dataset.to_table(columns=["codec"])["codec"]
+    served = np.zeros(len(codecs), dtype=bool)
+    served[payload_rows] = True
+    holds = np.asarray(pa.compute.not_equal(codecs, FREED))
+    first = 0
+    for place, fragment in enumerate(dataset.get_fragments()):
+        rows = slice(first, first + fragment.count_rows())
+        if served[rows].all() and holds[rows].any():
+            yield place
+        first = rows.stop
+
+
+def _emptied(table: Table, dataset: lance.LanceDataset, place: int) -> FragmentMetadata:
+    """A file with the rows of the one at `place`, without their states, under its number."""
+    old = dataset.get_fragments()[place]
+    kept = old.to_table(columns=["uid", "rows"])
+    count = kept.num_rows
+    rows = pa.table(
+        {
+            "uid": kept["uid"],
+            "codec": pa.repeat(FREED, count),
+            "rows": kept["rows"],
+            "row_bytes": pa.repeat(pa.scalar(0, pa.int32()), count),
+            "hidden": blob_column([np.empty(0, np.uint8)] * count),
+        },
+        schema=table.schema,
+    )
+    [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
+    fresh.id = old.fragment_id
+    return fresh
+
+
+def _drop_versions(dataset: lance.LanceDataset, in_use: Collection[int]) -> int:
+    """Drop every version but the newest, those in use and those tagged; bytes that left the disk."""
+    tagged = {tag["version"] for tag in dataset.tags.list().values()}
+    keep = {dataset.version, *tagged, *in_use}
+    old = [entry["version"] for entry in dataset.versions() if entry["version"] not in keep]
+    if not old:
+        return 0
+    return int(dataset.cleanup_old_versions(versions=old, error_if_tagged_old_versions=False).bytes_removed)
