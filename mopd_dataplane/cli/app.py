@@ -1,7 +1,7 @@
 """The command tree, and how a command ends.
 
 Exit codes: 0 done · 1 audit found damage or an internal error · 2 input · 3 damaged bytes · 4 resources · 5 deadline
-· 6 engine · 130 interrupted.
+· 6 engine · 130 interrupted, by Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import MopdError
 
 INTERRUPTED = 130
+_BY_DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Flow(TyperGroup):
@@ -44,21 +45,24 @@ class Flow(TyperGroup):
 
 @contextmanager
 def _recorded_interrupts() -> Iterator[list[int]]:
-    """Signals of Ctrl-C so far. What it raises may come back as another error, from DuckDB or from a peer that died."""
+    """Signals of Ctrl-C and `kill` so far; each raises KeyboardInterrupt, so that children end before their parent.
+
+    What that becomes may be another error, from DuckDB or from a peer that died.
+    """
     seen: list[int] = []
 
     def interrupt(number: int, _: FrameType | None) -> None:
         seen.append(number)
         raise KeyboardInterrupt
 
-    listening = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if listening:
-        signal.signal(signal.SIGINT, interrupt)
+    listening = [number for number, usual in _BY_DEFAULT.items() if signal.getsignal(number) is usual]
+    for number in listening:
+        signal.signal(number, interrupt)
     try:
         yield seen
     finally:
-        if listening:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in listening:
+            signal.signal(number, _BY_DEFAULT[number])
 
 
 def _debugging(ctx: typer.Context) -> bool:

@@ -27,7 +27,7 @@ Answers go to stdout, progress and notes to stderr; with `--json` stdout is exac
 | 4 | no space, no memory, or a lock held by another process |
 | 5 | a peer process did not answer in time |
 | 6 | an engine returned garbage or died |
-| 130 | interrupted; run the same command again to continue |
+| 130 | interrupted, by Ctrl-C or SIGTERM; run the same command again to continue |
 """
 
 

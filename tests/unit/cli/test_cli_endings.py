@@ -66,14 +66,15 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         assert ("Traceback" in done.stderr) == expected, done.stderr
 
 
-def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number: int) -> None:
     sql = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b where a.range % 7 = b.range % 11"
     command = [sys.executable, "-m", "mopd_dataplane", "query", demo_store.uri, sql]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "duckdb" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.1)
     time.sleep(1)  # past the imports that follow, into the query
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert out == ""
