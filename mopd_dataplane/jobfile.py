@@ -112,6 +112,9 @@ class Job(Section):
         return tuple(dict.fromkeys(names))
 
 
+_MAX_BYTES = 1 << 20
+
+
 def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
     """Read and check a job file, or the `job.toml` of a job folder.
 
@@ -124,6 +127,8 @@ def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
         file = file / "job.toml"
     if not file.is_file():
         raise JobFileError(f"no job file at {file}; give a .toml file or a folder with a job.toml")
+    if file.stat().st_size > _MAX_BYTES:
+        raise JobFileError(f"{file}: {file.stat().st_size:,} bytes; a job file has at most {_MAX_BYTES:,}")
     try:
         raw = tomllib.loads(file.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -270,10 +275,13 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
             raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source[6:]!r}, which runs later")
 
 
+_MOST_PROBLEMS = 20
+
+
 def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
     """One line per problem: the key as written in the file, what is wrong, and the nearest valid key."""
     lines = []
-    for problem in error.errors():
+    for problem in error.errors()[:_MOST_PROBLEMS]:
         path, section = _locate(problem["loc"], raw)
         if problem["type"] == "extra_forbidden" and section is not None:
             lines.append(f"{where}: unknown key `{path}`: {nearest(str(problem['loc'][-1]), section.model_fields)}")
@@ -283,6 +291,8 @@ def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
             found = problem.get("input")
             shown = f", found {found!r}" if not isinstance(found, dict | list) else ""
             lines.append(f"{where}: `{path}`: {problem['msg'].removeprefix('Value error, ')}{shown}")
+    if error.error_count() > len(lines):
+        lines.append(f"{where}: and {error.error_count() - len(lines):,} more")
     return "\n".join(lines)
 
 

@@ -105,7 +105,7 @@ class Channel:
     def _parse(self, body: bytes) -> Message:
         try:
             message = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DamagedError(f"message is not JSON: {error}") from None
         if not isinstance(message, dict):
             raise DamagedError(f"expected a JSON object, found {type(message).__name__}")

@@ -14,6 +14,8 @@ from mopd_dataplane.records import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_RATIO, _FREE_BYTES, _ROWS = 100, 64 << 20, 256
+"""A parquet file may unpack to this many times its size and this much more; looked at every so many rows."""
 _SUPPLY = 50
 """A generator that gives fewer than one new question in this many is exhausted."""
 
@@ -139,15 +141,31 @@ def _from_rows(name: str, path: Path, domain: Domain) -> Iterator[_Entry]:
 
 def _rows(path: Path) -> Iterable[dict[str, Any]]:
     if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-        return rows
+        return _parquet_rows(path)
     parsed = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if line.strip():
             try:
                 parsed.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, RecursionError) as error:
                 raise PromptError(f"{path}: line {number} is not JSON: {error}") from None
     return parsed
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a parquet file. Raises PromptError when it unpacks to far more than prompts ever do."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = []
+    limit, unpacked = _FREE_BYTES + _RATIO * path.stat().st_size, 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_ROWS):
+            found = batch.to_pylist()
+            unpacked += sum(len(str(value)) for row in found for value in row.values())
+            if unpacked > limit:
+                raise PromptError(
+                    f"{path}: {path.stat().st_size:,} bytes unpack to more than {limit:,}; text does not compress like "
+                    "that: look at the file, or give it as .jsonl"
+                )
+            rows += found
+    return rows

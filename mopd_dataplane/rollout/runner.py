@@ -65,9 +65,10 @@ def run_rollout(
     The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
     of an earlier generation are finished and committed too.
 
-    Raises InputError (a stage or writer that is no name) and PromptError before anything is written (no prompts, a prompt over the budget), MismatchError (another
-    tokenizer; a pinned policy that is gone), EngineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM keys and
-    values are saved (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
+    Raises before anything is written: InputError (a stage or writer that is no name), PromptError (no prompts, a prompt
+    over the budget), MismatchError (another tokenizer). Later: MismatchError (a pinned policy that is gone),
+    EngineError, DeadlineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM keys and values are saved
+    (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
     """
     _check_names(stage, writer)
     openings = _openings(engine, prompts, stage, generation, seed, rollout, render, writer)

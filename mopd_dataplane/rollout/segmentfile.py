@@ -34,7 +34,7 @@ class SegmentFile:
         self._full_disk_wait_s = full_disk_wait_s
         self._notice = notice
         staging = path.with_suffix(".tmp")
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         self._descriptor = self._with_space(lambda: os.open(staging, flags, 0o600))
         try:
             self._publish(header, staging)

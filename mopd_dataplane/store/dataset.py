@@ -21,7 +21,7 @@ from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.layout import check_format
+from mopd_dataplane.store.layout import check_format, check_teacher
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, take_rows
@@ -199,7 +199,12 @@ class Store:
     # -- teachers and signals --------------------------------------------------------------------------------------
 
     def add_teacher(self, teacher: Teacher) -> None:
-        """Remember a teacher; MismatchError when another one has the name (digests compared)."""
+        """Remember a teacher.
+
+        Raises MismatchError when another one has the name (digests compared), InputError when the name or the head
+        file's place would leave the store.
+        """
+        check_teacher(teacher)
         self._insert_equal("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
 
     def teachers(self) -> dict[str, Teacher]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import PurePosixPath
 
 import lance
 import pyarrow as pa
 
-from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.records import Teacher
 from mopd_dataplane.tables import FORMAT_VERSION, SIGNALS, TABLES, TableSpec
 
 FORMAT_KEY = b"mopd:format_version"
@@ -29,6 +31,17 @@ def spec_of(name: str) -> TableSpec:
         return SIGNALS[kind]
     known = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS)]
     raise UnknownNameError(f"no table {name!r}: {nearest(name, known)}")
+
+
+def check_teacher(teacher: Teacher) -> None:
+    """Raise InputError unless a teacher's name can name a folder and its head file lies inside the store."""
+    if not TEACHER_NAME.fullmatch(teacher.name):
+        raise InputError(
+            f"teacher name {teacher.name!r:.80}: 1 to 64 of a-z, 0-9, '_', '.', '-', a letter or digit first"
+        )
+    place = PurePosixPath(teacher.head_file)
+    if place.is_absolute() or ".." in place.parts or "\0" in teacher.head_file:
+        raise InputError(f"teacher {teacher.name!r}: head file {teacher.head_file!r:.80} does not lie inside the store")
 
 
 def lance_schema(spec: TableSpec, name: str) -> pa.Schema:

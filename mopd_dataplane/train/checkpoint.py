@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from mopd_dataplane.models import file_digest
 from mopd_dataplane.train.ranks import Ranks, assign, whole
 
 _FORMAT = 1
+_NAME = re.compile(r"step-\d{8,}")
 _POLICY, _OPTIMIZER, _STATE, _LATEST = "policy.safetensors", "optimizer.safetensors", "state.json", "latest"
 
 
@@ -136,15 +138,16 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _read_state(self, name: str) -> dict[str, Any]:
+        if not _NAME.fullmatch(name):
+            raise DamagedError(f"{self.folder / _LATEST} names {name!r:.80}, not a checkpoint; write step-… into it")
         file = self.folder / name / _STATE
         try:
             state: dict[str, Any] = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
+            found = state["format"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise DamagedError(f"checkpoint {file}: {error}; point {self.folder / _LATEST} at another one") from None
-        if state["format"] != _FORMAT:
-            raise MismatchError(
-                f"{file} has format {state['format']}, this version reads {_FORMAT}; use the one that wrote it"
-            )
+        if found != _FORMAT:
+            raise MismatchError(f"{file} has format {found}, this version reads {_FORMAT}; use the one that wrote it")
         return state
 
 
