@@ -109,7 +109,7 @@ def plan(
     job: JobFile,
     stage: StageName = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what the plan holds: mixture, cost, balance.")
+        bool, typer.Option("--explain", help="Say what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
     ] = False,
     set_: Overrides = None,
     seed: Seed = None,

@@ -8,17 +8,21 @@ when the planner looks does not change what it plans. Every window lets the trai
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane import config
+from mopd_dataplane.config import weight_at
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.balance import LINEAR_COST
 from mopd_dataplane.plan.columns import Columns
+from mopd_dataplane.plan.mixture import take_mixed
 from mopd_dataplane.plan.plan import build_window, plan_digest
 from mopd_dataplane.plan.select import unusable
+from mopd_dataplane.plan.shuffle import philox_key
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 
@@ -53,6 +57,8 @@ def next_window(
     epochs: int = 1,
     group_size: int = 1,
     window_steps: int = 1,
+    first_step: int = 0,
+    teacher_weights: Mapping[str, config.Weight] | None = None,
     linear_cost: float = LINEAR_COST,
 ) -> Decision:
     """The next window of a growing store.
@@ -65,8 +71,11 @@ def next_window(
     policy_version: the version that would start this window.
     With `stale = "drop"`, samples over `max_staleness` are dropped. With "wait" nothing is dropped: the trainer waits
     while one more version would push unfinished work over the bound.
+    With a mixture, the window waits until every weighed domain has its share; at the end, what no share is left for is
+    dropped on record. Its weights are those of `first_step`, as build_window has it.
     Raises InputError as build_window does.
     """
+    choose = _Chooser(settings, group_size, window_steps, first_step, philox_key(seed, "mixture", stage, window))
     ordinals = columns.sample_rows if admission is None else admission
     if len(ordinals) != len(columns):
         raise InputError(f"{len(ordinals)} admission ordinals for {len(columns)} samples; give one per sample")
@@ -83,22 +92,25 @@ def next_window(
     if finished:
         for reason, hit in _unfinished(columns, pending):
             dropped[reason] = columns.sample_rows[hit]
-        chosen = _first_batches(columns, ready, settings, group_size, window_steps)
-        chosen = ready if chosen is None else chosen
+        chosen = choose(columns, ready, whole=False)
         if not chosen.any():
+            if ready.any():
+                dropped["mixture"] = columns.sample_rows[ready]
             return Decision(window=end_window(stage, window, seed, snapshot), dropped=dropped)
     else:
         wait = _staleness_wait(columns.version_first[pending], oldest_in_flight, settings, policy_version)
         if wait:
             return Decision(wait=wait, dropped=dropped)
         due = ready & (ordinals < _first_gap(ordinals, pending, admission is not None))
-        batches = _first_batches(columns, due, settings, group_size, window_steps)
-        if batches is None:
+        chosen = choose(columns, due, whole=True)
+        if not chosen.any():
             return Decision(wait=_progress(columns, due, ready, pending, settings, window_steps), dropped=dropped)
-        chosen = batches
     plan = build_window(
         columns.take(chosen),
         settings,
+        mixed=True,
+        first_step=first_step,
+        teacher_weights=teacher_weights,
         seed=seed,
         stage=stage,
         window=window,
@@ -174,27 +186,62 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
     return min(gap, int(ordinals[pending].min())) if pending.any() else gap
 
 
-def _first_batches(
-    columns: Columns, due: NDArray[np.bool_], settings: config.Plan, group_size: int, window_steps: int
-) -> NDArray[np.bool_] | None:
-    """[n] the first `window_steps` batches of due samples in admission order; None while they are not all there."""
-    positions = np.flatnonzero(due)
-    if group_size > 1:
-        _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
-        positions = positions[np.argsort(first[codes], kind="stable")]
-    limit = (settings.batch_tokens or settings.batch_samples) * window_steps
-    if settings.batch_samples:
-        limit -= limit % group_size
-        taken = limit if len(positions) >= limit else None
-    else:
-        total = np.cumsum(columns.total_len[positions])
+@dataclass(frozen=True, slots=True)
+class _Chooser:
+    """Which samples the next window takes."""
+
+    settings: config.Plan
+    group_size: int
+    window_steps: int
+    first_step: int
+    key: int
+    """Of the random numbers that decide between domains."""
+
+    def __call__(self, columns: Columns, usable: NDArray[np.bool_], *, whole: bool) -> NDArray[np.bool_]:
+        """[n] the first `window_steps` batches of usable samples in admission order, or in the mixture's.
+
+        While they are not all there: none if `whole`, else those that are.
+        """
+        members = self._units(columns, np.flatnonzero(usable))
+        if self.settings.mixture and len(members):
+            members = members[self._in_turn(columns, members[:, 0])]
+        limit = (self.settings.batch_tokens or self.settings.batch_samples) * self.window_steps
+        sizes = np.full(len(members), self.group_size, dtype=np.int64)
+        if self.settings.batch_tokens:
+            sizes = columns.total_len[members].sum(axis=1, dtype=np.int64)
+        total = np.cumsum(sizes)
         fits = int(np.searchsorted(total, limit, side="right"))
-        taken = (fits - fits % group_size) if fits < len(positions) else None
-    if not taken:
-        return None
-    chosen = np.zeros(len(due), dtype=bool)
-    chosen[positions[:taken]] = True
-    return chosen
+        # Tokens: full when the next one does not fit. Samples: full when not one more group fits.
+        full = fits < len(members) or (not self.settings.batch_tokens and fits == limit // self.group_size)
+        chosen = np.zeros(len(usable), dtype=bool)
+        if full or not whole:
+            chosen[members[: fits if full else len(members)].ravel()] = True
+        return chosen
+
+    def _units(self, columns: Columns, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[units, group_size] positions of each unit, units in the order of their first member's admission.
+
+        The list ends before the first group that is not whole: what comes later never changes what came before.
+        """
+        if self.group_size == 1:
+            return positions[:, None]
+        _, first, codes = np.unique(columns.groups[positions], return_index=True, return_inverse=True)
+        in_turn = np.argsort(first[codes], kind="stable")
+        partial = np.bincount(codes)[codes[in_turn]] < self.group_size
+        until = int(np.argmax(partial)) if partial.any() else len(partial)
+        return positions[in_turn[:until]].reshape(-1, self.group_size)
+
+    def _in_turn(self, columns: Columns, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        names, weights = columns.domain_names, self.settings.mixture
+        unknown = set(names) - set(weights)
+        if unknown:
+            raise InputError(
+                f"plan.mixture weighs {sorted(weights)}; domain {min(unknown)!r} has no weight: give it one"
+            )
+        if {name for name, weight in weights.items() if weight_at(weight, self.first_step) > 0} - set(names):
+            return np.empty(0, dtype=np.int64)  # a weighed domain has no sample at all yet
+        offsets = (np.random.Philox(key=self.key).random_raw(len(names)) >> np.uint64(11)) * 2.0**-53
+        return take_mixed(columns.domains[units], names, weights, self.first_step, np.asarray(offsets, np.float64))
 
 
 def _staleness_wait(

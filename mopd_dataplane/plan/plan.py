@@ -37,6 +37,7 @@ def build_window(
     epochs: int = 1,
     group_size: int = 1,
     policy_version: int | None = None,
+    mixed: bool = False,
     first_step: int = 0,
     teacher_weights: Mapping[str, config.Weight] | None = None,
     linear_cost: float = LINEAR_COST,
@@ -45,6 +46,7 @@ def build_window(
 
     teachers: names that columns.teachers indexes. group_size > 1 keeps the samples of a group in one step.
     policy_version: version that will train, for the staleness bound. linear_cost: see balance.pack_costs.
+    mixed: the samples were chosen in the proportions of the mixture; all of them are planned.
     first_step: steps of the stage before this window, where scheduled weights stand. teacher_weights: of the objective;
     they change no batch and are recorded with it.
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
@@ -53,12 +55,13 @@ def build_window(
     selection = select(columns, settings, group_size=group_size, policy_version=policy_version)
     chosen = selection.columns
     units = Units.of(chosen, group_size)
+    drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
     epoch_plans: list[Layout] = []
     left_out = {"mixture": 0, "last_batch": 0}
     for epoch in range(epochs):
         done = sum(len(layout.step_starts) - 1 for layout in epoch_plans)
         layout = plan_epoch(
-            chosen, units, settings, seed=seed, name=("plan", stage, window, epoch), first_step=first_step + done,
+            chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch), first_step=first_step + done,
             left_out=left_out,
         )  # fmt: skip
         epoch_plans.append(layout)

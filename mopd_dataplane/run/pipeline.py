@@ -20,12 +20,13 @@ from mopd_dataplane.query.report import write_report
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.data import store_reference
 from mopd_dataplane.run.evaluate import accuracy, evaluate
+from mopd_dataplane.run.explain import explain_plan
 from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
 from mopd_dataplane.run.generate import rollout
 from mopd_dataplane.run.judge import reward, score
 from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.schedule import explain_plan, plan_window
+from mopd_dataplane.run.schedule import plan_window
 
 Summary = dict[str, Any]
 

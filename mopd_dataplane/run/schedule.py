@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pyarrow.compute as pc
-
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, columns_from_tables
@@ -12,9 +9,6 @@ from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import stage_samples
-
-TOKEN_BYTES = 9
-"""Token id, sampler log-prob and mask of one token."""
 
 
 def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) -> PlanWindow:
@@ -38,6 +32,8 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
             epochs=stage.train.epochs,
             group_size=stage.rollout.group_size if stage.data == "rollout" else 1,
             policy_version=window,
+            first_step=steps_before(run, stage, window),
+            teacher_weights=run.job.objective(stage).teacher_weights,
         )
         run.store.add_plan(plan)
         stats = plan.stats
@@ -54,6 +50,12 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
             name = f"drop/{stage.name}/{window}/{reason}"
             run.store.add_event(name, stage.name, "drop", window, count, {"reason": reason.removeprefix("dropped_")})
     return plan
+
+
+def steps_before(run: Run, stage: Stage, window: int) -> int:
+    """Optimizer steps of the stage's recorded windows before this one."""
+    rows = run.store.table("plans", ["stage", "window", "step_starts"]).to_pylist()
+    return sum(len(row["step_starts"]) - 1 for row in rows if row["stage"] == stage.name and row["window"] < window)
 
 
 def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> Columns:
@@ -77,22 +79,3 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
         signals=objective.signals,
         rewards=rewards if objective.needs_rewards else None,
     )
-
-
-def explain_plan(run: Run, stage: Stage, plan: PlanWindow) -> dict[str, object]:
-    """What a plan holds, beyond its counts: mixture, packs of each teacher, and the payload bytes it will read."""
-    rows = np.unique(plan.sample_rows)
-    samples = run.store.take_samples(rows, ["domain", "total_len"])
-    share = pc.value_counts(samples["domain"]).to_pylist()
-    codes, packs = np.unique(plan.pack_teachers, return_counts=True)
-    names = {code: plan.teachers[code] if code >= 0 else "none" for code in codes.tolist()}
-    objective = run.job.objective(stage)
-    scores = run.store.table("scores", ["sample_row", "kind", "bytes"], snapshot=plan.snapshot)
-    used = np.isin(scores["sample_row"].to_numpy(), rows) & np.isin(scores["kind"].to_pylist(), objective.signals)
-    return {
-        "mixture": {entry["values"]: round(entry["counts"] / len(rows), 4) for entry in share},
-        "packs_by_teacher": {names[code]: int(count) for code, count in zip(codes.tolist(), packs, strict=True)},
-        "token_bytes": int(pc.sum(samples["total_len"]).as_py() or 0) * TOKEN_BYTES,
-        "signal_bytes": int(scores["bytes"].to_numpy()[used].sum()),
-        "snapshot": plan.snapshot.versions,
-    }

@@ -150,3 +150,72 @@ def test_groups_wait_until_they_are_whole():
 def test_ordinals_must_match_the_samples():
     with pytest.raises(InputError, match="2 admission ordinals for 4 samples"):
         follow(columns_of(4), admission=np.array([0, 1]))
+
+
+def test_a_group_that_is_admitted_apart_is_waited_for():
+    """The group of ordinals 0 and 5 comes first; the whole group between them is not taken instead of it."""
+    columns = columns_of(7, groups=np.array([0, 1, 1, 2, 2, 0, 3]))
+    rule = config.Plan(pack_tokens=100, batch_samples=2)
+    early = columns.take(np.arange(5))
+    assert follow(early, rule=rule, group_size=2, admission=np.arange(5)).window is None
+    assert rows(follow(columns, rule=rule, group_size=2, admission=np.arange(7))) == [0, 5]
+
+
+MIXED = config.Plan(pack_tokens=100, batch_samples=8, mixture={"a": 3, "b": 1})
+
+
+def mixed_columns(n: int, **changes: Any) -> Columns:
+    """Three of four samples are of domain b, which should be one of four."""
+    domains = np.tile([0, 1, 1, 1], n)[:n].astype(np.int16)
+    return columns_of(n, domains=domains, domain_names=("a", "b"), **changes)
+
+
+def all_windows(columns: Columns, looks: list[int]) -> tuple[list[Any], dict[str, list[int]]]:
+    """Every window of a store that grows by `looks`, and what was dropped."""
+    settled, windows, dropped = NONE, [], {}
+    for seen in [*looks, len(columns)]:
+        finished = seen == len(columns)
+        while True:
+            decision = follow(
+                columns.take(np.arange(seen)), settled, MIXED, finished=finished, window=len(windows),
+                first_step=len(windows),
+            )  # fmt: skip
+            for reason, found in decision.dropped.items():
+                dropped.setdefault(reason, []).extend(found.tolist())
+                settled = np.concatenate([settled, found])
+            if decision.window is None:
+                break
+            windows.append(decision.window)
+            settled = np.concatenate([settled, decision.window.sample_rows])
+            if not len(decision.window.sample_rows):
+                return windows, dropped
+    raise AssertionError("the log was not closed")
+
+
+def test_windows_of_a_growing_store_honour_the_mixture_and_the_log_closes():
+    columns = mixed_columns(240)
+    windows, dropped = all_windows(columns, [20, 33, 100, 180])
+    again, _ = all_windows(columns, [200])
+    assert [window.digest for window in windows] == [window.digest for window in again], (
+        "when one looks changes nothing"
+    )
+    full = [window for window in windows if len(window.sample_rows) == 8]
+    assert len(full) >= 9
+    shares = [(columns.domains[window.sample_rows] == 0).mean() for window in full]
+    assert abs(np.mean(shares) - 0.75) < 0.05
+    planned = np.concatenate([window.sample_rows for window in windows])
+    assert len(np.unique(planned)) == len(planned)
+    assert sorted([*planned.tolist(), *dropped["mixture"]]) == list(range(240)), (
+        "what has no share is dropped on record"
+    )
+
+
+def test_a_mixture_waits_for_a_domain_that_has_not_come():
+    decision = follow(mixed_columns(3), rule=MIXED)
+    assert decision.window is None
+    only_b = columns_of(40, domain_names=("b",))
+    assert follow(only_b, rule=MIXED).window is None
+    closing = follow(only_b, rule=MIXED, finished=True)
+    assert closing.window is not None
+    assert len(closing.window.sample_rows) == 0
+    assert len(closing.dropped["mixture"]) == 40

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mopd_dataplane import config
+from mopd_dataplane.bench.packing import coupling
 from mopd_dataplane.plan.balance import deal_steps, pack_costs, straggler_ratio
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import build_window
@@ -65,6 +66,32 @@ def test_each_length_is_equally_likely_in_each_step(strict):
     mean, spread = np.mean(offsets, axis=0), np.std(offsets, axis=0, ddof=1)
     assert (np.abs(mean) < 4 * spread / np.sqrt(80)).all()
     assert (spread / np.sqrt(80) < 0.15).all(), "the test would see a shift of one step"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_each_single_sample_is_equally_likely_in_each_step(strict):
+    """Chi-square over the steps of every one of 200 samples of very unequal length."""
+    lengths = lognormal(200)
+    rule = config.Plan(pack_tokens=CAP, batch_samples=40, strict_batches=strict, drop_last=True)
+    first, seeds = window_of(lengths, rule, 0), 500
+    counts = np.zeros((len(lengths), len(first.step_starts) - 1))
+    for seed in range(seeds):
+        plan = window_of(lengths, rule, seed)
+        np.add.at(counts, (plan.sample_rows, step_of_sample(plan)[plan.sample_rows]), 1)
+    expected = counts.sum(axis=1, keepdims=True) / counts.shape[1]
+    chi_square = ((counts - expected) ** 2 / expected).sum(axis=1)
+    freedom = counts.shape[1] - 1
+    assert freedom >= 2
+    assert chi_square.max() < freedom + 12 * np.sqrt(2 * freedom), "far beyond any of 200 draws"
+    assert abs(chi_square.mean() - freedom) < 0.35 * freedom
+
+
+def test_what_packing_couples_is_the_spread_of_batches_and_only_without_strict_batches():
+    lengths = lognormal(8_192)
+    strict, packs = (coupling(lengths, CAP, strict=mode, batch=256) for mode in (True, False))
+    assert strict["design_effect"] == pytest.approx(1, abs=0.15), "batches are simple random samples"
+    assert packs["design_effect"] > 3, "a pack of short samples is drawn as a whole"
+    assert packs["mates"][9] > 2 * packs["mates"][1]
 
 
 @pytest.mark.parametrize("strict", [True, False])
