@@ -275,7 +275,7 @@ class RolloutLoop:
         now = time.monotonic()
         if now - self._shown >= _PROGRESS_S:
             self._shown = now
-            rate = self._report.tokens / (now - self._began)
+            rate = self._report.tokens / max(now - self._began, 1e-9)
             self._progress(self._report.samples, rate=f"{rate:,.0f} tok/s")
 
 
