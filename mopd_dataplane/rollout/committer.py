@@ -131,7 +131,7 @@ class Committer:
         self._log.wait_durable(max(finished.lsn for finished in batch))
         checkpoint("rollout.commit")
         samples = [finished.sample for finished in batch]
-        since = time.monotonic()
+        full_since: float | None = None
         while True:
             try:
                 self._commit(samples)
@@ -139,18 +139,23 @@ class Committer:
             except OSError as error:
                 if not _is_full(error):
                     raise
-                self._wait_for_space(since, error)
+                full_since = self._wait_for_space(full_since, error)
+        if full_since is not None:
+            self._notice("the store's disk has space again: commits continue")
         checkpoint("rollout.committed")
         self._done.put([finished.handle for finished in batch])
 
-    def _wait_for_space(self, since: float, error: OSError) -> None:
+    def _wait_for_space(self, since: float | None, error: OSError) -> float:
+        if since is None:
+            since = time.monotonic()
+            self._notice("the store's disk is full: commits pause until there is space")
         if time.monotonic() - since >= self._full_disk_wait_s:
             raise ResourceError(
                 f"the store's disk has been full for {self._full_disk_wait_s:g} s ({error}); "
                 "free some space and run again: every finished sample is in the token log"
             ) from error
-        self._notice("the store's disk is full: commits pause until there is space")
         time.sleep(min(_SPACE_POLL_S, self._full_disk_wait_s))
+        return since
 
 
 def _is_full(error: OSError) -> bool:

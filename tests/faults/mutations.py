@@ -68,9 +68,9 @@ MUTATIONS = [
     Mutation("commit before FINISH is durable", "committer.py",
              "        self._log.wait_durable(max(finished.lsn for finished in batch))\n", "",
              UNIT + "test_rollout_runner.py -k before_its_finish"),
-    Mutation("log COMMIT before the store has the samples", "committer.py", "        since = time.monotonic()\n",
+    Mutation("log COMMIT before the store has the samples", "committer.py", "        full_since: float | None = None\n",
              "        self._done.put([finished.handle for finished in batch])\n        time.sleep(0.2)\n"
-             "        since = time.monotonic()\n",
+             "        full_since: float | None = None\n",
              UNIT + 'test_rollout_runner.py -k "named_point or full_store or stays_full"'),
     Mutation("show an environment tokens that are not durable", "loop.py",
              "        self._log.wait_durable(self._log.appended_lsn)\n", "",

@@ -32,8 +32,8 @@ class Died(BaseException):
 class Counting(ToyEngine):
     """A toy engine that notes which version sampled each step; it may die after so many steps of version 3."""
 
-    def __init__(self, *, dies_after: int = -1) -> None:
-        super().__init__(slots=8)
+    def __init__(self, *, slots: int = 8, dies_after: int = -1) -> None:
+        super().__init__(slots=slots)
         self.by_version: list[int] = []
         self._dies_after = dies_after
 
@@ -113,7 +113,7 @@ def test_pin_finishes_what_is_in_flight_before_the_new_policy_begins(
 
 def test_pin_lets_a_conversation_end_on_its_policy(roll: Roll, shelf: Any) -> None:
     """Between two turns a sample has no slot, and is in flight all the same."""
-    engine = Counting()
+    engine = Counting(slots=1)
     roll(
         shelf, engine=engine, rollout=PIN, published=after(engine, 12),
         environment=lambda turn: [9] if turn.response.count(0) < 3 else None,
