@@ -174,6 +174,8 @@ def _openings(
     """Every sample of the generation in admission order. Raises PromptError."""
     if not prompts:
         raise PromptError(f"stage {stage!r}: no prompts to roll out; check the domains' source and `train` count")
+    if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
+        raise PromptError(f"stage {stage!r}: a prompt comes twice; use rollout.group_size to sample it several times")
     openings: list[Opening] = []
     for prompt in prompts:
         ids = tuple(render(prompt))

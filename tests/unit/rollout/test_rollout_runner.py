@@ -15,7 +15,7 @@ import pytest
 from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import EOS, ToyEngine
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, PromptError, ResourceError
-from mopd_dataplane.records import Sample, sample_uid
+from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout import messages, recovery
 from mopd_dataplane.rollout.engine import StepOutput
 from mopd_dataplane.rollout.framing import read_segment
@@ -268,6 +268,7 @@ def test_garbage_from_the_engine_is_refused_unwritten(
     ("given", "message"),
     [
         ({"prompts": []}, "no prompts to roll out"),
+        ({"prompts": [Prompt(prompt_id="p0", domain="toy", text="0")] * 2}, "a prompt comes twice"),
         (
             {"rollout": config.Rollout(max_prompt_tokens=3)},
             r"prompt 'p10' of domain .* 5 tokens, the budget is 3",
