@@ -26,6 +26,7 @@ MAGIC = b"MOPS"
 FORMAT = 1
 HEADER_BYTES = 64
 FIELD_BYTES = 64
+DTYPES = ("<i4", "<i8", "<f4", "|u1")
 UNCHECKED = "hidden"
 """Left out of the slot's checksum: it carries its own in the store and is far larger than the rest."""
 
@@ -100,10 +101,14 @@ def read_header(memory: memoryview) -> Header:
     magic, version, count, generation, pack, crc, _ = HEADER.unpack_from(memory, 0)
     if magic != MAGIC or version != FORMAT:
         raise DamagedError(f"slot starts with {magic!r} format {version}, expected {MAGIC!r} format {FORMAT}")
+    if HEADER_BYTES + FIELD_BYTES * count > len(memory):
+        raise DamagedError(f"slot of {len(memory):,} bytes says that it has {count} fields")
     fields = []
     for place in range(count):
         name, dtype, axes, first, second, offset = FIELD.unpack_from(memory, HEADER_BYTES + FIELD_BYTES * place)
         field = Field(_text(name), _text(dtype), (first, second)[:axes], offset)
+        if field.dtype not in DTYPES:
+            raise DamagedError(f"slot field {field.name!r} has type {field.dtype!r}, allowed: {', '.join(DTYPES)}")
         if axes > 2 or offset + field.nbytes > len(memory):
             raise DamagedError(f"slot field {field.name!r} reaches past the slot's {len(memory):,} bytes")
         fields.append(field)
@@ -120,4 +125,4 @@ def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
 
 
 def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode("ascii")
+    return raw.rstrip(b"\0").decode("ascii", errors="backslashreplace")

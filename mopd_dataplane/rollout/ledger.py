@@ -119,6 +119,8 @@ def _set_call(draft: Draft, ordinal: int, call: Call) -> None:
     """A new call, or the result of one that has none."""
     if ordinal == len(draft.calls):
         draft.calls.append(call)
+    elif ordinal > len(draft.calls):
+        raise ValueError(f"sample {draft.opening.uid}: call {ordinal} follows call {len(draft.calls) - 1}")
     elif draft.calls[ordinal].result is None:
         draft.calls[ordinal] = call
     else:

@@ -305,5 +305,5 @@ def decode(kind: int, body: bytes) -> Any:
     """The message of a record. Raises ValueError (struct.error, KeyError included) for what no writer wrote."""
     try:
         return _KINDS[kind].decode(body)
-    except (KeyError, TypeError, struct.error) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ValueError(f"record kind {kind}: {error!r}") from None

@@ -92,7 +92,7 @@ def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Re
     for record in base.records:
         try:
             ledger.apply(messages.decode(record.kind, record.body))
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, OverflowError) as error:
             raise DamagedError(f"{base.path}: record {record.lsn} at byte {record.offset}: {error!r}") from None
     _check_tail(base)
     for segment in after:

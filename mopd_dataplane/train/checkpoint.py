@@ -88,8 +88,12 @@ class Checkpoints:
         pointer = self.folder / _LATEST
         if not pointer.is_file():
             return None
-        state = self._read_state(pointer.read_text().strip())
-        return Position(**state["position"]), Identity(**state["identity"])
+        name = pointer.read_text(errors="backslashreplace").strip()
+        state = self._read_state(name)
+        try:
+            return Position(**state["position"]), Identity(**state["identity"])
+        except (LookupError, TypeError) as error:
+            raise DamagedError(f"checkpoint {name} in {self.folder}: {error}; use an older one") from None
 
     def restore(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Put the newest checkpoint into module and optimizer. Raises DamagedError, MismatchError."""

@@ -1,0 +1,142 @@
+"""Parsers under coverage-guided fuzzing: `python fuzz_targets.py TARGET [libFuzzer options]`.
+
+A target takes any bytes and may raise only what the parser promises. libFuzzer reports everything else, a call that
+takes over a second, and memory that grows by more than 64 MiB over what the imports took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["mopd_dataplane"]):  # before anything else imports the package
+    from story import story
+
+    from mopd_dataplane.errors import DamagedError, DeadlineError, MismatchError
+    from mopd_dataplane.load.layout import read_header, slot_crc
+    from mopd_dataplane.load.protocol import Channel
+    from mopd_dataplane.rollout import messages
+    from mopd_dataplane.rollout.framing import SegmentHeader, pack_record
+    from mopd_dataplane.rollout.ledger import Ledger
+    from mopd_dataplane.rollout.recovery import recover
+    from mopd_dataplane.train.checkpoint import Checkpoints
+    from mopd_dataplane.train.ranks import Ranks
+
+MEMORY_MIB = 64
+SCRATCH = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm"))
+
+
+def segment_bytes(data: bytes) -> None:
+    """A segment file of any bytes, some behind a good header."""
+    header = SegmentHeader(1, bytes(16), 0, 1, 0).pack() if data[:1] == b"h" else b""
+    recovered(header + data[1:])
+
+
+def records(data: bytes) -> None:
+    """A well-framed log whose records say anything: kind, length, body, again and again."""
+    header = SegmentHeader(1, bytes(16), 0, 1, 0)
+    opening = (messages.Fence(0, 0, 0), messages.Base(0, 0))
+    bodies = [(message.kind, message.encode()) for message in opening]
+    while len(data) > 2:
+        kind, size = data[0] % 16, int.from_bytes(data[1:3], "little") % 512
+        bodies.append((kind, data[3 : 3 + size]))
+        data = data[3 + size :]
+    framed = [pack_record(header.salt, lsn, 0, 1, kind, body) for lsn, (kind, body) in enumerate(bodies, start=1)]
+    recovered(header.pack() + b"".join(framed))
+
+
+def recovered(content: bytes) -> None:
+    """Recover a log of one segment."""
+    place = SCRATCH / "log" / "00000001"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"{0:016x}.wal").write_bytes(content)
+    with contextlib.suppress(DamagedError):
+        recover(place.parent)
+
+
+def tool_records(data: bytes) -> None:
+    """What the log says of commands: any JSON where a call should be."""
+    ledger = Ledger()
+    for part in data.split(b"\0"):
+        with contextlib.suppress(ValueError, KeyError):
+            ledger.apply(messages.decode(messages.Tool.kind, struct.pack("<II", 0, len(part) % 3) + part))
+
+
+def cursor(data: bytes) -> None:
+    """The trainer's position: any state.json, any pointer."""
+    text, _, name = data.partition(b"\0")
+    place = SCRATCH / "checkpoints"
+    (place / "step-00000001").mkdir(parents=True, exist_ok=True)
+    (place / "step-00000001" / "state.json").write_bytes(text)
+    (place / "latest").write_bytes(name or b"step-00000001")
+    with contextlib.suppress(DamagedError, MismatchError):
+        Checkpoints(place, ALONE).latest()
+
+
+def protocol(data: bytes) -> None:
+    """A conversation: any bytes on the socket, some behind an honest length."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall((struct.pack("<I", len(data) - 1) if data[:1] == b"l" else b"") + data[1:])
+    theirs.close()
+    channel = Channel(ours)
+    try:
+        for _ in range(4):
+            channel.receive(deadline_s=0.5)
+    except (DamagedError, DeadlineError):
+        pass
+    finally:
+        channel.close()
+
+
+def slot(data: bytes) -> None:
+    """Shared memory that holds anything."""
+    memory = memoryview(bytearray(b"MOPS\x01\x00" + data + bytes(max(0, 512 - len(data)))))
+    with contextlib.suppress(DamagedError):
+        header = read_header(memory)
+        slot_crc(memory, header.fields)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target for target in (segment_bytes, records, tool_records, cursor, protocol, slot)
+}
+ALONE = Ranks.join("cpu")
+
+
+def seeds(target: str) -> Iterator[bytes]:
+    """Inputs that a target takes, to begin with."""
+    call = b'{"position": 0, "command": {"argv": ["a"], "timeout_s": 1.0}, "result": null}'
+    if target == "records":
+        for number in range(6):
+            said = [(message.kind, message.encode()) for message in story(number, 12)]
+            said.insert(2, (messages.Tool.kind, struct.pack("<II", 0, 0) + call))
+            yield b"".join(bytes([kind]) + len(body).to_bytes(2, "little") + body for kind, body in said)
+    yield {
+        "tool_records": call,
+        "cursor": b'{"format": 1, "position": {"step": 1}, "identity": {"stage": "s"}, "digests": {}}',
+        "protocol": b'l{"op": "next"}',
+    }.get(target, b"h")
+
+
+def main() -> None:
+    """Fuzz one target; options behind its name go to libFuzzer."""
+    target = TARGETS[sys.argv[1]]
+    corpus = SCRATCH / "corpus"
+    corpus.mkdir()
+    for number, seed in enumerate(seeds(sys.argv[1])):
+        (corpus / str(number)).write_bytes(seed)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    options = ["-timeout=1", f"-rss_limit_mb={used + MEMORY_MIB}", "-print_final_stats=1", "-max_len=4096"]
+    atheris.Setup([sys.argv[0], *options, *sys.argv[2:], str(corpus)], target)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
