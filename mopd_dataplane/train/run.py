@@ -60,9 +60,11 @@ class Run:
 
     def train(self, stop: Stop) -> bool:
         """Train what is left of every window. Returns False when `stop` ended it early, at a checkpoint."""
-        last_finished = max(self._position.window - 1, 0)
+        # A run killed before it published opens its finished window again; else that window may be gone by now.
+        (published,) = self._ranks.max(int(self._version_folder(self._position.window).exists()))
+        first = self._position.window if published else max(self._position.window - 1, 0)
         try:
-            for window in self.spec.windows or self._followed(last_finished, stop):
+            for window in self.spec.windows or self._followed(first, stop):
                 if window.window >= self._position.window:
                     if not self._train_window(window, stop):
                         return False
