@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds smollm2 test test-slow faults faults-long lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds smollm2 test test-slow faults faults-long coverage mutations lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,13 @@ faults: $(INSTALLED)  ## inject faults and print the figures
 
 faults-long: $(INSTALLED)  ## the same with many more cases (hours)
 	$(BIN)/python tests/faults/figures.py --tier long
+
+coverage: $(INSTALLED)  ## branch coverage of the token log by its tests
+	$(BIN)/coverage run -m pytest -q tests/unit/rollout
+	$(BIN)/coverage report
+
+mutations: $(INSTALLED)  ## break one rule at a time and show which test notices
+	$(BIN)/python tests/faults/mutations.py
 
 lint: $(INSTALLED)  ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

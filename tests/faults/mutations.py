@@ -18,15 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROLLOUT = "mopd_dataplane/rollout/"
+PACKAGE = "mopd_dataplane/"
 UNIT = "tests/unit/rollout/"
-_DEADLINE_S = 120
+STORE = "tests/unit/store/"
+_DEADLINE_S = 300
 """A mutation that makes its test hang is noticed too."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """Replace `old` by `new` in `file`; `test` (a row number or a pytest selection) must fail."""
+    """Replace `old` by `new` in `file`, of rollout/ unless it says another folder; `test` must fail.
+
+    test: a row number, or a pytest selection.
+    """
 
     name: str
     file: str
@@ -83,6 +87,33 @@ MUTATIONS = [
     Mutation("write what the engine said without a look", "loop.py",
              "        check_step(output, self._engine.vocab_size)\n", "",
              UNIT + "test_rollout_runner.py -k garbage"),
+    Mutation("take a step that answers for no sample", "engine.py",
+             "    if said == due and len(said) == len(slots):", "    if True:", "13"),
+    Mutation("wait for a hanging engine for ever", "watch.py", "self._answers.get(timeout=DEADLINE_S)",
+             "self._answers.get(timeout=9999)", "13"),
+    Mutation("metadata before payload", "store/commit.py",
+             "    payload_rows[absent], with_payload = place_payload(",
+             "    payload_rows[absent] = tokens.open().count_rows() + np.arange(len(absent))\n"
+             "    samples.make_durable(samples.insert(sample_rows(batch, payload_rows, crcs)).dataset)\n"
+             "    payload_rows[absent], with_payload = place_payload(", "8"),
+    Mutation("skip the store's barrier", "store/table.py", "            self.barrier.sync_version(dataset)",
+             "            pass", "9"),
+    Mutation("name data that is not synced", "store/barrier.py", "        self._sync(paths)\n\n    def sync_version",
+             "\n    def sync_version", "9"),
+    Mutation("ignore the uid key", "store/table.py",
+             "            new = (found < 0) & (first == np.arange(rows.num_rows))",
+             "            new = first == np.arange(rows.num_rows)", "8"),
+    Mutation("ignore the epoch fence in the store", "store/commit.py", "    if epoch < newest:", "    if False:",
+             STORE + 'test_store_exactly_once.py -k "wakes_up or older_epoch"'),
+    Mutation("open a manifest with a hole", "store/barrier.py", " or any(not any(sector) for sector in sectors)", "",
+             STORE + "test_store_disk.py -k hole"),
+    Mutation("open whatever the format version", "store/layout.py", "    if version == FORMAT_VERSION:", "    if True:",
+             "14"),
+    Mutation("cursor ahead of the checkpoint", "train/run.py", "        self._checkpoints.save(self._position,",
+             "        ahead = replace(self._position, step=self._position.step + 1, "
+             "window_step=self._position.window_step + 1)\n        self._checkpoints.save(ahead,", "12"),
+    Mutation("keep what a dead reader held", "load/server.py", "                self._loader.leave(self._seat)",
+             "                pass", "12"),
 ]  # fmt: skip
 
 
@@ -111,7 +142,7 @@ def noticed(mutation: Mutation) -> bool:
         for name in ("mopd_dataplane", "tests"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", copy)
-        file = copy / ROLLOUT / mutation.file
+        file = copy / PACKAGE / (mutation.file if "/" in mutation.file else f"rollout/{mutation.file}")
         text = file.read_text()
         if text.count(mutation.old) != 1:
             raise SystemExit(
@@ -141,7 +172,7 @@ def noticed(mutation: Mutation) -> bool:
 
 
 def _label(test: str) -> str:
-    return f"fault row {test}" if test.isdigit() else test.removeprefix(UNIT)
+    return f"fault row {test}" if test.isdigit() else test.removeprefix(UNIT).removeprefix(STORE)
 
 
 if __name__ == "__main__":
