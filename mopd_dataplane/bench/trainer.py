@@ -1,7 +1,6 @@
 """A trainer process that only reads: `python -m mopd_dataplane.bench.trainer SOCKET STAGE MEMBER MEMBERS`.
 
-It makes one pass to warm up, waits for a line on stdin, makes a measured pass in which it touches every byte, prints
-one JSON line, and stays until stdin ends so that its memory can be measured.
+It makes one pass to warm up, then a measured pass for every line on stdin; each touches every byte. See crowd.py.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ def main() -> None:
     with LoaderClient(socket, member=int(member), members=int(members), views="numpy", deadline_s=DEADLINE_S) as client:
         one_pass(client, stage)
         print("ready", flush=True)
-        sys.stdin.readline()
-        print(json.dumps(one_pass(client, stage)), flush=True)
-        sys.stdin.readline()
+        for _ in sys.stdin:
+            print(json.dumps(one_pass(client, stage)), flush=True)
 
 
 if __name__ == "__main__":

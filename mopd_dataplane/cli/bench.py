@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,16 +40,29 @@ def load(
     hidden_samples: Annotated[
         int, typer.Option("--hidden-samples", min=1, help="Samples whose hidden states are delivered.")
     ] = 48,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Other loaders on the same packs instead; needs the extra [bench].")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="With --peers: write a plot here.")
+    ] = None,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
     """From a plan to batches in another process: tokens, hidden states, memory by number of trainers.
 
-    The speed of plain preadv on the same bytes is measured in the same run. The stores are made first.
+    The speed of memcpy and of preadv into the same slots is measured in the same run. The stores are made first.
     """
-    from mopd_dataplane.bench.load import measure
+    if peers:
+        from mopd_dataplane.bench.compare import compare, draw
 
-    figures = measure(samples, hidden_samples, folder=str(folder))
+        figures: dict[str, Any] = compare(samples, hidden_samples, folder=str(folder))
+        if plot is not None:
+            draw(figures, plot)
+    else:
+        from mopd_dataplane.bench.load import measure
+
+        figures = measure(samples, hidden_samples, folder=str(folder))
     print_json(figures) if as_json else print_facts(figures)
 
 
@@ -130,7 +143,7 @@ def add_to(app: typer.Typer) -> None:
     """Register the `bench` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, plan, "mopd bench plan --samples 10000000 --json")
-    register(group, load, "mopd bench load --json")
+    register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")

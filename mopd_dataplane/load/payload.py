@@ -1,6 +1,6 @@
 """Payload of some samples, decoded once, from which packs are filled.
 
-Lance reads neighbouring rows ten times cheaper than scattered ones, so the loader reads the samples of many packs at
+Lance reads neighbouring rows far cheaper than scattered ones, so the loader reads the samples of many packs at
 once, in the order they are stored, and keeps them until those packs are filled. Filling is one copy per sample and
 field, straight into the slot.
 """

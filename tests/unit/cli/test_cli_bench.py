@@ -34,9 +34,24 @@ def test_plan(tmp_path: Path, window: int) -> None:
 @pytest.mark.slow
 def test_load(tmp_path: Path) -> None:
     found = figures("load", "--samples", "600", "--hidden-samples", "8", "--folder", str(tmp_path))
-    assert {"tokens_per_s", "hidden_bytes_per_s", "hidden_ratio_to_preadv", "preadv_bytes_per_s"} <= found.keys()
-    assert list(found["pss_bytes"]) == ["1", "2", "4"]
+    assert found.keys() == {
+        "tokens_per_s", "cpu_s_per_mtoken", "hidden_bytes_per_s", "preadv_bytes_per_s", "memcpy_bytes_per_s",
+        "hidden_ratio_to_preadv", "pss_bytes",
+    }  # fmt: skip
+    assert list(found["pss_bytes"]) == ["1", "2", "4", "8"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_peers_deliver_the_same_bytes(tmp_path: Path) -> None:
+    plot = tmp_path / "loaders.png"
+    found = figures(
+        "load", "--peers", "--samples", "100", "--hidden-samples", "4", "--folder", str(tmp_path), "--plot", str(plot)
+    )
+    assert {"mopd", "memmap", "lance"} <= found.keys()
+    for name in ("mopd", "memmap", "memmap-plain", "lance"):
+        assert found[name]["tokens_per_s"] > 0, found[name]
+    assert list(tmp_path.iterdir()) == [plot]
 
 
 @pytest.mark.slow

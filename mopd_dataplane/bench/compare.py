@@ -1,0 +1,125 @@
+"""mopd's loader beside other loaders (bench/peers.py) on the same samples in the same packs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.bench.crowd import Crowd, measure_crowd
+from mopd_dataplane.bench.load import HIDDEN_SPEC, SPEC, deliver, hidden_store, token_store
+from mopd_dataplane.bench.peers import PEERS, write_work
+from mopd_dataplane.bench.synthetic import STAGE
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.store.dataset import Store
+
+SAME_PACKS = 4
+"""Trainers that need the same packs, for memory."""
+PACKAGES = {"memmap": "torch", "memmap-plain": "torch"}
+"""Package a peer needs, where its name is another."""
+FIELDS = ("tokens", "logprobs", "loss_mask")
+"""What a sample's record holds: nine bytes a token."""
+
+
+def compare(samples: int, hidden_samples: int, *, folder: str | None = None) -> dict[str, dict[str, Any]]:
+    """{loader: {tokens_per_s, cpu_s_per_mtoken, pss_bytes, hidden_bytes_per_s}}; {"missing": why} for one not here.
+
+    pss_bytes is the memory of everything when SAME_PACKS trainers read the same packs.
+    """
+    with tempfile.TemporaryDirectory(prefix=".bench-peers-", dir=folder) as scratch:
+        root = Path(scratch)
+        tokens, hidden = token_store(root / "tokens", samples), hidden_store(root / "hidden", hidden_samples)
+        _write_token_work(tokens, root / "token-work")
+        _write_hidden_work(hidden, root / "hidden-work")
+        found = {
+            "mopd": _figures(
+                deliver(tokens.uri, root, SPEC), deliver(tokens.uri, root, SPEC, members=SAME_PACKS),
+                deliver(hidden.uri, root, HIDDEN_SPEC), _total_tokens(tokens),
+            )
+        }  # fmt: skip
+        for name in PEERS:
+            found[name] = _peer(name, root, _total_tokens(tokens))
+    return found
+
+
+def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
+    """Bars of every loader that ran: tokens per CPU-second, hidden states, memory."""
+    from matplotlib.figure import Figure
+
+    ran = {name: found for name, found in figures.items() if "missing" not in found}
+    bars = {
+        "million tokens per CPU-second": [1 / found["cpu_s_per_mtoken"] for found in ran.values()],
+        "hidden states, GB/s": [found["hidden_bytes_per_s"] / 1e9 for found in ran.values()],
+        f"memory at {SAME_PACKS} trainers, MB": [found["pss_bytes"] / 1e6 for found in ran.values()],
+    }
+    figure = Figure(figsize=(11, 0.5 + 0.4 * len(ran)), layout="constrained")
+    axes = figure.subplots(1, len(bars), sharey=True)
+    for axis, (title, values) in zip(axes, bars.items(), strict=True):
+        axis.barh(list(ran), values, color=["tab:blue" if name == "mopd" else "lightgrey" for name in ran])
+        axis.set_title(title, fontsize=10)
+        axis.bar_label(axis.containers[0], fmt="%.3g", fontsize=8, padding=2)
+        axis.margins(x=0.18)
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=130)
+
+
+def _peer(name: str, root: Path, tokens: int) -> dict[str, Any]:
+    package = PACKAGES.get(name, name)
+    if importlib.util.find_spec(package) is None:
+        return {"missing": f"{package} is not installed"}
+
+    def run(work: str, copies: int = 1) -> Crowd:
+        command = [sys.executable, "-m", "mopd_dataplane.bench.peers", name, str(root / work)]
+        return measure_crowd([command] * copies)
+
+    try:
+        return _figures(run("token-work"), run("token-work", SAME_PACKS), run("hidden-work"), tokens)
+    except MopdError as error:
+        return {"missing": str(error)}
+
+
+def _figures(alone: Crowd, together: Crowd, states: Crowd, tokens: int) -> dict[str, Any]:
+    hidden = states.answers[0]
+    delivered = hidden["hidden_bytes" if "hidden_bytes" in hidden else "bytes"]
+    return {
+        "tokens_per_s": tokens / alone.seconds,
+        "cpu_s_per_mtoken": alone.cpu_seconds / tokens * 1e6,
+        "pss_bytes": together.pss_bytes,
+        "hidden_bytes_per_s": delivered / states.seconds,
+    }
+
+
+def _total_tokens(store: Store) -> int:
+    return int(store.samples(["total_len"])["total_len"].to_numpy().sum())
+
+
+def _packs(store: Store) -> list[list[int]]:
+    plan = store.plan(STAGE, 0)
+    assert plan is not None
+    return [rows.tolist() for rows in np.split(plan.sample_rows, plan.pack_starts[1:-1])]
+
+
+def _write_token_work(store: Store, folder: Path) -> None:
+    table = store.read_tokens(np.arange(store.samples(["uid"]).num_rows), FIELDS)
+    columns = [table[name].to_pylist() for name in FIELDS]
+    dtypes = (np.int32, np.float32, np.uint8)
+    records = [
+        np.concatenate([np.array(v, d).view(np.uint8) for v, d in zip(row, dtypes, strict=True)])
+        for row in zip(*columns, strict=True)
+    ]
+    write_work(folder, records, _packs(store))
+
+
+def _write_hidden_work(store: Store, folder: Path) -> None:
+    rows = np.arange(store.samples(["uid"]).num_rows)
+    plan = store.plan(STAGE, 0)
+    assert plan is not None
+    teachers = dict(
+        zip(plan.sample_rows.tolist(), np.repeat(plan.pack_teachers, np.diff(plan.pack_starts)).tolist(), strict=True)
+    )
+    records = [store.read_signal(plan.teachers[teachers[int(row)]], "hidden", [row])[0].reshape(-1) for row in rows]
+    write_work(folder, records, _packs(store))

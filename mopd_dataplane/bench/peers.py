@@ -1,0 +1,239 @@
+"""Other loaders on the same work: `python -m mopd_dataplane.bench.peers NAME FOLDER` delivers every pack once.
+
+The work is a folder made by `write_work`: samples as byte records one after the other, and packs that name samples.
+Each peer stores it in its own format, delivers pack after pack to this process from another one where its design has
+one, and this process takes the checksum of every byte, as the client of mopd's loader does. A peer's packs are the bare
+bytes of their samples; mopd's also carry positions, policy versions and offsets.
+
+It warms up, then makes a measured pass for every line on stdin; see crowd.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.checksum import crc32c
+
+GROUP = 8
+"""Packs the hand-rolled loader joins in one buffer, which is what makes it fast."""
+READERS = 1
+"""Reading processes of a DataLoader."""
+Bytes = NDArray[np.uint8]
+Pass = Callable[[], Iterator[Bytes]]
+
+
+class Work:
+    """records: samples as bytes, in storage order. packs: sample numbers of each pack, in order of use."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: Bytes = np.memmap(folder / "records.bin", np.uint8, "r")
+        self.offsets: NDArray[np.int64] = np.load(folder / "offsets.npy")
+        self.packs: list[list[int]] = json.loads((folder / "packs.json").read_text())
+
+    def record(self, sample: int) -> Bytes:
+        """Bytes of one sample."""
+        return self.records[self.offsets[sample] : self.offsets[sample + 1]]
+
+    def join(self, samples: Sequence[int]) -> Bytes:
+        """Bytes of several samples in one new array."""
+        return np.concatenate([self.record(sample) for sample in samples])
+
+
+def write_work(folder: Path, records: Sequence[Bytes], packs: Sequence[Sequence[int]]) -> None:
+    """Make the folder of a Work."""
+    folder.mkdir(parents=True)
+    np.save(folder / "offsets.npy", np.cumsum([0, *(len(record) for record in records)]))
+    with (folder / "records.bin").open("wb") as file:
+        for record in records:
+            file.write(record.data)
+    (folder / "packs.json").write_text(json.dumps([[int(sample) for sample in pack] for pack in packs]))
+
+
+def memmap(work: Work) -> Pass:
+    """torch DataLoader over a numpy memmap, written by hand for this very work: GROUP packs in one buffer."""
+    groups = [list(chain(*work.packs[i : i + GROUP])) for i in range(0, len(work.packs), GROUP)]
+    return _data_loader(work.join, groups)
+
+
+def memmap_plain(work: Work) -> Pass:
+    """The same, pack by pack."""
+    return _data_loader(work.join, work.packs)
+
+
+def lance(work: Work) -> Pass:
+    """torch DataLoader over `take` of a Lance list column."""
+    from mopd_dataplane.store.baretake import BareTake, write_records
+
+    uri = str(work.folder / "records.lance")
+    if not Path(uri).exists():
+        write_records(uri, work.offsets, work.records)
+    return _data_loader(BareTake(uri), work.packs, context="spawn")
+
+
+def datasets(work: Work) -> Pass:
+    """torch DataLoader over Hugging Face datasets (memory-mapped Arrow), a binary column."""
+    import datasets as hf
+    import pyarrow as pa
+
+    folder = work.folder / "hf"
+    if not folder.exists():
+        rows = [work.record(sample).tobytes() for sample in range(len(work.offsets) - 1)]
+        hf.Dataset(pa.table({"data": pa.array(rows, pa.large_binary())})).save_to_disk(str(folder))
+    return _data_loader(_HfRows(str(folder)), work.packs, context="spawn")
+
+
+class _HfRows:
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._rows: Any = None
+
+    def __call__(self, samples: Sequence[int]) -> Bytes:
+        import datasets as hf
+
+        if self._rows is None:
+            self._rows = hf.load_from_disk(self._folder).with_format("arrow")
+        column = self._rows[list(samples)]["data"]
+        return np.concatenate([np.frombuffer(value.as_buffer(), np.uint8) for value in column])
+
+
+def webdataset(work: Work) -> Pass:
+    """webdataset: packs as members of tar files in their order of use; it cannot follow another order."""
+    import io
+    import tarfile
+
+    import webdataset as wds
+
+    shards = work.folder / "wds"
+    if not shards.exists():
+        shards.mkdir()
+        with tarfile.open(shards / "packs.tar", "w") as tar:
+            for number, pack in enumerate(work.packs):
+                body = work.join(pack).tobytes()
+                info = tarfile.TarInfo(f"{number:06d}.bin")
+                info.size = len(body)
+                tar.addfile(info, io.BytesIO(body))
+    rows = wds.WebDataset(str(shards / "packs.tar"), shardshuffle=False, empty_check=False)
+    loader = wds.WebLoader(rows, batch_size=None, num_workers=READERS, persistent_workers=True)
+    return lambda: (np.frombuffer(row["bin"], np.uint8) for row in loader)
+
+
+def litdata(work: Work) -> Pass:
+    """litdata: packs as items of an optimized dataset, in their order of use."""
+    import litdata as ld
+    from litdata.streaming import Cache
+
+    folder = work.folder / "litdata"
+    if not folder.exists():
+        cache = Cache(str(folder), chunk_bytes="64MB")
+        for number, pack in enumerate(work.packs):
+            cache[number] = work.join(pack).tobytes()
+        cache.done()
+        cache.merge()
+    rows = ld.StreamingDataset(str(folder), shuffle=False)
+    loader = ld.StreamingDataLoader(
+        rows, batch_size=1, collate_fn=_tensor, num_workers=READERS, persistent_workers=True
+    )
+    return lambda: (row.numpy() for row in loader)
+
+
+def _tensor(rows: Sequence[Any]) -> Any:
+    """The only row of a batch as a tensor, which torch hands over in shared memory."""
+    import torch
+
+    return torch.frombuffer(bytearray(rows[0]), dtype=torch.uint8)
+
+
+def ray(work: Work) -> Pass:
+    """Ray: an actor puts packs into the object store of the node, this process gets them without a copy."""
+    import ray as cluster
+
+    cluster.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+
+    class Reader:
+        def __init__(self, folder: Path) -> None:
+            self._work = Work(folder)
+
+        def read(self, samples: list[int]) -> Bytes:
+            return self._work.join(samples)
+
+    actor = cluster.remote(Reader).remote(work.folder)
+
+    def one_pass() -> Iterator[Bytes]:
+        left = iter(work.packs)
+        coming = [actor.read.remote(pack) for pack in islice(left, GROUP)]
+        while coming:
+            values: Bytes = cluster.get(coming.pop(0))
+            yield values
+            coming += [actor.read.remote(pack) for pack in islice(left, 1)]
+
+    return one_pass
+
+
+PEERS: dict[str, Callable[[Work], Pass]] = {
+    "memmap": memmap,
+    "memmap-plain": memmap_plain,
+    "lance": lance,
+    "datasets": datasets,
+    "webdataset": webdataset,
+    "litdata": litdata,
+    "ray": ray,
+}
+HAND_ROLLED = ("memmap", "memmap-plain")
+
+
+def _data_loader(read: Callable[[Sequence[int]], Bytes], packs: Sequence[Sequence[int]], context: str = "") -> Pass:
+    from torch.utils.data import DataLoader
+
+    rows: Any = _Packs(read, packs)
+    loader: Any = DataLoader(
+        rows, batch_size=None, num_workers=READERS, persistent_workers=True, multiprocessing_context=context or "fork"
+    )
+    return lambda: (row.numpy() for row in loader)
+
+
+class _Packs:
+    """A map-style dataset whose items are packs as uint8 tensors."""
+
+    def __init__(self, read: Callable[[Sequence[int]], Bytes], packs: Sequence[Sequence[int]]) -> None:
+        self._read = read
+        self._packs = packs
+
+    def __len__(self) -> int:
+        return len(self._packs)
+
+    def __getitem__(self, place: int) -> Any:
+        import torch
+
+        return torch.from_numpy(self._read(self._packs[place]))
+
+
+def main() -> None:
+    """Run one peer."""
+    name, folder = sys.argv[1:3]
+    one_pass = PEERS[name](Work(Path(folder)))
+
+    def measured() -> dict[str, float]:
+        started, total = time.perf_counter(), 0
+        for pack in one_pass():
+            crc32c(pack)
+            total += pack.nbytes
+        return {"bytes": total, "seconds": time.perf_counter() - started}
+
+    measured()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(measured()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
