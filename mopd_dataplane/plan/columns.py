@@ -161,7 +161,12 @@ def _from_zero(values: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.asarray(column.to_numpy()).astype(dtype, copy=False)
+    values = np.empty(len(column), dtype=dtype)
+    done = 0
+    for chunk in column.chunks:  # straight into place: a whole column in Arrow's own type would be one more copy
+        values[done : done + len(chunk)] = chunk.to_numpy()
+        done += len(chunk)
+    return values
 
 
 def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:

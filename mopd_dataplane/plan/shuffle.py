@@ -36,8 +36,10 @@ def permutation_in_strata(strata: NDArray[np.integer], key: int) -> tuple[NDArra
     strata: [n] code of each element. A stratum's words fit a cache when all of them do not.
     """
     ranks = _ranks(len(strata), key)
-    codes, counts = np.unique(strata, return_counts=True)
     by_stratum = np.argsort(strata, kind="stable")
+    in_order = strata[by_stratum]
+    firsts = np.concatenate(([0], np.flatnonzero(in_order[1:] != in_order[:-1]) + 1)) if len(strata) else np.arange(0)
+    codes, counts = in_order[firsts], np.diff(firsts, append=len(strata))
     members = []
     for last, count in zip(np.cumsum(counts).tolist(), counts.tolist(), strict=True):
         inside = by_stratum[last - count : last]

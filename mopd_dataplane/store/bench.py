@@ -49,7 +49,7 @@ def write_figures(folder: Path, rows: Sequence[int]) -> dict[str, Any]:
     return {
         "payload_bytes_per_s": hidden,
         "sequential_write_bytes_per_s": raw,
-        "commit_ms": {str(count): _commit_ms(folder / f"rows-{count}", count) for count in rows},
+        "commit_ms": _commit_ms(folder, rows),
         "ratio": hidden / raw,
         "tokens: payload_bytes_per_s": tokens,
         "tokens: sequential_write_bytes_per_s": raw_tokens,
@@ -127,17 +127,22 @@ def _in_turn(
     return statistics.median(committed), statistics.median(raw)
 
 
-def _commit_ms(folder: Path, count: int) -> float:
-    """Median of durable commits into a store that has `count` samples; the first, which loads the keys, is not one."""
-    store = Store.create(folder)
-    _fill(store, count)
-    times = []
+def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
+    """Median of durable commits into stores that have so many samples; the first, which loads the keys, is not one.
+
+    The stores take turns, so that a disturbance of the machine meets all sizes.
+    """
+    stores = {count: Store.create(folder / f"rows-{count}") for count in counts}
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    for count, store in stores.items():
+        _fill(store, count)
     for start in range(0, (COMMITS + 1) * BATCH, BATCH):
-        batch = [bench_sample(count + i, 64) for i in range(start, start + BATCH)]
-        started = time.perf_counter()
-        store.commit_samples(batch, writer="bench")
-        times.append(time.perf_counter() - started)
-    return round(1e3 * statistics.median(times[1:]), 2)
+        for count, store in stores.items():
+            batch = [bench_sample(count + i, 64) for i in range(start, start + BATCH)]
+            started = time.perf_counter()
+            store.commit_samples(batch, writer="bench")
+            times[count].append(time.perf_counter() - started)
+    return {str(count): round(1e3 * statistics.median(taken[1:]), 2) for count, taken in times.items()}
 
 
 def _fill(store: Store, count: int) -> None:
