@@ -19,7 +19,8 @@ run: $(INSTALLED)  ## the quickstart: base, specialists, MOPD; ends with the tab
 	$(BIN)/mopd run jobs/quickstart
 
 run-sampled: $(INSTALLED)  ## the quickstart with sampled-token reverse KL
-	$(BIN)/mopd run jobs/quickstart --set 'stages.student.objective="sampled"' --store runs/quickstart-sampled
+	$(BIN)/mopd run jobs/quickstart --set 'stages.student.objective="sampled"' --set stages.student.iterations=24 \
+	  --store runs/quickstart-sampled
 
 seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives
 	$(BIN)/python jobs/quickstart/seeds.py
