@@ -20,6 +20,7 @@ from mopd_dataplane import __version__
 from mopd_dataplane.cli import answers, bench, jobs, load, stores
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.files import full_disk_named
 
 INTERRUPTED = 130
 _BY_DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -32,7 +33,8 @@ class Flow(TyperGroup):
         """Run the command; raises typer.Exit with the exit code of the error tree."""
         with _recorded_interrupts() as interrupts:
             try:
-                return super().invoke(ctx)
+                with full_disk_named():
+                    return super().invoke(ctx)
             except BaseException as error:
                 if interrupts or isinstance(error, KeyboardInterrupt):
                     note("interrupted; run the same command again to continue")

@@ -8,7 +8,6 @@ the commit, not the samples; a commit is exactly once by uid, so repeating one i
 
 from __future__ import annotations
 
-import errno
 import queue
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import NamedTuple
 
 from mopd_dataplane.errors import DeadlineError, ResourceError
 from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.files import is_disk_full
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.wal import TokenLog
 
@@ -137,7 +137,7 @@ class Committer:
                 self._commit(samples)
                 break
             except OSError as error:
-                if not _is_full(error):
+                if not is_disk_full(error):
                     raise
                 full_since = self._wait_for_space(full_since, error)
         if full_since is not None:
@@ -156,8 +156,3 @@ class Committer:
             ) from error
         time.sleep(min(_SPACE_POLL_S, self._full_disk_wait_s))
         return since
-
-
-def _is_full(error: OSError) -> bool:
-    """Whether an error means that the disk is full; Lance says it in words."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)

@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.files import full_disk_named
 from mopd_dataplane.train.spec import TrainSpec, load_spec
 from mopd_dataplane.train.stop import EXIT_CODE, Stop, only_writer
 
@@ -24,7 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     try:
-        return _train(load_spec(parser.parse_args(arguments).spec), stop)
+        with full_disk_named():
+            return _train(load_spec(parser.parse_args(arguments).spec), stop)
     except MopdError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -10,7 +10,6 @@ Learning rate and random state are functions of (settings, seed, step, rank), so
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
 from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.files import publish_file, publish_folder
+from mopd_dataplane.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.models import file_digest
 from mopd_dataplane.train.ranks import Ranks, assign, whole
 
@@ -77,8 +76,8 @@ class Checkpoints:
         if self._ranks.leads:
             try:
                 self._write(position, identity, policy, state)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            except (OSError, SafetensorError) as error:
+                if is_disk_full(error):
                     raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
                 raise
         self._ranks.barrier()

@@ -55,6 +55,21 @@ def test_every_error_ends_with_its_exit_code(name: str, job: Path, monkeypatch: 
     assert result.stderr == "error: first line ␛[31m\n       second [bold]line[/bold]\n"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device", "/data/job.json"), RuntimeError("I/O error: No space left on device")],
+)
+def test_a_full_disk_is_an_ending_whoever_met_it(error: Exception, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(jobs, "load", fail)
+    result = mopd("run", job)
+    assert result.exit_code == 4
+    assert result.stderr.startswith("error: the disk is full (")
+    assert "free some space, then run again" in result.stderr.replace("\n       ", " ")
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     plain = [sys.executable, "-m", "mopd_dataplane", "plan", str(tmp_path / "none.toml")]
     debug = [*plain[:3], "--debug", *plain[3:]]
