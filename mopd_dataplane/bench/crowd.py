@@ -6,9 +6,11 @@ JSON line for it, until stdin ends. CPU seconds and memory count every process b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,8 +48,7 @@ def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()
     Raises EngineError when one ends early (its messages are on stderr), DeadlineError when one is stuck.
     """
     started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        for command in commands
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) for command in commands
     ]
     rounds = []
     try:
@@ -66,19 +67,19 @@ def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()
             process.communicate(timeout=DEADLINE_S)
     finally:
         for process in started:
-            process.kill()
+            for pid in _tree([process.pid]) if process.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)  # its own readers would wait for it for ever
             process.wait(DEADLINE_S)
     best = min(rounds, key=lambda one: one.seconds)
     return Crowd(best.answers, min(one.cpu_seconds for one in rounds), max(one.pss_bytes for one in rounds))
 
 
-def _go(process: subprocess.Popen[str]) -> None:
+def _go(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
+    process.stdin.write(b"\n")
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _line(process: subprocess.Popen[bytes]) -> str:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -87,7 +88,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     line = process.stdout.readline()
     if not line:
         raise EngineError(f"{process.args!r} ended early; see its messages above")
-    return line.strip()
+    return line.decode().strip()
 
 
 def _tree(roots: Iterable[int]) -> list[int]:
@@ -96,8 +97,9 @@ def _tree(roots: Iterable[int]) -> list[int]:
     while queue:
         pid = queue.pop()
         found.append(pid)
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            queue += [int(child) for child in (task / "children").read_text().split()]
+        with contextlib.suppress(FileNotFoundError):  # a process or a thread that has just ended
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                queue += [int(child) for child in (task / "children").read_text().split()]
     return found
 
 
