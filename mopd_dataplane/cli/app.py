@@ -23,7 +23,7 @@ from mopd_dataplane.errors import MopdError
 from mopd_dataplane.files import full_disk_named
 
 INTERRUPTED = 130
-_BY_DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_BY_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Flow(TyperGroup):
