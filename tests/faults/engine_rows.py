@@ -118,7 +118,7 @@ def gone_wrong(count: int, seed: int) -> Tally:
     with folder() as calm:
         wanted = told_by(partial(roll, calm, ToyEngine(slots=4, mean_length=20)))
     for case in range(count):
-        kind, at = KINDS[case % len(KINDS)], draw.randrange(1, 40)
+        kind, at = KINDS[case % len(KINDS)], draw.randrange(1, 20)
         with folder() as home:
             began = time.monotonic()
             if kind in SPOILS:

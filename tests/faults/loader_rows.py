@@ -154,6 +154,7 @@ def trainer_killed(count: int, seed: int) -> Tally:
         loader = LoaderChild(home, path)
         with anchored(path):
             calm = trained(home, path, window, home / "calm")
+            tally.case(len(calm["steps"]) == window.steps and calm["policy"] != "none", "the calm run is whole")
             for case in range(count):
                 point, visit = TRAIN_POINTS[case % len(TRAIN_POINTS)], draw.choice((1, 1, 2, 3))
                 place = home / f"case-{case}"
@@ -185,7 +186,7 @@ def spec_of(home: Path, path: Path, window: Window, place: Path) -> TrainSpec:
 
 def train(spec: TrainSpec, point: str = "", visit: int = 0) -> None:
     """The trainer's work in this process; dies at the visit-th pass of a point."""
-    faultpoints.observe(killer(point, visit))
+    faultpoints.observe(killer(point, visit) if point else None)
     models.quiet_transformers()
     with LoaderClient(spec.socket, deadline_s=spec.deadline_s) as source:
         run = Run(spec, source, Ranks.join("cpu"))
