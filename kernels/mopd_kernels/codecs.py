@@ -5,6 +5,7 @@ Measured error of each codec on a real model is in docs/kernels.md. ``int8`` is 
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -92,7 +93,7 @@ def _rotated(rows: Tensor, span: int) -> Tensor:
     """
     if span == 1:
         return rows
-    turned = rows.float() * span**-0.5
+    turned = rows.float() / math.sqrt(span)
     half = 1
     while half < span:
         pairs = turned.reshape(-1, 2, half)

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from mopd_dataplane.errors import InputError, MismatchError
 from mopd_dataplane.files import publish_file
 from mopd_dataplane.jobfile import Job, Stage
@@ -78,7 +80,7 @@ def _check_same_job(run: Run) -> None:
     file = run.root / "job.json"
     current = run.job.model_dump(mode="json")
     if file.is_file():
-        known = Job.model_validate_json(file.read_text()).model_dump(mode="json")
+        known = _known_job(file)
         for key in ("seed", "student", "domains"):
             _refuse_change(run, key, known[key], current[key])
         before = {stage["name"]: stage for stage in known["stages"]}
@@ -86,6 +88,17 @@ def _check_same_job(run: Run) -> None:
             if stage["name"] in before and run.policies.stage_folder(run.job.stage(stage["name"])).exists():
                 _refuse_change(run, f"stages.{stage['name']}", before[stage["name"]], stage)
     publish_file(file, json.dumps(current, indent=1).encode())
+
+
+def _known_job(file: Path) -> dict[str, Any]:
+    try:
+        return Job.model_validate_json(file.read_text()).model_dump(mode="json")
+    except ValidationError as error:
+        keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors()[:3])
+        raise MismatchError(
+            f"{file} holds a job that this version cannot read ({keys}); continue with the version that made the "
+            "store, or give another store (--store runs/NAME)"
+        ) from None
 
 
 def _refuse_change(run: Run, key: str, before: Any, now: Any) -> None:
