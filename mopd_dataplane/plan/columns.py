@@ -22,7 +22,6 @@ SAMPLE_COLUMNS = (
     "effort",
     "finish_reason",
     "policy_version_first",
-    "policy_version_last",
     "total_len",
     "loss_tokens",
 )
@@ -48,8 +47,6 @@ class Columns:
     """M, trained tokens."""
     version_first: NDArray[np.int32]
     """Oldest policy version of the response."""
-    version_last: NDArray[np.int32]
-    """Newest policy version of the response."""
     domains: NDArray[np.int16]
     """Index into domain_names."""
     groups: NDArray[np.int64]
@@ -128,7 +125,6 @@ def columns_from_tables(
         total_len=_ints(samples["total_len"], np.int32),
         loss_tokens=_ints(samples["loss_tokens"], np.int32),
         version_first=_ints(samples["policy_version_first"], np.int32),
-        version_last=_ints(samples["policy_version_last"], np.int32),
         domains=domain_codes.astype(np.int16),
         groups=_codes(samples[GROUP_COLUMN])[0].astype(np.int64) if GROUP_COLUMN in samples.column_names else rows,
         teachers=teacher_codes,

@@ -278,7 +278,7 @@ def consume(world: World, home: Path) -> int:
     small = np.zeros(count, np.int32)
     columns = Columns(
         sample_rows=np.arange(count), admission=np.argsort(order), total_len=small + 8, loss_tokens=small + 4,
-        version_first=small, version_last=small, domains=small.astype(np.int16), groups=np.argsort(order),
+        version_first=small, domains=small.astype(np.int16), groups=np.argsort(order),
         teachers=(small - 1).astype(np.int16), has_signals=small == 0, has_reward=small == 0, abandoned=small == 1,
         domain_names=("d",),
     )  # fmt: skip

@@ -25,7 +25,6 @@ def columns_of(n: int, **changes: Any) -> Columns:
         total_len=np.full(n, 10, dtype=np.int32),
         loss_tokens=np.full(n, 5, dtype=np.int32),
         version_first=np.zeros(n, dtype=np.int32),
-        version_last=np.zeros(n, dtype=np.int32),
         domains=np.zeros(n, dtype=np.int16),
         groups=np.arange(n, dtype=np.int64),
         teachers=np.zeros(n, dtype=np.int16),

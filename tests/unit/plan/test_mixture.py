@@ -29,7 +29,7 @@ def window_of(counts: tuple[int, ...], rule: config.Plan, **options) -> tuple[Pl
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
         sample_rows=np.arange(n), admission=np.arange(n), total_len=lengths, loss_tokens=lengths, version_first=zeros,
-        version_last=zeros, domains=domains, groups=np.arange(n), teachers=domains,
+        domains=domains, groups=np.arange(n), teachers=domains,
         has_signals=np.ones(n, dtype=bool), has_reward=np.ones(n, dtype=bool), abandoned=np.zeros(n, dtype=bool),
         domain_names=tuple("abcd"[: len(counts)]),
     )  # fmt: skip

@@ -31,7 +31,6 @@ def columns_of(lengths: list[int], *, teachers: int = 3, group_size: int = 1, ro
         total_len=np.array(lengths, dtype=np.int32),
         loss_tokens=np.maximum(np.array(lengths, dtype=np.int32) // 2, 1),
         version_first=np.zeros(n, dtype=np.int32),
-        version_last=np.zeros(n, dtype=np.int32),
         domains=(group % teachers).astype(np.int16),
         groups=group,
         teachers=(group % teachers).astype(np.int16),

@@ -23,7 +23,6 @@ def columns_of(n: int) -> Columns:
         total_len=np.full(n, 10, dtype=np.int32),
         loss_tokens=np.full(n, 5, dtype=np.int32),
         version_first=np.full(n, 7, dtype=np.int32),
-        version_last=np.full(n, 7, dtype=np.int32),
         domains=np.zeros(n, dtype=np.int16),
         groups=np.arange(n, dtype=np.int64),
         teachers=np.zeros(n, dtype=np.int16),
@@ -102,7 +101,6 @@ def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
             "effort": [""] * n,
             "finish_reason": ["stop"] * (n - 1) + ["abandoned"],
             "policy_version_first": pa.array([1] * n, pa.int32()),
-            "policy_version_last": pa.array([2] * n, pa.int32()),
             "total_len": pa.array(range(10, 10 + n), pa.int32()),
             "loss_tokens": pa.array([4] * n, pa.int32()),
         }

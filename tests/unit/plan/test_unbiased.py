@@ -26,7 +26,6 @@ def window_of(lengths: np.ndarray, rule: config.Plan, seed: int) -> PlanWindow:
         total_len=lengths,
         loss_tokens=lengths,
         version_first=zeros,
-        version_last=zeros,
         domains=zeros.astype(np.int16),
         groups=np.arange(n),
         teachers=(np.arange(n) % 4).astype(np.int16),
