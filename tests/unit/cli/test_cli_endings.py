@@ -81,6 +81,11 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         assert ("Traceback" in done.stderr) == expected, done.stderr
 
 
+def cpu_seconds(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number: int) -> None:
     sql = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b where a.range % 7 = b.range % 11"
@@ -88,7 +93,9 @@ def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "duckdb" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.1)
-    time.sleep(1)  # past the imports that follow, into the query
+    imported = cpu_seconds(process.pid)
+    while cpu_seconds(process.pid) < imported + 3:  # past the imports that follow, into a query that never ends
+        time.sleep(0.1)
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
