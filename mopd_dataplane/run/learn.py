@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from mopd_dataplane.errors import EngineError, MopdError
+from mopd_dataplane.errors import EngineError, MismatchError, MopdError
 from mopd_dataplane.files import publish_file
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.load.launch import start_server
@@ -20,6 +20,8 @@ from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.retain import free_served
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
@@ -76,6 +78,7 @@ class Training:
 
     def _start(self) -> subprocess.Popen[bytes]:
         run, stage = self._run, self._stage
+        check_cursor(run.store, stage.name, self._folder)
         scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
         # A micro-batch holds all its packs at once, and the next one is read meanwhile.
         load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
@@ -148,6 +151,23 @@ class Training:
                 raise kind(f"{where} stopped with the error above; mend it and run the same command again to continue")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         raise EngineError(f"{where} {how}; run the same command again to continue from its last checkpoint")
+
+
+def check_cursor(store: Store, stage: str, folder: Path) -> None:
+    """Refuse a checkpoint of a plan that the store did not record: another run left it, and would wait for ever.
+
+    Plans are recorded before they are used, so a checkpoint's own is always there. Raises MismatchError.
+    """
+    saved = latest_checkpoint(folder)
+    if saved is None:
+        return
+    position, identity = saved
+    near = (store.plan(stage, window) for window in (position.window - 1, position.window) if window >= 0)
+    if identity.plan_digest not in {plan.digest for plan in near if plan is not None}:
+        raise MismatchError(
+            f"the checkpoint in {folder} belongs to plan {identity.plan_digest[:16]}, near window {position.window}, "
+            f"which {store.uri} has not recorded: another run left it; delete the folder to train the stage anew"
+        )
 
 
 def _stop(trainer: subprocess.Popen[bytes]) -> None:

@@ -84,20 +84,12 @@ class Checkpoints:
 
     def latest(self) -> tuple[Position, Identity] | None:
         """Position and identity of the newest complete checkpoint. Raises DamagedError."""
-        pointer = self.folder / _LATEST
-        if not pointer.is_file():
-            return None
-        name = pointer.read_text(errors="backslashreplace").strip()
-        state = self._read_state(name)
-        try:
-            return Position(**state["position"]), Identity(**state["identity"])
-        except (LookupError, TypeError) as error:
-            raise DamagedError(f"checkpoint {name} in {self.folder}: {error}; use an older one") from None
+        return latest_checkpoint(self.folder)
 
     def restore(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Put the newest checkpoint into module and optimizer. Raises DamagedError, MismatchError."""
         name = (self.folder / _LATEST).read_text().strip()
-        place, state = self.folder / name, self._read_state(name)
+        place, state = self.folder / name, _read_state(self.folder, name)
         policy = _load(place / _POLICY, state["digests"][_POLICY])
         saved = _load(place / _OPTIMIZER, state["digests"][_OPTIMIZER])
         parameters = dict(module.named_parameters())
@@ -140,18 +132,18 @@ class Checkpoints:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _read_state(self, name: str) -> dict[str, Any]:
-        if not _NAME.fullmatch(name):
-            raise DamagedError(f"{self.folder / _LATEST} names {name!r:.80}, not a checkpoint; write step-… into it")
-        file = self.folder / name / _STATE
-        try:
-            state: dict[str, Any] = json.loads(file.read_text())
-            found = state["format"]
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise DamagedError(f"checkpoint {file}: {error}; point {self.folder / _LATEST} at another one") from None
-        if found != _FORMAT:
-            raise MismatchError(f"{file} has format {found}, this version reads {_FORMAT}; use the one that wrote it")
-        return state
+
+def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
+    """Position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
+    pointer = folder / _LATEST
+    if not pointer.is_file():
+        return None
+    name = pointer.read_text(errors="backslashreplace").strip()
+    state = _read_state(folder, name)
+    try:
+        return Position(**state["position"]), Identity(**state["identity"])
+    except (LookupError, TypeError) as error:
+        raise DamagedError(f"checkpoint {name} in {folder}: {error}; use an older one") from None
 
 
 def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_window: bool) -> None:
@@ -166,6 +158,20 @@ def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_win
                 f"checkpoint in {place} has {field} {before!r}, this run has {now!r}; "
                 "go back to that value, or delete the folder to train the stage from its start"
             )
+
+
+def _read_state(folder: Path, name: str) -> dict[str, Any]:
+    if not _NAME.fullmatch(name):
+        raise DamagedError(f"{folder / _LATEST} names {name!r:.80}, not a checkpoint; write step-… into it")
+    file = folder / name / _STATE
+    try:
+        state: dict[str, Any] = json.loads(file.read_text())
+        found = state["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DamagedError(f"checkpoint {file}: {error}; point {folder / _LATEST} at another one") from None
+    if found != _FORMAT:
+        raise MismatchError(f"{file} has format {found}, this version reads {_FORMAT}; use the one that wrote it")
+    return state
 
 
 def _load(file: Path, digest: str) -> dict[str, Tensor]:
