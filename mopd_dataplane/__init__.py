@@ -15,12 +15,13 @@ Importing this package loads neither torch nor lance.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.records import Prompt, Sample, Signal, Snapshot
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Prompt, Sample, Signal, Snapshot
     from mopd_dataplane.store.dataset import Store
 
 __version__ = "0.1.0"
@@ -44,9 +45,11 @@ def create_store(uri: str, *, storage_options: dict[str, str] | None = None) -> 
     return Store.create(uri, storage_options=storage_options)
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Store":
-        from mopd_dataplane.store.dataset import Store
+_HOMES = {"Store": "store.dataset", **dict.fromkeys(("Prompt", "Sample", "Signal", "Snapshot"), "records")}
+"""Loaded at first use: `mopd --help` waits for neither numpy nor lance."""
 
-        return Store
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"mopd_dataplane.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

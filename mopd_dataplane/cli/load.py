@@ -13,7 +13,6 @@ from mopd_dataplane.cli.jobs import Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import EngineError, InputError
-from mopd_dataplane.load.spec import LoadSpec
 
 LOOK_S = 0.5
 """Pause between looks whether the loader still runs."""
@@ -44,6 +43,7 @@ def serve(
     objective needs; for a bare store the options do.
     """
     from mopd_dataplane.load.launch import start_server
+    from mopd_dataplane.load.spec import LoadSpec
     from mopd_dataplane.load.stream import socket_of
 
     if target.endswith(".toml") or (Path(target) / "job.toml").exists():

@@ -37,6 +37,10 @@ def test_nothing_heavy_is_loaded(code: str) -> None:
     assert modules_after(code).isdisjoint(HEAVY)
 
 
+def test_help_needs_neither_numpy_nor_pydantic() -> None:
+    assert modules_after(HELP.format(words=["--help"])).isdisjoint({"numpy", "pydantic"})
+
+
 def test_tables_and_job_files_need_no_torch_and_no_lance() -> None:
     loaded = modules_after("import mopd_dataplane.tables, mopd_dataplane.jobfile")
     assert loaded.isdisjoint({"torch", "lance", "transformers"})
