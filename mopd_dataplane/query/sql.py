@@ -7,7 +7,6 @@ name has a dash or a dot). Nothing outside the store can be read or written by a
 from __future__ import annotations
 
 import re
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import duckdb
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 READ_ONLY = ("SELECT", "EXPLAIN")
-_LOOK_S = 0.1
 
 
 def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Table:
@@ -36,23 +34,9 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Ta
         connection.execute("set enable_external_access = false")
         connection.execute("set lock_configuration = true")
         try:
-            return _answer(connection, statement.query)
+            return connection.sql(statement.query).to_arrow_table()
         except duckdb.Error as error:
             raise QueryError(_explain(error, store)) from error
-
-
-def _answer(connection: duckdb.DuckDBPyConnection, query: str) -> pa.Table:
-    """Run in a thread of its own: DuckDB would swallow a Ctrl-C that arrives while it looks for optional packages."""
-    with ThreadPoolExecutor(max_workers=1) as worker:
-        answer = worker.submit(lambda: connection.sql(query).to_arrow_table())
-        try:
-            while not wait([answer], timeout=_LOOK_S).done:
-                pass
-        except BaseException:
-            while not wait([answer], timeout=_LOOK_S).done:
-                connection.interrupt()
-            raise
-        return answer.result(timeout=0)  # done
 
 
 def _single_statement(connection: duckdb.DuckDBPyConnection, query: str) -> duckdb.Statement:

@@ -90,7 +90,10 @@ def cpu_seconds(pid: int) -> float:
 def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number: int) -> None:
     sql = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b where a.range % 7 = b.range % 11"
     command = [sys.executable, "-m", "mopd_dataplane", "query", demo_store.uri, sql]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
+    )  # fmt: skip
     while "duckdb" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.1)
     imported = cpu_seconds(process.pid)
