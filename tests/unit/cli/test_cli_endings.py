@@ -89,11 +89,12 @@ def cpu_seconds(pid: int) -> float:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number: int) -> None:
     sql = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b where a.range % 7 = b.range % 11"
-    command = [sys.executable, "-m", "mopd_dataplane", "query", demo_store.uri, sql]
+    # Tests that a shell runs in the background ignore Ctrl-C, and so would their children.
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{start}; from mopd_dataplane.cli import main; main()", "query"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
-    )  # fmt: skip
+        [*command, demo_store.uri, sql], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     while "duckdb" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.1)
     imported = cpu_seconds(process.pid)
