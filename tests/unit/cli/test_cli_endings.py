@@ -90,10 +90,10 @@ def cpu_seconds(pid: int) -> float:
 def test_interrupt_ends_with_130_and_says_how_to_go_on(demo_store: Store, number: int) -> None:
     sql = "select sum(a.range * b.range) from range(100000000) a, range(100000000) b where a.range % 7 = b.range % 11"
     # Tests that a shell runs in the background ignore Ctrl-C, and so would their children.
-    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    command = [sys.executable, "-c", f"{start}; from mopd_dataplane.cli import main; main()", "query"]
+    listen = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-m", "mopd_dataplane", "query", demo_store.uri, sql]
     process = subprocess.Popen(
-        [*command, demo_store.uri, sql], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", listen, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     while "duckdb" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.1)
