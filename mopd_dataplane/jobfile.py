@@ -156,13 +156,12 @@ def _with_stage_defaults(raw: dict[str, Any], where: str) -> dict[str, Any]:
     stages = raw.get("stages", [])
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
         raise JobFileError(f"{where}: `stages` must be an array of tables; write [[stages]]")
-    objectives = raw.get("objectives", {})
     merged = []
     for stage in stages:
-        objective = objectives.get(stage.get("objective", ""), {})
-        layers = (raw, {key: objective.get(key) for key in ("plan", "train")}, stage)
-        tables = {key: _layered([layer[key] for layer in layers if layer.get(key)]) for key in _DEFAULTED}
-        merged.append({**stage, **{key: table for key, table in tables.items() if table != {}}})
+        objective = _child(raw.get("objectives"), str(stage.get("objective")))
+        layers = (raw, {key: _child(objective, key) for key in ("plan", "train")}, stage)
+        given = {key: [layer[key] for layer in layers if layer.get(key) is not None] for key in _DEFAULTED}
+        merged.append({**stage, **{key: _layered(tables) for key, tables in given.items() if tables}})
     rest = {key: value for key, value in raw.items() if key not in _DEFAULTED}
     return {**rest, "stages": merged}
 

@@ -45,6 +45,7 @@ class Loader:
     """Reads ahead of every trainer. All methods may be called from any thread."""
 
     def __init__(self, store: Store, spec: LoadSpec, ring: Ring, deal: Dealer) -> None:
+        self._store = store
         self._spec = spec
         self._ring = ring
         self._deal = deal
@@ -101,7 +102,7 @@ class Loader:
             used = {other.source.plan.window for other in self._lanes.values() if other.source is not None}
             self._changed.notify_all()
         self._windows.forget_before(min(used | {window}))
-        return source.steps, self._windows.steps_before(window)
+        return source.steps, self._store.steps_before(self._spec.stage, window)
 
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
         """What a window is, waiting until it is planned: its steps (0 closes the log), and two digests."""

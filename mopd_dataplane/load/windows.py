@@ -57,8 +57,3 @@ class Windows:
         with self._lock:
             for earlier in [number for number in self._open if number < window]:
                 del self._open[earlier]
-
-    def steps_before(self, window: int) -> int:
-        """Steps of all recorded windows of the stage before this one."""
-        rows = self._store.table("plans", ["stage", "window", "step_starts"]).to_pylist()
-        return sum(len(r["step_starts"]) - 1 for r in rows if r["stage"] == self._spec.stage and r["window"] < window)

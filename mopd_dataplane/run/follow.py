@@ -24,7 +24,7 @@ from mopd_dataplane.run.generate import generation_prompts, rollout
 from mopd_dataplane.run.judge import register_teachers, reward, score
 from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.rows import Rows, stage_samples
-from mopd_dataplane.run.schedule import planner_columns, steps_before
+from mopd_dataplane.run.schedule import planner_columns
 
 POLL_S = 0.5
 PATIENCE_S = 7 * 86400.0
@@ -146,7 +146,7 @@ def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
         teachers=list(run.job.teachers_of(stage)),
         epochs=stage.train.epochs,
         group_size=stage.rollout.group_size,
-        first_step=steps_before(run, stage, window),
+        first_step=run.store.steps_before(stage.name, window),
         teacher_weights=run.job.objective(stage).teacher_weights,
     )
 

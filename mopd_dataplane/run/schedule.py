@@ -32,7 +32,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
             epochs=stage.train.epochs,
             group_size=stage.rollout.group_size if stage.data == "rollout" else 1,
             policy_version=window,
-            first_step=steps_before(run, stage, window),
+            first_step=run.store.steps_before(stage.name, window),
             teacher_weights=run.job.objective(stage).teacher_weights,
         )
         run.store.add_plan(plan)
@@ -50,12 +50,6 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
             name = f"drop/{stage.name}/{window}/{reason}"
             run.store.add_event(name, stage.name, "drop", window, count, {"reason": reason.removeprefix("dropped_")})
     return plan
-
-
-def steps_before(run: Run, stage: Stage, window: int) -> int:
-    """Optimizer steps of the stage's recorded windows before this one."""
-    rows = run.store.table("plans", ["stage", "window", "step_starts"]).to_pylist()
-    return sum(len(row["step_starts"]) - 1 for row in rows if row["stage"] == stage.name and row["window"] < window)
 
 
 def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> Columns:

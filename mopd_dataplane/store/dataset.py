@@ -332,6 +332,11 @@ class Store:
         rows = self.table("plans", ["stage", "window"])
         return sorted(rows.filter(pa.compute.field("stage") == stage)["window"].to_pylist())
 
+    def steps_before(self, stage: str, window: int) -> int:
+        """Optimizer steps of the stage's recorded windows before this one."""
+        rows = self.table("plans", ["stage", "window", "step_starts"]).to_pylist()
+        return sum(len(row["step_starts"]) - 1 for row in rows if row["stage"] == stage and row["window"] < window)
+
     # -- snapshots and upkeep --------------------------------------------------------------------------------------
 
     def snapshot(self, tag: str | None = None) -> Snapshot:
