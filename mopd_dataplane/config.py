@@ -17,6 +17,7 @@ NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
 Fraction = typing.Annotated[float, Field(ge=0, le=1)]
 Band = tuple[float, float]
+Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
 
 
 def _check_points(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
@@ -158,6 +159,10 @@ class Score(Section):
     batch_tokens: int = Field(default=8192, ge=1)
     hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
     topk: int = Field(default=64, ge=1)
+    topk_support: Literal["teacher", "student"] = "teacher"
+    """Whose k likeliest tokens are stored with the teacher's log-probs: its own, or those of the policy version that
+    wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
+    start's."""
     max_resident: int = Field(default=1, ge=1)
     """Teachers held in memory at once."""
 
@@ -260,13 +265,32 @@ class DivergenceTerm(Section):
     """Divergence between the student's and the teacher's next-token distributions."""
 
     weight: float = 1.0
-    kind: Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"] = "reverse"
+    kind: Kind = "reverse"
     signal: Literal["hidden", "topk"] = "hidden"
     beta: Fraction = 0.5
+    """Teacher's share in jsd's mixture. The formula is zero at both ends; as in GKD's code (arXiv 2306.13649), 0 is
+    forward KL and 1 is reverse KL instead."""
     alpha: Fraction = 0.1
     temperature: float = Field(default=1.0, gt=0)
     topk_mode: Literal["tail", "renormalised", "corrected", "truncated_biased"] = "tail"
+    overlap: int = Field(default=0, ge=0)
+    """Also report how far student and teacher agree on their k likeliest tokens (arXiv 2604.13016); 0 leaves it out.
+    Needs stored hidden states, and two more passes over the vocabulary for each of the two models."""
     normaliser: Literal["token", "sequence", "sum"] = "token"
+
+    @model_validator(mode="after")
+    def _topk_form_exists(self) -> DivergenceTerm:
+        sums = ("corrected", "truncated_biased")
+        if self.signal == "topk" and self.topk_mode in sums and self.form_kind not in ("reverse", "forward"):
+            raise ValueError(f"topk_mode {self.topk_mode!r} is defined for reverse and forward, found {self.kind!r}")
+        return self
+
+    @property
+    def form_kind(self) -> Kind:
+        """`kind`, with the ends of jsd as GKD's code takes them."""
+        if self.kind == "jsd" and self.beta in (0.0, 1.0):
+            return "reverse" if self.beta else "forward"
+        return self.kind
 
 
 class CrossEntropyTerm(Section):
@@ -302,7 +326,8 @@ class Objective(Section):
             kinds.append("logprob")
         if self.divergence:
             kinds.append(self.divergence.signal)
-        return tuple(kinds)
+            kinds += ["hidden"] if self.divergence.overlap else []
+        return tuple(dict.fromkeys(kinds))
 
     @property
     def needs_rewards(self) -> bool:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mopd_kernels.ops.policy import policy_loss
     from mopd_kernels.ops.token_logprob import token_logprob
     from mopd_kernels.ops.topk import topk_divergence
-    from mopd_kernels.ops.topk_logprobs import topk_logprobs
+    from mopd_kernels.ops.topk_logprobs import chosen_logprobs, topk_logprobs
     from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
 
 _HOMES = {
@@ -54,6 +54,7 @@ _HOMES = {
     "token_logprob": "ops.token_logprob",
     "topk_divergence": "ops.topk",
     "topk_logprobs": "ops.topk_logprobs",
+    "chosen_logprobs": "ops.topk_logprobs",
 }
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "PolicyResult",
     "RowState",
     "RowStats",
+    "chosen_logprobs",
     "decode",
     "divergence",
     "encode",

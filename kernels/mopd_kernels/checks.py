@@ -69,15 +69,16 @@ def common_vocabulary(vocab_size: int | None, smallest: int) -> int:
     return vocab_size
 
 
-def check_token_ids(ids: Tensor, columns: int, ignored: int) -> None:
-    """Integer ids of the vocabulary. Values are only looked at on the CPU; a GPU gather traps them itself."""
+def check_token_ids(ids: Tensor, columns: int, ignored: int | None = None) -> None:
+    """Integer ids of the vocabulary, or `ignored`. Values are only looked at on the CPU; a GPU gather traps them."""
     if ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"token ids must be int32 or int64, got {ids.dtype}")
     if ids.is_cuda or not ids.numel():
         return
-    bad = ids[(ids != ignored) & ((ids < 0) | (ids >= columns))]
+    outside = (ids < 0) | (ids >= columns)
+    bad = ids[outside if ignored is None else outside & (ids != ignored)]
     if bad.numel():
+        skips = "" if ignored is None else f", and {ignored} skips a row"
         raise ValueError(
-            f"token id {int(bad[0])} is outside the vocabulary of {columns}; ids run from 0 to {columns - 1}, "
-            f"and {ignored} skips a row"
+            f"token id {int(bad[0])} is outside the vocabulary of {columns}; ids run from 0 to {columns - 1}{skips}"
         )

@@ -49,7 +49,9 @@ def serve(
     if target.endswith(".toml") or (Path(target) / "job.toml").exists():
         job = load(target, set_, None, None)
         chosen = choose_stage(job, stage, sampled=False)
-        uri, spec = job.store, LoadSpec.for_stage(chosen.name, job.load, job.objective(chosen))
+        uri = job.store
+        support = chosen.score.topk_support
+        spec = LoadSpec.for_stage(chosen.name, job.load, job.objective(chosen), topk_support=support)
     elif stage is None:
         raise InputError(f"{target} is a store: name the stage to serve with --stage NAME")
     else:

@@ -172,13 +172,21 @@ class WindowSource:
         )
 
     def _topk_widths(self) -> dict[str, int]:
-        """K of each teacher of the window, from the first sample each one judges."""
+        """K of each teacher of the window. Raises MismatchError when its top-k is of more than one kind."""
         widths = {}
-        first_samples = self.plan.sample_rows[self.plan.pack_starts[:-1]]
+        sample_teachers = np.repeat(self.plan.pack_teachers, np.diff(self.plan.pack_starts))
         for code in np.unique(self.plan.pack_teachers).tolist():
-            row = first_samples[self.plan.pack_teachers == code][:1]
-            teacher = self.plan.teachers[code]
-            widths[teacher] = self._signals[teacher, "topk"].read(row)[0][0].shape[1]
+            teacher, rows = self.plan.teachers[code], self.plan.sample_rows[sample_teachers == code]
+            forms = self._signals[teacher, "topk"].topk_forms(np.unique(rows))
+            wanted = self._spec.topk_support
+            if len(forms) != 1 or wanted not in ("", forms[0][1]):
+                found = ", ".join(f"{k} of the {support}" for k, support in forms)
+                raise MismatchError(
+                    f"the top-k of teacher {teacher!r} holds the likeliest {found}, the stage asks for one kind"
+                    f"{f', of the {wanted}' if wanted else ''}: go back to the settings it was scored with, or score "
+                    "the samples under another teacher name"
+                )
+            widths[teacher] = forms[0][0]
         return widths
 
 

@@ -17,6 +17,8 @@ class LoadSpec(Section):
     """Stage whose plan windows are served."""
     signals: tuple[Annotated[str, Field(pattern="^(logprob|topk|hidden)$")], ...] = ()
     """Signals of each pack's own teacher."""
+    topk_support: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
+    """Whose top-k must be stored; empty takes either."""
     reference: str = ""
     """Teacher whose log-probs are the reference policy's; empty for none."""
     rewards: bool = False
@@ -39,12 +41,13 @@ class LoadSpec(Section):
     """Overwrite released slots, so that a late reader sees nonsense instead of plausible old data."""
 
     @classmethod
-    def for_stage(cls, stage: str, load: Load, objective: Objective) -> LoadSpec:
-        """What a stage's objective needs, under the job's [load] settings."""
+    def for_stage(cls, stage: str, load: Load, objective: Objective, *, topk_support: str = "") -> LoadSpec:
+        """What a stage's objective needs, under the job's [load] settings and the stage's `score.topk_support`."""
         gradient = objective.policy_gradient
         return cls(
             stage=stage,
             signals=objective.signals,
+            topk_support=topk_support if "topk" in objective.signals else "",
             reference=gradient.reference if gradient else "",
             rewards=objective.needs_rewards,
             reward_std=bool(gradient and gradient.reward_std),

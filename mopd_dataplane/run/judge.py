@@ -16,6 +16,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import Rows, stage_samples
 from mopd_dataplane.score.reward import Reward, resolve_reward
 from mopd_dataplane.score.scorer import Scorable, score_samples
+from mopd_dataplane.score.support import StudentSupport
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
 ALWAYS = ("logprob",)
@@ -36,12 +37,13 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     if not total:
         return counts
     pool = register_teachers(run, stage)
+    student = StudentSupport(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
     with run.progress.step(stage.name, "score", total=total, unit="signals") as (advance, report):
         for teacher in dict.fromkeys(teacher for teacher, _ in work):
             kinds = [kind for name, kind in work if name == teacher]
             for kind_group, rows in _same_rows({kind: work[teacher, kind] for kind in kinds}):
                 for chunk in _chunks(rows):
-                    for kind, signals in _judge(run, stage, pool, teacher, kind_group, chunk).items():
+                    for kind, signals in _judge(run, stage, pool, student, teacher, kind_group, chunk).items():
                         counts["signals"] += run.store.commit_signals(teacher, kind, signals)
                         counts["loss_tokens"] += sum(_positions(signal) for signal in signals)
                     advance(int(counts["signals"]), teacher=teacher)
@@ -124,7 +126,7 @@ def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
 
 
 def _judge(
-    run: Run, stage: Stage, pool: TeacherPool, teacher: str, kinds: list[str], rows: Rows
+    run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, teacher: str, kinds: list[str], rows: Rows
 ) -> dict[str, list[Signal]]:
     scorables = list(_scorables(run, rows))
     template = run.job.teachers[teacher].prompt_template
@@ -139,14 +141,14 @@ def _judge(
 
     signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
     renderer = as_the_teacher_reads_it if template else None
-    for signal in score_samples(pool, teacher, kinds, scorables, stage.score, render_prompt=renderer):
+    for signal in score_samples(pool, teacher, kinds, scorables, stage.score, render_prompt=renderer, student=student):
         signals[signal.kind].append(signal)
     return signals
 
 
 def _scorables(run: Run, rows: Rows) -> Iterator[Scorable]:
     metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
-    payload = run.store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask"])
+    payload = run.store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask", "version_starts", "versions"])
     for place, row in enumerate(rows.tolist()):
         logprobs = payload["logprobs"][place]
         yield Scorable(
@@ -156,9 +158,16 @@ def _scorables(run: Run, rows: Rows) -> Iterator[Scorable]:
             prompt_len=metadata["prompt_len"][place].as_py(),
             tokens=_array(payload["tokens"][place]),
             loss_mask=_array(payload["loss_mask"][place]),
+            versions=_token_versions(payload, place),
             logprobs=_array(logprobs) if logprobs.is_valid else None,
             temperature=metadata["temperature"][place].as_py(),
         )
+
+
+def _token_versions(payload: pa.Table, place: int) -> NDArray[np.int32]:
+    """[R] policy version of each response token, from its spans."""
+    starts, versions = _array(payload["version_starts"][place]), _array(payload["versions"][place])
+    return np.repeat(versions, np.diff(starts, append=len(payload["loss_mask"][place])))
 
 
 def _responses(run: Run, rows: Rows) -> Iterator[str]:

@@ -82,7 +82,8 @@ class Training:
         scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
         # A micro-batch holds all its packs at once, and the next one is read meanwhile.
         load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
-        load_spec = LoadSpec.for_stage(stage.name, load, run.job.objective(stage))
+        support = stage.score.topk_support
+        load_spec = LoadSpec.for_stage(stage.name, load, run.job.objective(stage), topk_support=support)
         publish_file(scratch / "train.json", self._spec(scratch / "loader.sock").model_dump_json().encode())
         command = [sys.executable, "-m", "mopd_dataplane.train", str(scratch / "train.json")]
         trainer = self._trainer = subprocess.Popen(command)

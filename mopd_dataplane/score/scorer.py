@@ -7,19 +7,20 @@ No [N, V] logits exist at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import numpy as np
 import torch
-from mopd_kernels import Head, encode, token_logprob, topk_logprobs
+from mopd_kernels import Head, chosen_logprobs, encode, token_logprob, topk_logprobs
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from mopd_dataplane import config, models
 from mopd_dataplane.errors import EngineError, MismatchError, nearest
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
+from mopd_dataplane.score.states import predicting_states
+from mopd_dataplane.score.support import StudentSupport
 from mopd_dataplane.score.teachers import TeacherPool
 
 
@@ -37,6 +38,8 @@ class Scorable:
     """[R]"""
     logprobs: NDArray[np.float32] | None = None
     """[R] as sampled; None when the text was not sampled."""
+    versions: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[R] policy version of each response token; read for the student's top-k only."""
     temperature: float = 1.0
     """Of the sampler. Teacher log-probs are taken at the same temperature, so that equal models agree; 0 (greedy)
     counts as 1."""
@@ -54,10 +57,12 @@ def score_samples(
     settings: config.Score,
     *,
     render_prompt: PromptRenderer | None = None,
+    student: StudentSupport | None = None,
 ) -> Iterator[Signal]:
     """One Signal per sample and kind, in an order chosen for little padding; `uid` says which sample it speaks of.
 
-    kinds: of SIGNAL_KINDS. render_prompt: the teacher's prompt; default the student's own.
+    kinds: of SIGNAL_KINDS. render_prompt: the teacher's prompt; default the student's own. student: whose top-k the
+    teacher is asked about, for `topk_support = "student"`.
     Raises EngineError naming teacher and sample when the teacher answers with NaN or infinity; MismatchError when a
     sample has tokens the teacher does not know.
     """
@@ -69,10 +74,10 @@ def score_samples(
     inputs = [_teacher_input(sample, render_prompt) for sample in samples]
     for temperature, batch in _batches(inputs, settings.batch_tokens):
         _check_vocabulary(teacher, batch, len(head.weight))
-        states = _predicting_states(model, batch)
+        states = predicting_states(model, [item.tokens for item in batch], [item.masked for item in batch])
         _check_finite(teacher, batch, states)
         for kind in kinds:
-            yield from _signals(kind, teacher, batch, states, head, temperature, settings)
+            yield from _signals(kind, teacher, batch, states, head, temperature, settings, student)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +108,6 @@ def _batches(inputs: list[_Input], batch_tokens: int) -> Iterator[tuple[float, l
         yield temperature or 1.0, batch
 
 
-@torch.no_grad()
-def _predicting_states(model: PreTrainedModel, batch: list[_Input]) -> Tensor:
-    """[sum of M, D] final-norm state that predicts each loss-masked token, sample after sample.
-
-    Rows are padded on the right: under causal attention no real token sees the padding, so no mask is needed.
-    """
-    width = len(batch[0].tokens)
-    ids = torch.zeros(len(batch), width, dtype=torch.int64)
-    for row, item in enumerate(batch):
-        ids[row, : len(item.tokens)] = torch.from_numpy(item.tokens)
-    states = models.hidden_states(model, ids.to(model.device)).flatten(0, 1)
-    predictors = np.concatenate([row * width + item.masked - 1 for row, item in enumerate(batch)])
-    return states[torch.from_numpy(predictors).to(states.device)]
-
-
 def _signals(
     kind: str,
     teacher: str,
@@ -126,6 +116,7 @@ def _signals(
     head: Head,
     temperature: float,
     settings: config.Score,
+    student: StudentSupport | None,
 ) -> Iterator[Signal]:
     counts = [len(item.masked) for item in batch]
     if kind == "hidden":
@@ -133,11 +124,15 @@ def _signals(
         for item, rows in zip(batch, encoded, strict=True):
             yield _signal(item, kind, codec=settings.hidden_codec, hidden=rows.numpy().copy())
     elif kind == "topk":
-        ids, logprobs = topk_logprobs(states, head, min(settings.topk, len(head.weight)))
+        ids, logprobs = _topk(batch, states, head, settings, student)
         parts = zip(batch, torch.split(ids.cpu(), counts), torch.split(logprobs.cpu(), counts), strict=True)
         for item, item_ids, item_logprobs in parts:
             yield _signal(
-                item, kind, topk_ids=item_ids.to(torch.int32).numpy().copy(), topk_logprobs=item_logprobs.numpy().copy()
+                item,
+                kind,
+                topk_ids=item_ids.to(torch.int32).numpy().copy(),
+                topk_logprobs=item_logprobs.numpy().copy(),
+                support=settings.topk_support,
             )
     else:
         targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
@@ -147,6 +142,18 @@ def _signals(
         _check_finite(teacher, batch, found)
         for item, values in zip(batch, torch.split(found.cpu(), counts), strict=True):
             yield _logprob_signal(item, values.numpy())
+
+
+def _topk(
+    batch: list[_Input], states: Tensor, head: Head, settings: config.Score, student: StudentSupport | None
+) -> tuple[Tensor, Tensor]:
+    """Ids and teacher log-probs [sum of M, K] of the teacher's or the student's likeliest tokens."""
+    if settings.topk_support == "teacher":
+        return topk_logprobs(states, head, min(settings.topk, len(head.weight)))
+    if student is None:
+        raise MismatchError('topk_support = "student" needs the policy that wrote the samples; pass `student`')
+    ids = student.ids([item.sample for item in batch], settings.topk).to(states.device)
+    return ids, chosen_logprobs(states, head, ids)[0]
 
 
 def _logprob_signal(item: _Input, values: NDArray[np.float32]) -> Signal:

@@ -116,6 +116,12 @@ class SignalReader:
         found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
         return read_signal(self._dataset, self._kind, found, verify=verify)
 
+    def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
+        """Every (K, support) that the top-k of the given samples has."""
+        found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
+        header = take_rows(self._dataset, found["payload_row"].to_pylist(), ["k", "support"])
+        return sorted(set(zip(header["k"].to_pylist(), header["support"].to_pylist(), strict=True)))
+
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of signals/<teacher>/<kind>, computed from the bytes on disk."""

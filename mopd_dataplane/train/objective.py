@@ -26,6 +26,7 @@ from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm,
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
+from mopd_dataplane.train.overlap import Overlap, measure_overlap
 
 Normaliser = Literal["token", "sequence", "sum"]
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class ObjectiveLoss:
     def needs_head(self) -> bool:
         """Whether a micro-batch is judged through its teacher's LM head."""
         term = self.objective.divergence
-        return term is not None and term.signal == "hidden"
+        return term is not None and (term.signal == "hidden" or term.overlap > 0)
 
     @property
     def needs_proximal(self) -> bool:
@@ -130,6 +131,8 @@ class ObjectiveLoss:
                 value = _hidden_divergence(divergence_term, hidden, head, batch, weights, teacher_head, sums)
             else:
                 value = _topk_divergence(divergence_term, hidden, head, batch, weights, sums)
+            if divergence_term.overlap:
+                _overlap(divergence_term, hidden, head, batch, teacher_head, sums)
             loss = loss + divergence_term.weight * value
         if objective.cross_entropy is not None:
             ce = objective.cross_entropy
@@ -205,15 +208,13 @@ def _hidden_divergence(
     teacher: Head | None,
     sums: TermSums,
 ) -> Tensor:
-    teacher = _present(teacher, f"the LM head of teacher {batch.teacher!r}")
-    encoded = _present(batch.hidden, "hidden states")
-    states = decode(encoded, batch.hidden_codec, teacher.weight.shape[1], teacher.weight.dtype)
+    teacher, states = _teacher_states(batch, teacher)
     loss, stats = divergence(
         hidden,
         head,
         states,
         teacher,
-        kind=term.kind,
+        kind=term.form_kind,
         beta=term.beta,
         alpha=term.alpha,
         temperature=term.temperature,
@@ -229,10 +230,27 @@ def _hidden_divergence(
     return loss
 
 
+def _teacher_states(batch: MicroBatch, teacher: Head | None) -> tuple[Head, Tensor]:
+    """The teacher's head, and its states [M, Dt] decoded."""
+    teacher = _present(teacher, f"the LM head of teacher {batch.teacher!r}")
+    encoded = _present(batch.hidden, "hidden states")
+    return teacher, decode(encoded, batch.hidden_codec, teacher.weight.shape[1], teacher.weight.dtype)
+
+
+def _overlap(
+    term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, teacher: Head | None, sums: TermSums
+) -> None:
+    teacher, states = _teacher_states(batch, teacher)
+    found = measure_overlap(hidden, head, states, teacher, term.overlap)
+    for name, value in found._asdict().items():
+        sums.add(name, value)
+
+
 def _divergence_metrics(term: DivergenceTerm) -> list[str]:
+    names = ["reverse_kl" if term.form_kind == "reverse" else f"{term.form_kind}_divergence"]
     if term.signal == "hidden":
-        return ["reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement"]
-    return ["reverse_kl" if term.kind == "reverse" else f"{term.kind}_divergence"]
+        names = ["reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement"]
+    return [*names, *Overlap._fields] if term.overlap else names
 
 
 def _topk_divergence(
@@ -244,7 +262,7 @@ def _topk_divergence(
         _present(batch.topk_ids, "top-k token ids"),
         _present(batch.topk_logprobs, "top-k log-probs"),
         mode=term.topk_mode,
-        kind=term.kind,
+        kind=term.form_kind,
         beta=term.beta,
         alpha=term.alpha,
         temperature=term.temperature,

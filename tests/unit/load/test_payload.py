@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mopd_dataplane import config
+from mopd_dataplane.bench import synthetic
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
-from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load import payload
 from mopd_dataplane.load.layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
@@ -106,3 +108,36 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
         file.truncate(sidecar.stat().st_size - 1)
     with pytest.raises(DamagedError, match="ends before"):
         read(direct)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"support": "student"}, "4 of the student, 4 of the teacher"), ({"k": 2}, "2 of the teacher, 4 of")],
+)
+def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, change, said):
+    lengths = lengths_of(12, mean_log=3.0, shortest=4, longest=40)
+    made = synthetic._signal
+
+    def mixed(kind, sample, row, *rest):
+        signal = made(kind, sample, row, *rest)
+        if row % 2 == 0:
+            return signal
+        if "k" in change:
+            return replace(signal, topk_ids=signal.topk_ids[:, :2], topk_logprobs=signal.topk_logprobs[:, :2])
+        return replace(signal, **change)
+
+    monkeypatch.setattr(synthetic, "_signal", mixed)
+    store = make_store(tmp_path / "s", lengths, teachers=["adder"], signals=("topk",))
+    plan = build_window(
+        plan_columns(store, ["adder"]), config.Plan(pack_tokens=512, batch_samples=4), seed=3, stage=STAGE, window=0,
+        snapshot=store.snapshot(), teachers=["adder"],
+    )  # fmt: skip
+    with pytest.raises(MismatchError, match=said):
+        WindowSource(store, plan, LoadSpec(stage=STAGE, signals=("topk",)))
+
+
+def test_a_window_of_the_other_support_than_the_stage_asks_for_is_refused(source):
+    spec = LoadSpec(stage=STAGE, signals=("topk",), topk_support="student")
+    with pytest.raises(MismatchError, match=r"the likeliest 4 of the teacher, .* of the student"):
+        WindowSource(source._store, source.plan, spec)
+    WindowSource(source._store, source.plan, spec.model_copy(update={"topk_support": "teacher"}))

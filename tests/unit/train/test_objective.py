@@ -168,6 +168,20 @@ def test_divergence_matches_direct_logits(case: Case) -> None:
     )
 
 
+@pytest.mark.parametrize(("beta", "kind"), [(0.0, "forward"), (1.0, "reverse")])
+def test_the_ends_of_jsd_are_the_two_kls_as_in_gkds_code(case: Case, beta: float, kind: Any) -> None:
+    """The formula is zero there; just inside it is small, so the ends are a jump."""
+    states, teacher = torch.randn(len(case.batch.targets), 24), Head(torch.randn(V, 24))
+    batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
+
+    def loss(**settings: Any) -> Tensor:
+        return case.loss(Objective(divergence=DivergenceTerm(**settings)), batch, teacher_head=teacher)
+
+    end = loss(kind="jsd", beta=beta)
+    case.same(end, loss(kind=kind))
+    assert float(loss(kind="jsd", beta=abs(beta - 1e-3)).detach()) < 0.05 * float(end.detach())
+
+
 def test_topk_of_the_whole_vocabulary_is_the_full_divergence(case: Case) -> None:
     states, teacher = torch.randn(len(case.batch.targets), 24), Head(torch.randn(V, 24))
     ids, logprobs = topk_logprobs(states, teacher, V)
@@ -292,6 +306,8 @@ def test_every_reported_metric_is_announced(case: Case) -> None:
         DivergenceTerm(),
         DivergenceTerm(signal="topk"),
         DivergenceTerm(signal="topk", kind="jsd"),
+        DivergenceTerm(signal="topk", overlap=3),
+        DivergenceTerm(overlap=3),
     ):
         for pg in (None, PolicyGradientTerm(), PolicyGradientTerm(teacher_coef=0, reward_coef=1)):
             for ce in (None, CrossEntropyTerm()):
