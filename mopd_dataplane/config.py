@@ -252,13 +252,24 @@ class PolicyGradientTerm(Section):
     """Which student log-prob the advantage subtracts."""
     advantage_clip: float = Field(default=0.0, ge=0)
     """Symmetric bound on the per-token advantage; 0 is none."""
-    discount: float = Field(default=0.0, ge=0, lt=1)
+    discount: float = Field(default=0.0, ge=0, le=1)
     """gamma: discounted sum of later log-ratios."""
+    own_token: bool = True
+    """Whether the sum counts the token's own log-ratio; false leaves it to a divergence term, which has its expectation
+    exactly (MiniLLM, arXiv 2306.08543)."""
+    length_normalised: bool = False
+    """Divide the sum by the number of log-ratios in it (MiniLLM)."""
     clip: Band | None = None
     """PPO bounds (1 - low, 1 + high) given as (low, high); none by default."""
     correction: Literal["none", "icepop", "tis", "mis"] = "none"
     band: Band = (0.5, 2.0)
     normaliser: Literal["token", "sequence", "sum"] = "token"
+
+    @model_validator(mode="after")
+    def _sum_has_terms(self) -> PolicyGradientTerm:
+        if not self.own_token and not self.discount:
+            raise ValueError("own_token = false leaves nothing to sum at discount = 0; give a discount above 0")
+        return self
 
 
 class DivergenceTerm(Section):

@@ -6,26 +6,30 @@ to their last token but one, and the last prompt token takes the same path as ev
 A sample's noise depends on (key, position) only. Its logits depend on batch mates through nothing but the rounding of
 differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
 two candidates are tied to that precision.
+
+With a partner every token is drawn from the mixture of both models' sampling distributions, and its log-prob is the
+mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543): ratios to the sampler stay what they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import DynamicCache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.models import lm_head, load_model, load_tokenizer, tokenizer_digest, weights_digest
+from mopd_dataplane.models import check_same_tokenizer, load_tokenizer, tokenizer_digest
 from mopd_dataplane.rollout import kvfile
+from mopd_dataplane.rollout.decoder import Decoder
 from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
-from mopd_dataplane.rollout.kvcache import SlotCache
-from mopd_dataplane.rollout.sampling import SlotNoise, choose, log_distribution
+from mopd_dataplane.rollout.sampling import Floats, SlotNoise, draw, log_distribution, mixture
 from mopd_dataplane.rollout.stops import StopText
 
 _PREFILL_TOKENS = 8192
@@ -34,11 +38,21 @@ _SAMPLE_VALUES = 1 << 18
 """Logits turned into a distribution at a time, to stay in the processor's cache."""
 
 
+@dataclass(frozen=True)
+class Partner:
+    """A second model that every token is drawn with."""
+
+    folder: Path
+    share: float
+    """Its weight in the mixture, 0 to 1."""
+
+
 class HfEngine:
     """Decodes with a transformers model on one device.
 
     folder: model folder (config, safetensors, tokenizer). slots: sequences decoded together. threads: CPU threads, 0
-    leaves the choice to torch. Raises UnknownNameError without weights, MismatchError for an unsupported architecture.
+    leaves the choice to torch. partner: a teacher mixed into every draw. Raises UnknownNameError without weights,
+    MismatchError for an unsupported architecture, or a partner of other tokens.
     """
 
     def __init__(
@@ -50,6 +64,7 @@ class HfEngine:
         dtype: str = "float32",
         device: str = "cpu",
         threads: int = 0,
+        partner: Partner | None = None,
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
@@ -58,33 +73,47 @@ class HfEngine:
         self.tokenizer_digest = tokenizer_digest(self.tokenizer)
         self._dtype = dtype
         self._device = device
+        self._partner = partner
         self.load_policy(Path(folder), policy_version)
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them."""
         if getattr(self, "_requests", None):
             raise EngineError(f"{len(self._requests)} slots are still live; release them before loading another policy")
-        model = load_model(folder, dtype=self._dtype, device=self._device)
-        config = model.config
-        sliding = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-        if sliding:
-            raise MismatchError(f"{folder}: layers of type {sorted(sliding)} are not supported; use full attention")
-        self._model = model
-        head = lm_head(model)
-        self._head_weight = head.weight.detach().float()
-        self._head_bias = None if head.bias is None else head.bias.detach().float()
-        self._logit_scale = head.logit_scale
-        self._softcap = head.softcap
-        self.vocab_size = len(head.weight)
-        self.context_length = int(config.max_position_embeddings)
+        policy = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        self.vocab_size = policy.vocab_size
+        self.context_length = policy.context_length
+        self._decoders = [policy]
+        if self._partner is not None:
+            self._decoders.append(self._mixed_in(policy))
         self.policy_version = version
-        self.policy_digest = weights_digest(folder)
-        self._stop_ids = np.array(sorted(_stop_ids(model, self.tokenizer)), np.int32)
-        self._clear(int(config.num_hidden_layers))
+        self.policy_digest = policy.digest if self._partner is None else self._mixture_digest()
+        self._stop_ids = np.array(sorted(_stop_ids(policy.model, self.tokenizer)), np.int32)
+        self._clear()
 
-    def _clear(self, layers: int) -> None:
+    def _mixed_in(self, policy: Decoder) -> Decoder:
+        """The partner's decoder. Raises MismatchError when it does not fit the policy."""
+        assert self._partner is not None
+        folder = self._partner.folder
+        theirs = tokenizer_digest(load_tokenizer(folder))
+        check_same_tokenizer(self.tokenizer_digest, theirs, name=str(folder))
+        partner = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        if partner.vocab_size != policy.vocab_size:
+            raise MismatchError(
+                f"{folder} has {partner.vocab_size} logits, the policy {policy.vocab_size}; a mixture needs the same "
+                "tokens: use a teacher of the student's family, or rollout.teacher_mix = 0"
+            )
+        self.context_length = min(policy.context_length, partner.context_length)
+        return partner
+
+    def _mixture_digest(self) -> str:
+        """Digest of everything the drawn distribution depends on: both models' weights and the share."""
+        assert self._partner is not None
+        parts = [*(decoder.digest for decoder in self._decoders), repr(self._partner.share)]
+        return blake2b("\n".join(parts).encode(), digest_size=32).hexdigest()
+
+    def _clear(self) -> None:
         slots = self.slots
-        self._cache = SlotCache(layers, slots)
         self._noise = SlotNoise(slots, self.vocab_size)
         self._requests: list[Request] = []
         self._stops: list[StopText | None] = []
@@ -115,13 +144,9 @@ class HfEngine:
         block = np.zeros((len(sequences), width), np.int64)
         for row, ids in zip(block, sequences, strict=True):
             row[: len(ids) - 1] = ids[:-1]
-        # Padding is on the right, so causal attention alone keeps it out of every real token's sight.
-        cache = DynamicCache(config=self._model.config)
-        inputs = torch.from_numpy(block).to(self._device)
-        states = self._model.base_model(input_ids=inputs, past_key_values=cache, use_cache=True).last_hidden_state
-        self._cache.fill(torch.tensor(rows, device=self._device), cache)
+        states = [decoder.prefill(rows, block) for decoder in self._decoders]
         resumed = [index for index, (_, request) in enumerate(group) if len(request.prefix_ids)]
-        return {group[index][0]: self._rescore(group[index][1], states[index]) for index in resumed}
+        return {group[i][0]: self._rescore(group[i][1], [every[i] for every in states]) for i in resumed}
 
     def _enter(self, slot: int, request: Request, ids: NDArray[np.int32]) -> int:
         row = len(self._requests)
@@ -143,13 +168,13 @@ class HfEngine:
         self._noise.forget(slot)
         return row
 
-    def _rescore(self, request: Request, states: torch.Tensor) -> NDArray[np.float32]:
-        """Log-probs of the newest prefix tokens, from prefill states [width, D]."""
+    def _rescore(self, request: Request, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
+        """Log-probs of the newest prefix tokens, from each decoder's prefill states [width, D]."""
         count = min(len(request.prefix_ids), RESCORED)
         end = len(request.prompt_ids) + len(request.prefix_ids) - 1
-        logits = self._logits(states[end - count : end])
-        log_q = log_distribution(
-            logits,
+        newest = slice(end - count, end)
+        log_q = self._log_distribution(
+            [decoder.logits(own[newest]) for decoder, own in zip(self._decoders, states, strict=True)],
             np.full(count, request.temperature),
             np.full(count, request.top_k, np.int64),
             np.full(count, request.top_p),
@@ -161,8 +186,9 @@ class HfEngine:
         """See Engine.step."""
         live = len(self._requests)
         logits = self._forward(live)
-        if not np.isfinite(logits).all():
-            bad = int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+        finite = np.logical_and.reduce([np.isfinite(own).all(axis=1) for own in logits])
+        if not finite.all():
+            bad = int(np.flatnonzero(~finite)[0])
             raise EngineError(
                 f"policy version {self.policy_version} gives non-finite logits for sample {self._requests[bad].uid} "
                 f"at response position {self._length[bad] - self._prompt[bad]}; nothing of this step was written; "
@@ -178,29 +204,22 @@ class HfEngine:
             self._leave(int(row))
         return output
 
-    def _forward(self, live: int) -> NDArray[np.float32]:
-        columns = torch.from_numpy(self._length[:live] - 1).to(self._device)
-        states = self._model.base_model(
-            input_ids=torch.from_numpy(self._last[:live, None]).to(self._device),
-            position_ids=columns[:, None],
-            attention_mask=self._cache.place(columns),
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
-        return self._logits(states[:, 0])
+    def _forward(self, live: int) -> list[NDArray[np.float32]]:
+        """[live, V] logits of each decoder."""
+        last, columns = self._last[:live], self._length[:live] - 1
+        return [decoder.forward(last, columns) for decoder in self._decoders]
 
-    def _logits(self, states: torch.Tensor) -> NDArray[np.float32]:
-        """[N, V] float32 logits of states [N, D], as the architecture scales and caps them."""
-        logits = torch.nn.functional.linear(states.float(), self._head_weight, self._head_bias) * self._logit_scale
-        if self._softcap:
-            logits = self._softcap * torch.tanh(logits / self._softcap)
-        array: NDArray[np.float32] = logits.cpu().numpy()
-        return array
+    def _log_distribution(
+        self, logits: Sequence[NDArray[np.float32]], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
+    ) -> Floats:
+        """[N, V] log-probs a token is drawn from; logits [N, V] of each decoder."""
+        parts = [log_distribution(own, temperature, top_k, top_p) for own in logits]
+        return parts[0] if self._partner is None else mixture(*parts, share=self._partner.share)
 
     def _sample(
-        self, logits: NDArray[np.float32], positions: NDArray[np.int64]
+        self, logits: Sequence[NDArray[np.float32]], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        live = len(logits)
+        live = len(positions)
         tokens = np.zeros(live, np.int32)
         logprobs = np.zeros(live, np.float32)
         rows = max(1, _SAMPLE_VALUES // self.vocab_size)
@@ -208,9 +227,11 @@ class HfEngine:
             part = slice(first, min(first + rows, live))
             keys = [request.key for request in self._requests[part]]
             noise = self._noise.rows(self._slot[part], positions[part], keys)
-            tokens[part], logprobs[part] = choose(
-                logits[part], noise, self._temperature[part], self._top_k[part], self._top_p[part]
+            temperature = self._temperature[part]
+            log_q = self._log_distribution(
+                [own[part] for own in logits], temperature, self._top_k[part], self._top_p[part]
             )
+            tokens[part], logprobs[part] = draw(log_q, noise, temperature)
         return tokens, logprobs
 
     def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -235,7 +256,8 @@ class HfEngine:
         if row == last:
             return
         self._requests[row], self._stops[row] = request, stops
-        self._cache.move(last, row, int(self._length[last]))
+        for decoder in self._decoders:
+            decoder.cache.move(last, row, int(self._length[last]))
         for column in (
             self._slot, self._last, self._length, self._prompt, self._budget,
             self._temperature, self._top_p, self._top_k,
@@ -249,13 +271,17 @@ class HfEngine:
         if not live or not limit_bytes:
             return 0
         # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
-        logits = torch.from_numpy(self._forward(live))
+        logits = torch.from_numpy(np.stack(self._forward(live)))
         lengths = self._length[:live].tolist()
-        if sum(lengths) * self._cache.token_bytes() + logits.nbytes > limit_bytes:
+        token_bytes = sum(decoder.cache.token_bytes() for decoder in self._decoders)
+        if sum(lengths) * token_bytes + logits.nbytes > limit_bytes:
             return 0
         now = dict(requests)
         rows = [now[slot].digest() for slot in self._slot[:live].tolist()]
-        return kvfile.write(file, {**self._cache.take(lengths), "logits": logits}, rows, self._identity())
+        tensors = {"logits": logits}
+        for place, decoder in enumerate(self._decoders):
+            tensors |= {f"{place}.{name}": tensor for name, tensor in decoder.cache.take(lengths).items()}
+        return kvfile.write(file, tensors, rows, self._identity())
 
     @torch.inference_mode()
     def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
@@ -270,8 +296,11 @@ class HfEngine:
         for slot, request in enumerate(admitted):
             self._enter(slot, request, np.concatenate([request.prompt_ids, request.prefix_ids]))
         live = len(admitted)
-        self._cache.put(self._length[:live].tolist(), saved.tensors, self._device)
-        gaps = np.abs(self._forward(live) - saved.tensors["logits"].numpy()).max(axis=1)
+        for place, decoder in enumerate(self._decoders):
+            prefix = f"{place}."
+            own = {n.removeprefix(prefix): tensor for n, tensor in saved.tensors.items() if n.startswith(prefix)}
+            decoder.cache.put(self._length[:live].tolist(), own, self._device)
+        gaps = np.abs(np.stack(self._forward(live)) - saved.tensors["logits"].numpy()).max(axis=(0, 2))
         return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
 
     def _identity(self) -> dict[str, str]:
@@ -284,8 +313,8 @@ class HfEngine:
         }
 
     def close(self) -> None:
-        """Drop the model and its cache."""
-        del self._model, self._cache
+        """Drop the models and their caches."""
+        del self._decoders
 
 
 def _groups(ordered: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
@@ -299,7 +328,7 @@ def _groups(ordered: list[tuple[int, Request]]) -> list[list[tuple[int, Request]
     return groups
 
 
-def _stop_ids(model: Any, tokenizer: Any) -> set[int]:
+def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """End-of-sequence ids of the model's generation config and of its tokenizer."""
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}

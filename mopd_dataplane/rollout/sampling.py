@@ -97,6 +97,27 @@ def log_distribution(
     return scaled
 
 
+def mixture(log_p: Floats, log_q: Floats, *, share: float) -> Floats:
+    """[B, V] log((1 - share) p + share q) of two distributions given as log-probs; -inf where both are.
+
+    >>> float(np.exp(mixture(np.log([0.9]), np.log([0.4]), share=0.2))[0])
+    0.8
+    """
+    with np.errstate(divide="ignore"):
+        mixed: Floats = np.logaddexp(np.log1p(-share) + log_p, np.log(share) + log_q)
+    return np.minimum(mixed, 0.0, out=mixed)
+
+
+def draw(log_q: Floats, noise: Floats, temperature: Floats) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Token [B] and its log-prob [B] for log-probs and noise [B, V]; ties go to the lower id.
+
+    At temperature 0 the noise is left out.
+    """
+    noisy = log_q + noise * (temperature > 0)[:, None]
+    tokens = noisy.argmax(axis=1)
+    return tokens.astype(np.int32), log_q[np.arange(len(tokens)), tokens].astype(np.float32)
+
+
 def choose(
     logits: NDArray[np.float32],
     noise: Floats,
@@ -104,11 +125,8 @@ def choose(
     top_k: NDArray[np.int64],
     top_p: Floats,
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Token [B] and its log-prob [B] for logits and noise [B, V]; ties go to the lower id. Logits must be finite."""
-    log_q = log_distribution(logits, temperature, top_k, top_p)
-    noisy = log_q + noise * (temperature > 0)[:, None]
-    tokens = noisy.argmax(axis=1)
-    return tokens.astype(np.int32), log_q[np.arange(len(tokens)), tokens].astype(np.float32)
+    """Token [B] and its log-prob [B] for logits and noise [B, V]; see draw. Logits must be finite."""
+    return draw(log_distribution(logits, temperature, top_k, top_p), noise, temperature)
 
 
 def _keep_top_k(row: Floats, k: int) -> None:

@@ -3,6 +3,7 @@
     A_t = teacher_coef * clip(G_t) + reward_coef * (group-relative outcome advantage of the sample)
     g_t = log pi_T - log pi_S + (lambda - 1) (log pi_T - log pi_ref)                    per trained token
     G_t = sum over later trained tokens j >= t of gamma^(j - t) g_j                     discount gamma, 0 by default
+          (j > t, as gamma^(j - t - 1), without own_token; over their number when length_normalised)
 
 pi_S is the sampler (Thinking Machines) or the current policy (MiMo, arXiv 2601.02780 eq. 8); lambda other than 1 is
 ExOPD (arXiv 2602.12125). Each g_t is clipped to +-advantage_clip before it is discounted. Tool and prompt tokens have
@@ -50,24 +51,34 @@ def token_advantage(term: PolicyGradientTerm, batch: MicroBatch, current: Tensor
     if term.advantage_clip:
         gap = gap.clamp(-term.advantage_clip, term.advantage_clip)
     if term.discount:
-        gap = discounted(gap, batch.sequence, batch.position, term.discount)
+        gap = reward_to_go(gap, batch.sequence, batch.position, term)
     gap = term.teacher_coef * gap
     return TokenAdvantage(gap if constant is None else constant + gap, None)
 
 
-def discounted(gap: Tensor, sequence: Tensor, position: Tensor, discount: float) -> Tensor:
+def reward_to_go(gap: Tensor, sequence: Tensor, position: Tensor, term: PolicyGradientTerm) -> Tensor:
     """Discounted sum of later gaps inside each sequence.
 
-    gap [M] f32, sequence and position [M] int64, tokens of a sequence in rising position. Returns [M] f32.
+    gap [M] f32, sequence and position [M] int64, tokens of a sequence in rising position. Returns [M] f32; 0 for a
+    token that has nothing to sum.
     """
     if not len(gap):
         return gap
-    sequences, width = int(sequence.max()) + 1, int(position.max()) + 1
-    grid = gap.new_zeros(sequences, width)
-    grid[sequence, position] = gap
-    for column in range(width - 2, -1, -1):
-        grid[:, column] += discount * grid[:, column + 1]
-    return grid[sequence, position]
+    sums, counts = _grid(gap, sequence, position), _grid(torch.ones_like(gap), sequence, position)
+    for column in range(sums.shape[1] - 2, -1, -1):
+        sums[:, column] += term.discount * sums[:, column + 1]
+        counts[:, column] += counts[:, column + 1]
+    if not term.own_token:
+        sums, counts = (torch.nn.functional.pad(grid[:, 1:], (0, 1)) for grid in (sums, counts))
+    total = sums[sequence, position]
+    return total / counts[sequence, position].clamp(min=1) if term.length_normalised else total
+
+
+def _grid(values: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+    """[sequences, positions], 0 where no trained token stands."""
+    grid = values.new_zeros(int(sequence.max()) + 1, int(position.max()) + 1)
+    grid[sequence, position] = values
+    return grid
 
 
 def _target(term: PolicyGradientTerm, batch: MicroBatch) -> Tensor:

@@ -86,7 +86,7 @@ def test_greedy_agrees_with_transformers(tiny_model: Path) -> None:
     answers = decode(engine, work)
     for request in work:
         prompt = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
-        theirs = engine._model.generate(
+        theirs = engine._decoders[0].model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False, pad_token_id=0
         )
         assert answers[request.uid][0] == theirs[0, prompt.shape[1] :].tolist()
@@ -99,7 +99,7 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_settings(tiny_model: Pa
         prompt = work[int(uid)].prompt_ids
         ids = torch.tensor([[*prompt.tolist(), *tokens]])
         with torch.no_grad():
-            logits = engine._model(ids).logits[0, len(prompt) - 1 : -1] / 0.8
+            logits = engine._decoders[0].model(ids).logits[0, len(prompt) - 1 : -1] / 0.8
         threshold = logits.topk(20).values[:, -1:]
         expected = logits.masked_fill(logits < threshold, -torch.inf).log_softmax(-1)
         picked = expected[torch.arange(len(tokens)), torch.tensor(tokens)]
@@ -154,8 +154,8 @@ def test_stop_text_is_found_across_the_resume_point() -> None:
 def test_garbage_weights_are_an_error_and_write_nothing(tiny_model: Path) -> None:
     engine = HfEngine(tiny_model, slots=2)
     engine.admit([(0, requests(1)[0])])
-    engine._head_weight = engine._head_weight.clone()
-    engine._head_weight[5] = float("nan")
+    engine._decoders[0]._head_weight = engine._decoders[0]._head_weight.clone()
+    engine._decoders[0]._head_weight[5] = float("nan")
     with pytest.raises(EngineError, match="non-finite logits for sample 0 at response position 0"):
         engine.step()
 

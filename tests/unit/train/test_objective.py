@@ -228,6 +228,29 @@ def test_discount_sums_later_gaps_of_the_same_sequence_only(case: Case, student:
     case.same(case.loss(policy_gradient(student_logprob=student, discount=gamma, advantage_clip=0.5)), wanted)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("gamma", [0.95, 1.0])
+def test_reward_to_go_is_divided_by_what_it_sums(case: Case, own: bool, gamma: float) -> None:
+    """MiniLLM: the mean of the later log-ratios; without the token's own, which the exact term takes care of."""
+    b = case.batch
+    gap = b.teacher_logprobs - case.logprob.detach()
+    advantage = []
+    for t in range(len(gap)):
+        later = [j for j in range(t if own else t + 1, len(gap)) if b.sequence[j] == b.sequence[t]]
+        first = b.position[t] + (not own)
+        total = sum(gamma ** float(b.position[j] - first) * float(gap[j]) for j in later)
+        advantage.append(total / max(1, len(later)))
+    ratio = (case.logprob - b.sampler_logprobs).exp()
+    wanted = -(ratio * torch.tensor(advantage)).sum() / case.totals.loss_tokens
+    settings = {"student_logprob": "current", "discount": gamma, "own_token": own, "length_normalised": True}
+    case.same(case.loss(policy_gradient(**settings)), wanted)
+
+
+def test_a_sum_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves nothing to sum at discount = 0"):
+        PolicyGradientTerm(own_token=False)
+
+
 @pytest.mark.parametrize("student", ["sampler", "current"])
 def test_outcome_advantage_is_added_to_the_teachers(case: Case, student: Any) -> None:
     b = case.batch
