@@ -96,7 +96,7 @@ class Domain(Section):
     seed: int = 0
     effort: str = ""
     teacher_context: str = ""
-    """Privileged text in front of the prompt that only the teacher sees."""
+    """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
     reward: str = "reasoning-gym"
     """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a float."""
 
@@ -150,7 +150,7 @@ class Rollout(Section):
     weight_change: Literal["pin", "span"] = "pin"
     """Which policy finishes a sample that a weight change interrupts."""
     policy: str = "self"
-    """Who samples: `self`, or the name of a teacher (off-policy data)."""
+    """Who samples: `self`, the name of a teacher (off-policy data), or `routed`, each prompt's own teacher."""
 
 
 class Score(Section):
@@ -234,6 +234,11 @@ class Train(Section):
     """Where step metrics also go; they are always in the store's `steps` table."""
 
 
+Normaliser = Literal["token", "sequence", "sum", "constant"]
+"""What a term's sum over tokens is divided by: trained tokens of the step (DAPO), each sequence's own and the number of
+sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` (Dr.GRPO, arXiv 2503.20783)."""
+
+
 class PolicyGradientTerm(Section):
     """Score-function term: advantage times log-prob of the sampled token."""
 
@@ -263,7 +268,7 @@ class PolicyGradientTerm(Section):
     """PPO bounds (1 - low, 1 + high) given as (low, high); none by default."""
     correction: Literal["none", "icepop", "tis", "mis"] = "none"
     band: Band = (0.5, 2.0)
-    normaliser: Literal["token", "sequence", "sum"] = "token"
+    normaliser: Normaliser = "token"
 
     @model_validator(mode="after")
     def _sum_has_terms(self) -> PolicyGradientTerm:
@@ -287,7 +292,7 @@ class DivergenceTerm(Section):
     overlap: int = Field(default=0, ge=0)
     """Also report how far student and teacher agree on their k likeliest tokens (arXiv 2604.13016); 0 leaves it out.
     Needs stored hidden states, and two more passes over the vocabulary for each of the two models."""
-    normaliser: Literal["token", "sequence", "sum"] = "token"
+    normaliser: Normaliser = "token"
 
     @model_validator(mode="after")
     def _topk_form_exists(self) -> DivergenceTerm:
@@ -308,7 +313,7 @@ class CrossEntropyTerm(Section):
     """Negative log-likelihood of the stored tokens."""
 
     weight: float = 1.0
-    normaliser: Literal["token", "sequence", "sum"] = "token"
+    normaliser: Normaliser = "token"
 
 
 class Objective(Section):

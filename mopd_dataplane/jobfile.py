@@ -4,11 +4,11 @@
 allowed and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the
 top level are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]`
 keys of its own for the stages that name it: exact and sampled gradients want other batches and learning rates.
+`extends = { job = "../quickstart", stages = ["base"] }` takes over another job's tables and the stages it lists.
 """
 
 from __future__ import annotations
 
-import tomllib
 import types
 import typing
 from pathlib import Path
@@ -35,6 +35,7 @@ from mopd_dataplane.config import (
     Wal,
 )
 from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.jobread import child, read_job, with_stage_defaults
 
 
 class Stage(Section):
@@ -103,6 +104,11 @@ class Job(Section):
                 return routing[key]
         raise JobFileError(f"no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]")
 
+    def sampler_of(self, stage: Stage, domain: str, effort: str = "") -> str:
+        """Who answers the prompts of a domain: `self`, or a teacher."""
+        policy = stage.rollout.policy
+        return self.teacher_of(stage, domain, effort) if policy == "routed" else policy
+
     def teachers_of(self, stage: Stage) -> tuple[str, ...]:
         """Teachers that judge some domain of a stage, in order of first use; empty when no signal is needed."""
         objective = self.objective(stage)
@@ -112,89 +118,26 @@ class Job(Section):
         return tuple(dict.fromkeys(names))
 
 
-_MAX_BYTES = 1 << 20
-
-
 def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
-    """Read and check a job file, or the `job.toml` of a job folder.
+    """Read and check a job file, the `job.toml` of a job folder, or the `job.json` that a store keeps.
 
     overrides: `key.path=value` in TOML syntax; a stage is addressed by its name, as in
     `stages.student.objective="full-vocab"`.
     Raises JobFileError.
     """
-    file = Path(path)
-    if file.is_dir():
-        file = file / "job.toml"
-    if not file.is_file():
-        raise JobFileError(f"no job file at {file}; give a .toml file or a folder with a job.toml")
-    if file.stat().st_size > _MAX_BYTES:
-        raise JobFileError(f"{file}: {file.stat().st_size:,} bytes; a job file has at most {_MAX_BYTES:,}")
-    try:
-        raw = tomllib.loads(file.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise JobFileError(f"{file}: not valid TOML: {error}") from None
-    for override in overrides or []:
-        _apply_override(raw, override)
-    return check_job(raw, where=str(file))
+    raw, where = read_job(path, overrides or [])
+    return check_job(raw, where=where)
 
 
 def check_job(raw: dict[str, Any], *, where: str) -> Job:
     """Build a Job from parsed TOML; `where` names the file in messages. Raises JobFileError."""
-    raw = _with_stage_defaults(raw, where)
+    raw = with_stage_defaults(raw, where)
     try:
         job = Job.model_validate(raw)
     except ValidationError as error:
         raise JobFileError(_explain(error, raw, where)) from None
     _check_references(job, where)
     return job
-
-
-_DEFAULTED = ("rollout", "score", "plan", "train")
-
-
-def _with_stage_defaults(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    stages = raw.get("stages", [])
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
-        raise JobFileError(f"{where}: `stages` must be an array of tables; write [[stages]]")
-    merged = []
-    for stage in stages:
-        objective = _child(raw.get("objectives"), str(stage.get("objective")))
-        layers = (raw, {key: _child(objective, key) for key in ("plan", "train")}, stage)
-        given = {key: [layer[key] for layer in layers if layer.get(key) is not None] for key in _DEFAULTED}
-        merged.append({**stage, **{key: _layered(tables) for key, tables in given.items() if tables}})
-    rest = {key: value for key, value in raw.items() if key not in _DEFAULTED}
-    return {**rest, "stages": merged}
-
-
-def _layered(tables: list[Any]) -> Any:
-    """The keys of all tables, the later ones winning; something that is no table stands, for the check to name."""
-    wrong = [table for table in tables if not isinstance(table, dict)]
-    return wrong[0] if wrong else {key: value for table in tables for key, value in table.items()}
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator:
-        raise JobFileError(f"--set takes KEY=VALUE, found {override!r}")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *path, last = key.strip().split(".")
-    node: Any = raw
-    for part in path:
-        if isinstance(node, list):
-            named = {str(item.get("name")): item for item in node}
-            if part not in named:
-                raise JobFileError(f"--set {key}: no stage {part!r}: {nearest(part, named)}")
-            node = named[part]
-        else:
-            node = node.setdefault(part, {})
-        if not isinstance(node, dict | list):
-            raise JobFileError(f"--set {key}: {part!r} is a value, not a table")
-    if isinstance(node, list):
-        raise JobFileError(f"--set {key}: name a stage and one of its keys, as in stages.student.{last}=…")
-    node[last] = value
 
 
 def _check_references(job: Job, where: str) -> None:
@@ -216,8 +159,8 @@ def _check_references(job: Job, where: str) -> None:
         if stage.objective != "cross-entropy" and stage.objective not in job.objectives:
             known = [*job.objectives, "cross-entropy"]
             raise JobFileError(f"{at}.objective: no objective {stage.objective!r}: {nearest(stage.objective, known)}")
-        if stage.rollout.policy != "self" and stage.rollout.policy not in job.teachers:
-            hint = nearest(stage.rollout.policy, ["self", *job.teachers])
+        if stage.rollout.policy not in ("self", "routed", *job.teachers):
+            hint = nearest(stage.rollout.policy, ["self", "routed", *job.teachers])
             raise JobFileError(f"{at}.rollout.policy: no teacher {stage.rollout.policy!r}: {hint}")
         if stage.data == "rollout" and stage.rollout.group_size > 1 and not stage.plan.strict_batches:
             raise JobFileError(
@@ -265,10 +208,11 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
                 f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
             )
     try:
-        teachers = job.teachers_of(stage)
+        samplers = {job.sampler_of(stage, domain, job.domains[domain].effort) for domain in job.domains_of(stage)}
+        teachers = {*job.teachers_of(stage), *(samplers - {"self"} if stage.data == "rollout" else ())}
     except JobFileError as error:
         raise JobFileError(f"{at}: {error}") from None
-    for teacher in teachers:
+    for teacher in sorted(teachers):
         source = job.teachers[teacher].source
         if source.startswith("stage:") and source[6:] not in earlier:
             raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source[6:]!r}, which runs later")
@@ -301,19 +245,12 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, 
     node: Any = raw
     section: type[Section] | None = Job
     for depth, key in enumerate(location):
-        node = _child(node, key)
+        node = child(node, key)
         named = isinstance(key, int) and isinstance(node, dict)
         parts.append(str(node.get("name", key)) if named and isinstance(node, dict) else str(key))
         if depth < len(location) - 1 and section is not None:
             section = _section_under(section, key)
     return ".".join(parts), section
-
-
-def _child(node: Any, key: int | str) -> Any:
-    """What lies under a key or an index; None when there is nothing."""
-    if isinstance(node, dict):
-        return node.get(key)
-    return node[key] if isinstance(node, list) and isinstance(key, int) and key < len(node) else None
 
 
 def _section_under(section: type[Section], key: int | str) -> type[Section] | None:

@@ -48,7 +48,7 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
                     split=split,
                     effort=domain.effort,
                     source=f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source,
-                    teacher_context=context or domain.teacher_context,
+                    teacher_context=context,
                     verifier_data=verifier_data,
                 )
             )
@@ -116,7 +116,18 @@ def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
     for entry in dataset:
         fields = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         verifier_data = json.dumps({"dataset": domain.dataset, "entry": entry}, default=str)
-        yield domain.template.format_map(fields), str(entry["answer"]), verifier_data, ""
+        context = _fill(name, "teacher_context", domain.teacher_context, fields)
+        yield _fill(name, "template", domain.template, fields), str(entry["answer"]), verifier_data, context
+
+
+def _fill(name: str, key: str, template: str, fields: dict[str, Any]) -> str:
+    try:
+        return template.format_map(fields)
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(f"{{{field}}}" for field in fields)
+        raise PromptError(
+            f"domain {name!r}: {key} {template!r:.80}: {error!r}; placeholders are {known}; write {{{{ for a brace"
+        ) from None
 
 
 def _from_rows(name: str, path: Path, domain: Domain) -> Iterator[_Entry]:
@@ -132,10 +143,10 @@ def _from_rows(name: str, path: Path, domain: Domain) -> Iterator[_Entry]:
         row.setdefault("question", text)
         verifier_data = json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else ""
         yield (
-            domain.template.format_map(row),
+            _fill(name, "template", domain.template, row),
             str(row.get("answer", "")),
             verifier_data,
-            str(row.get("teacher_context", "")),
+            str(row.get("teacher_context", "")) or _fill(name, "teacher_context", domain.teacher_context, row),
         )
 
 

@@ -18,8 +18,8 @@ from mopd_dataplane.store.dataset import Store
 WRITER = "engine-0"
 
 
-def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) -> RolloutReport | None:
-    """Sample one iteration of a stage, or finish it; None when every sample of it is in the store.
+def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) -> list[RolloutReport]:
+    """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
 
     The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
     published in the middle.
@@ -27,15 +27,34 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
     prompts = generation_prompts(run, stage, generation)
     _, stored = stage_samples(run.store, stage, generation, ["uid"])
     already = set(stored["uid"].to_pylist())
-    if len(already) == len(prompts) * stage.rollout.group_size:
-        return None
+    samplers = [run.job.sampler_of(stage, prompt.domain, prompt.effort) for prompt in prompts]
+    reports = []
+    for sampler in dict.fromkeys(samplers):
+        own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
+        if not already.issuperset(_uids(run, stage, generation, own)):
+            reports.append(_sample(run, stage, generation, sampler, own, already, follow=follow))
+    if not reports:
+        return []
+    seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
+    name = f"time/{stage.name}/{generation}/rollout"
+    detail = {"action": "rollout", "log": "/".join(sorted(levels))}
+    run.store.add_event(name, stage.name, "stage_time", generation, seconds, detail)
+    return reports
+
+
+def _sample(
+    run: Run, stage: Stage, generation: int, sampler: str, prompts: list[Prompt], already: set[str], *, follow: bool
+) -> RolloutReport:
+    """Let one policy answer its prompts of an iteration."""
     version = run.policies.latest(stage) if follow else generation
+    writer = WRITER if sampler == "self" else f"teacher-{sampler}"
+    before = len(already.intersection(_uids(run, stage, generation, prompts)))
     with run.progress.step(stage.name, "rollout", total=len(prompts) * stage.rollout.group_size, unit="samples") as (
         advance,
         report,
     ):
         engine = HfEngine(
-            sampling_policy(run, stage, version),
+            sampling_policy(run, stage, sampler, version),
             slots=run.job.engine.slots,
             policy_version=version,
             dtype=run.job.student.dtype,
@@ -44,11 +63,11 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
 
         def commit(samples: list[Sample]) -> object:
             record_abandoned(run.store, samples)
-            return run.store.commit_samples(samples, writer=WRITER)
+            return run.store.commit_samples(samples, writer=writer)
 
         def newest() -> tuple[int, Path]:
             latest = run.policies.latest(stage)
-            return latest, sampling_policy(run, stage, latest)
+            return latest, sampling_policy(run, stage, sampler, latest)
 
         def as_the_student_reads_it(prompt: Prompt) -> list[int]:
             return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
@@ -57,7 +76,7 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
             if "notice" in facts:
                 run.progress.say(f"{stage.name:<16} rollout  {facts['notice']}")
             else:
-                advance(len(already) + done, **facts)
+                advance(before + done, **facts)
 
         try:
             done = run_rollout(
@@ -66,24 +85,20 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
                 stage=stage.name,
                 generation=generation,
                 seed=run.job.seed,
-                rollout=stage.rollout,
+                rollout=stage.rollout.model_copy(update={"policy": sampler}),
                 wal=run.job.wal,
                 wal_dir=run.root / "wal",
                 commit=commit,
                 render=as_the_student_reads_it,
                 already=already,
                 progress=show,
-                policies=lambda wanted: sampling_policy(run, stage, wanted),
-                published=newest if follow and stage.rollout.policy == "self" else None,
-                writer=WRITER,
+                policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
+                published=newest if follow and sampler == "self" else None,
+                writer=writer,
             )
         finally:
             engine.close()
         report.facts = _facts(done)
-    name = f"time/{stage.name}/{generation}/rollout"
-    run.store.add_event(
-        name, stage.name, "stage_time", generation, report.seconds, {"action": "rollout", "log": done.level}
-    )
     return done
 
 
@@ -100,18 +115,20 @@ def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
 
 def generation_uids(run: Run, stage: Stage, generation: int) -> list[str]:
     """uids that one iteration is made of: known before anything is sampled."""
+    return _uids(run, stage, generation, generation_prompts(run, stage, generation))
+
+
+def _uids(run: Run, stage: Stage, generation: int, prompts: list[Prompt]) -> list[str]:
     return [
         sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, generation)
-        for prompt in generation_prompts(run, stage, generation)
+        for prompt in prompts
         for index in range(stage.rollout.group_size)
     ]
 
 
-def sampling_policy(run: Run, stage: Stage, version: int) -> Path:
-    """Weights that sample: the stage's own policy of that version, or a teacher (off-policy data)."""
-    if stage.rollout.policy == "self":
-        return run.policies.folder(stage, version)
-    return run.policies.teacher(stage.rollout.policy, stage)
+def sampling_policy(run: Run, stage: Stage, sampler: str, version: int) -> Path:
+    """Weights that sample: the stage's own policy of that version (`self`), or a teacher (off-policy data)."""
+    return run.policies.folder(stage, version) if sampler == "self" else run.policies.teacher(sampler, stage)
 
 
 def record_abandoned(store: Store, samples: list[Sample]) -> None:

@@ -118,6 +118,7 @@ class Training:
             seed=run.job.seed,
             dtype=run.job.student.dtype,
             temperature=stage.rollout.temperature or 1.0,
+            max_new_tokens=stage.rollout.max_new_tokens,
             deadline_s=run.job.load.deadline_s,
             patience_s=PATIENCE_S,
         )

@@ -94,9 +94,8 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     if stage.data == "reference":
         store_reference(run, stage)
         return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
-    report = rollout(run, stage, window)
-    facts = asdict(report) if report else {}
-    return {**facts, "stage": stage.name, "window": window, "samples": _samples(run, stage)}
+    reports = [asdict(report) for report in rollout(run, stage, window)]
+    return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": reports}
 
 
 def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> Summary:

@@ -15,20 +15,19 @@ No [N, V] tensor exists: every term is an op of mopd_kernels on hidden states an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from mopd_kernels import decode, divergence, fused_policy_loss, token_logprob, topk_divergence
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm, weight_at
+from mopd_dataplane.config import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm, weight_at
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.overlap import Overlap, measure_overlap
 
-Normaliser = Literal["token", "sequence", "sum"]
 T = TypeVar("T")
 
 
@@ -57,12 +56,14 @@ class TermSums:
 class ObjectiveLoss:
     """A declared objective as a function of hidden states and the student's head.
 
-    temperature: of the sampler; log-probs of the policy-gradient term are taken at it.
+    temperature: of the sampler; log-probs of the policy-gradient term are taken at it. max_new_tokens: longest
+    response, which the `constant` normaliser divides by.
     """
 
-    def __init__(self, objective: Objective, *, temperature: float = 1.0) -> None:
+    def __init__(self, objective: Objective, *, temperature: float = 1.0, max_new_tokens: int = 1) -> None:
         self.objective = objective
         self._temperature = temperature
+        self._max_new_tokens = max_new_tokens
 
     @property
     def needs_head(self) -> bool:
@@ -145,8 +146,8 @@ class ObjectiveLoss:
         weight = self.teacher_weight(batch.teacher, totals.step)
         if normaliser == "sequence":
             return weight / (batch.loss_counts[batch.sequence].float() * totals.sequences)
-        scale = weight / totals.loss_tokens if normaliser == "token" else weight
-        return torch.full((len(batch.targets),), scale, device=batch.targets.device)
+        shared = {"token": totals.loss_tokens, "constant": totals.sequences * self._max_new_tokens, "sum": 1}
+        return torch.full((len(batch.targets),), weight / shared[normaliser], device=batch.targets.device)
 
     def teacher_weight(self, teacher: str, step: int) -> float:
         """u of a teacher's tokens at a step of the stage."""

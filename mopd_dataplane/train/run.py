@@ -38,7 +38,7 @@ class Run:
         self._ranks = ranks
         if spec.train.threads:
             torch.set_num_threads(spec.train.threads)
-        objective = ObjectiveLoss(spec.objective, temperature=spec.temperature)
+        objective = ObjectiveLoss(spec.objective, temperature=spec.temperature, max_new_tokens=spec.max_new_tokens)
         self._heads = TeacherHeads(spec.heads, ranks.device) if objective.needs_head else None
         self._trainer = Trainer(
             self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,

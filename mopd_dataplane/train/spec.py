@@ -57,6 +57,8 @@ class TrainSpec(Section):
     """Of the forward pass; weights and optimizer state stay float32."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: log-probs of the policy-gradient term are taken at it."""
+    max_new_tokens: int = Field(default=1, ge=1)
+    """Longest response: what the `constant` normaliser divides by."""
     patience_s: float = Field(default=60.0, gt=0)
     """Longest wait for a window that is still being planned; the loader says meanwhile that it lives."""
     deadline_s: float = Field(default=60.0, gt=0)

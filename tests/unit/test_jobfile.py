@@ -181,3 +181,76 @@ def test_no_file_and_no_toml_are_named(tmp_path: Path) -> None:
 def test_every_job_of_the_repository_is_valid(folder: str) -> None:
     loaded: Any = load_job(ROOT / "jobs" / folder)
     assert loaded.name == folder
+
+
+CHILD = """
+name = "child"
+store = "runs/child"
+extends = { job = "../parent", stages = ["base"] }
+
+[domains.sums]
+train = 20
+
+[objectives.sampled.policy_gradient]
+correction = "icepop"
+
+[[stages]]
+name = "again"
+start = "base"
+objective = "sampled"
+plan = { batch_samples = 2 }
+"""
+
+
+def parent_and_child(folder: Path, child: str = CHILD) -> Path:
+    for name, text in {"parent": JOB, "child": child}.items():
+        (folder / name).mkdir()
+        (folder / name / "job.toml").write_text(text)
+    return folder / "child"
+
+
+def test_a_job_takes_over_tables_and_the_stages_it_lists(tmp_path: Path) -> None:
+    found = load_job(parent_and_child(tmp_path), overrides=["stages.base.plan.batch_samples=8"])
+    assert (found.name, [stage.name for stage in found.stages]) == ("child", ["base", "again"])
+    assert (found.domains["sums"].train, found.domains["sums"].dataset, found.domains["words"].train) == (
+        20, "chain_sum", 10,
+    )  # fmt: skip
+    gradient = found.objectives["sampled"].policy_gradient
+    assert gradient is not None
+    assert gradient.correction == "icepop"
+    assert found.stage("again").train.learning_rate == 3e-4, "what the parent's objective brings is inherited too"
+    assert found.stage("base").plan.batch_samples == 8
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('stages = ["base"]', 'stages = ["bas"]', "no stage 'bas': .*did you mean 'base'"),
+        ('stages = ["base"]', 'stages = "base"', "write extends = "),
+        ('job = "../parent"', 'job = "../paren"', "no job file"),
+        ('job = "../parent"', 'job = "../child"', "leads back here"),
+        ('name = "again"', 'name = "base"', "two stages share a name: 'base'"),
+    ],
+)
+def test_a_mistaken_extension_is_named(old: str, new: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match=words):
+        load_job(parent_and_child(tmp_path, CHILD.replace(old, new)))
+
+
+def test_a_stores_own_record_of_its_job_is_a_job_file(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(job().model_dump_json())
+    assert load_job(tmp_path / "job.json", overrides=["seed=4"]) == job().model_copy(update={"seed": 4})
+    (tmp_path / "list.json").write_text("[]")
+    with pytest.raises(JobFileError, match="holds a list"):
+        load_job(tmp_path / "list.json")
+
+
+def test_routed_answers_come_from_each_domains_teacher() -> None:
+    routed = job(text=JOB.replace('words = "summer"', 'words = "poet"').replace(
+        "[routing]", 'poet = { source = "stage:base" }\n[routing]')
+        + 'rollout = { policy = "routed" }\n'
+    )  # fmt: skip
+    student = routed.stage("student")
+    assert [routed.sampler_of(student, domain) for domain in ("sums", "words")] == ["summer", "poet"]
+    with pytest.raises(JobFileError, match=r"no teacher 'rooted'.*'routed'"):
+        job(text=JOB + 'rollout = { policy = "rooted" }\n')

@@ -269,17 +269,20 @@ def test_pure_reinforcement_needs_no_teacher(case: Case) -> None:
     case.same(case.loss(policy_gradient(teacher_coef=0.0, reward_coef=1.0, clip=(0.2, 0.28)), b), wanted)
 
 
-@pytest.mark.parametrize("normaliser", ["token", "sequence", "sum"])
+@pytest.mark.parametrize("normaliser", ["token", "sequence", "sum", "constant"])
 def test_cross_entropy_under_each_normaliser(case: Case, normaliser: Any) -> None:
     share = {
         "token": torch.full((len(case.batch.targets),), 1 / case.totals.loss_tokens),
         "sequence": 1 / case.batch.loss_counts[case.batch.sequence] / case.totals.sequences,
         "sum": torch.ones(len(case.batch.targets)),
+        "constant": torch.full((len(case.batch.targets),), 1 / (40 * case.totals.sequences)),
     }[normaliser]
     objective = Objective(
         cross_entropy=CrossEntropyTerm(weight=0.5, normaliser=normaliser), teacher_weights={"math": 3}
     )
-    case.same(case.loss(objective), 1.5 * -(case.logprob * share).sum())
+    loss = ObjectiveLoss(objective, max_new_tokens=40)
+    found, _ = loss(case.hidden, case.head, case.batch, case.totals)
+    case.same(found, 1.5 * -(case.logprob * share).sum())
 
 
 def test_a_teachers_weight_follows_its_schedule(case: Case) -> None:
