@@ -175,7 +175,6 @@ class Plan(Section):
     batch_samples: int = Field(default=0, ge=0)
     batch_tokens: int = Field(default=0, ge=0)
     """Samples, or tokens, of one optimizer step over all ranks; exactly one of the two."""
-    ranks: int = Field(default=1, ge=1)
     strict_batches: bool = True
     """Draw the batch first and pack only inside it, so that packing never couples samples of different steps."""
     overlong: Literal["error", "drop"] = "error"
@@ -191,6 +190,37 @@ class Plan(Section):
     def _one_batch_rule(self) -> Plan:
         if bool(self.batch_samples) == bool(self.batch_tokens):
             raise ValueError("give exactly one of batch_samples, batch_tokens")
+        return self
+
+
+class Scale(Section):
+    """How many processes share the work. No sample, plan or loss depends on it, and it may change at any restart."""
+
+    ranks: int = Field(default=1, ge=1)
+    """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share a pack, each with a part of its tokens, for packs too long for one; divides the ranks of a node.
+    The others are data parallel."""
+    rank_deadline_s: float = Field(default=600.0, gt=0)
+    """Longest wait of one rank for another."""
+    engines: int = Field(default=1, ge=1)
+    """Engine replicas that roll out under `--ray`; those the cluster has no room for join as soon as it has."""
+    engine_cpus: float = Field(default=1.0, ge=0)
+    engine_gpus: float = Field(default=0.0, ge=0)
+    """What each engine replica reserves in the Ray cluster."""
+    teacher_cpus: float = Field(default=1.0, ge=0)
+    teacher_gpus: float = Field(default=0.0, ge=0)
+    """What each teacher reserves in the Ray cluster while it scores."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks that each read packs of their own."""
+        return self.ranks // self.context_parallel
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Scale:
+        if self.ranks % self.context_parallel:
+            raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
         return self
 
 

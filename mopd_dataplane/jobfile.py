@@ -27,6 +27,7 @@ from mopd_dataplane.config import (
     Plan,
     Retain,
     Rollout,
+    Scale,
     Score,
     Section,
     Student,
@@ -75,6 +76,7 @@ class Job(Section):
     wal: Wal = Wal()
     load: Load = Load()
     retain: Retain = Retain()
+    scale: Scale = Scale()
     objectives: dict[str, Objective] = Field(default_factory=dict)
     stages: tuple[Stage, ...]
     eval: Eval = Eval()
@@ -178,6 +180,12 @@ def _check_references(job: Job, where: str) -> None:
             raise JobFileError(
                 f"{where}: retain.hidden_passes = {job.retain.hidden_passes} frees hidden states before stage "
                 f"{stage.name!r} has passed over its data {passes} times; set it to at least {passes}, or 0"
+            )
+        term = job.objective(stage).policy_gradient
+        if job.scale.context_parallel > 1 and term is not None and term.discount:
+            raise JobFileError(
+                f"{at}: objective {stage.objective!r} sums over later tokens (discount = {term.discount}), which the "
+                "ranks of scale.context_parallel do not share; set scale.context_parallel = 1, or discount = 0"
             )
         _check_weights(job, stage, at)
         _check_routing(job, stage, at)

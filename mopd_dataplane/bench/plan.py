@@ -112,7 +112,7 @@ class _Parts:
 def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict[str, Any]:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     settings = config.Plan(
-        pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict, ranks=RANKS,
+        pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict,
         drop_last=window >= 100_000,  # a few samples do not fill one batch
     )  # fmt: skip
     parts = _Parts()
@@ -126,8 +126,9 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
             parts.read_s += time.perf_counter() - started
             started = time.perf_counter()
             plan = build_window(
-                columns, settings, seed=0, stage="bench", window=number, snapshot=snapshot, teachers=list(TEACHERS)
-            )
+                columns, settings, seed=0, stage="bench", window=number, snapshot=snapshot, teachers=list(TEACHERS),
+                ranks=RANKS,
+            )  # fmt: skip
             parts.plan_s += time.perf_counter() - started
             parts.add(plan)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

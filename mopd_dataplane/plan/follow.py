@@ -60,6 +60,7 @@ def next_window(
     first_step: int = 0,
     teacher_weights: Mapping[str, config.Weight] | None = None,
     linear_cost: float = LINEAR_COST,
+    ranks: int = 1,
 ) -> Decision:
     """The next window of a growing store.
 
@@ -72,7 +73,7 @@ def next_window(
     With `stale = "drop"`, samples over `max_staleness` are dropped. With "wait" nothing is dropped: the trainer waits
     while one more version would push unfinished work over the bound.
     With a mixture, the window waits until every weighed domain has its share; at the end, what no share is left for is
-    dropped on record. Its weights are those of `first_step`, as build_window has it.
+    dropped on record. Its weights are those of `first_step`, as build_window has it; ranks as there.
     Raises InputError as build_window does.
     """
     choose = _Chooser(settings, group_size, window_steps, first_step, philox_key(seed, "mixture", stage, window))
@@ -120,6 +121,7 @@ def next_window(
         group_size=group_size,
         policy_version=policy_version,
         linear_cost=linear_cost,
+        ranks=ranks,
     )
     age = policy_version - columns.version_first[chosen]
     plan.stats["staleness_max"] = float(age.max())

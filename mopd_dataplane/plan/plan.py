@@ -41,6 +41,7 @@ def build_window(
     first_step: int = 0,
     teacher_weights: Mapping[str, config.Weight] | None = None,
     linear_cost: float = LINEAR_COST,
+    ranks: int = 1,
 ) -> PlanWindow:
     """Plan one window: every selected sample once per epoch, in a fresh order each epoch.
 
@@ -48,7 +49,7 @@ def build_window(
     policy_version: version that will train, for the staleness bound. linear_cost: see balance.pack_costs.
     mixed: the samples were chosen in the proportions of the mixture; all of them are planned.
     first_step: steps of the stage before this window, where scheduled weights stand. teacher_weights: of the objective;
-    they change no batch and are recorded with it.
+    they change no batch and are recorded with it. ranks: data-parallel ranks that the balance is reported for.
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
     _check(settings, teachers, columns, group_size)
@@ -94,7 +95,7 @@ def build_window(
         "packs": len(packs),
         "steps": steps,
         "density": tokens / (len(packs) * settings.pack_tokens),
-        "straggler_ratio": straggler_ratio(costs[packs], plan.step_starts, settings.ranks),
+        "straggler_ratio": straggler_ratio(costs[packs], plan.step_starts, ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
     plan.stats |= _dropped(selection, left_out)
@@ -108,7 +109,7 @@ def recorded_settings(
     """What a window depends on; the number of ranks is left out, because it does not."""
     bound = policy_version if settings.max_staleness else None
     return {
-        **settings.model_dump(mode="json", exclude={"ranks"}),
+        **settings.model_dump(mode="json"),
         "epochs": epochs,
         "group_size": group_size,
         "policy_version": bound,

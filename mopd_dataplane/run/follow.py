@@ -148,6 +148,7 @@ def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
         group_size=stage.rollout.group_size,
         first_step=run.store.steps_before(stage.name, window),
         teacher_weights=run.job.objective(stage).teacher_weights,
+        ranks=run.job.scale.data_parallel,
     )
 
 

@@ -1,4 +1,7 @@
-"""Train planned windows: a loader process and a trainer process, alive from window to window."""
+"""Train planned windows: a loader process and the trainer's processes, alive from window to window.
+
+One trainer process reads the loader's socket; several ([scale] ranks) are started and watched by torchrun's agent.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
-from mopd_dataplane.errors import EngineError, MismatchError, MopdError
+from mopd_dataplane.config import Scale
+from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.files import publish_file
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.load.launch import start_server
@@ -21,6 +25,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.retain import free_served
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.train.agent import node_count
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
@@ -84,9 +89,8 @@ class Training:
         load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
         support = stage.score.topk_support
         load_spec = LoadSpec.for_stage(stage.name, load, run.job.objective(stage), topk_support=support)
-        publish_file(scratch / "train.json", self._spec(scratch / "loader.sock").model_dump_json().encode())
-        command = [sys.executable, "-m", "mopd_dataplane.train", str(scratch / "train.json")]
-        trainer = self._trainer = subprocess.Popen(command)
+        publish_file(scratch / "train.json", self._spec(scratch).model_dump_json().encode())
+        trainer = self._trainer = _trainer(scratch / "train.json", ranks_here(run.job.scale))
         # Both start at once, the trainer waits for the loader; the trainer must end first, or it would miss its loader.
         try:
             self._resources.enter_context(start_server(run.store.uri, scratch / "loader.sock", load_spec))
@@ -96,7 +100,7 @@ class Training:
         self._resources.callback(_stop, trainer)
         return trainer
 
-    def _spec(self, socket: Path) -> TrainSpec:
+    def _spec(self, scratch: Path) -> TrainSpec:
         run, stage = self._run, self._stage
         teachers = run.job.teachers_of(stage)
         known = run.store.teachers()
@@ -105,7 +109,7 @@ class Training:
             start=str(run.policies.start(stage)),
             policy_dir=str(run.policies.stage_folder(stage)),
             checkpoint_dir=str(self._folder),
-            socket=str(socket),
+            socket=str(scratch / "loader.sock"),
             train=stage.train,
             objective=run.job.objective(stage),
             heads={
@@ -121,6 +125,9 @@ class Training:
             max_new_tokens=stage.rollout.max_new_tokens,
             deadline_s=run.job.load.deadline_s,
             patience_s=PATIENCE_S,
+            context_parallel=run.job.scale.context_parallel,
+            rank_deadline_s=run.job.scale.rank_deadline_s,
+            rendezvous=str(scratch / "rendezvous") if node_count() == 1 else "",
         )
 
     @property
@@ -170,6 +177,22 @@ def check_cursor(store: Store, stage: str, folder: Path) -> None:
             f"the checkpoint in {folder} belongs to plan {identity.plan_digest[:16]}, near window {position.window}, "
             f"which {store.uri} has not recorded: another run left it; delete the folder to train the stage anew"
         )
+
+
+def ranks_here(scale: Scale) -> int:
+    """Trainer processes of this node. Raises InputError when the nodes cannot have equally many."""
+    nodes = node_count()
+    if scale.ranks % nodes:
+        raise InputError(f"scale.ranks = {scale.ranks} is no multiple of the {nodes} nodes (PET_NNODES); change one")
+    return scale.ranks // nodes
+
+
+def _trainer(spec: Path, ranks: int) -> subprocess.Popen[bytes]:
+    """The trainer, or the agent of its ranks: out of the terminal's reach, so that Ctrl-C comes to each rank once."""
+    if ranks * node_count() == 1:
+        return subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec)])
+    command = [sys.executable, "-m", "mopd_dataplane.train.agent", str(spec), str(ranks)]
+    return subprocess.Popen(command, start_new_session=True)
 
 
 def _stop(trainer: subprocess.Popen[bytes]) -> None:

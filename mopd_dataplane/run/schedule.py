@@ -34,6 +34,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
             policy_version=window,
             first_step=run.store.steps_before(stage.name, window),
             teacher_weights=run.job.objective(stage).teacher_weights,
+            ranks=run.job.scale.data_parallel,
         )
         run.store.add_plan(plan)
         stats = plan.stats

@@ -2,12 +2,14 @@
 
 It reads batches from the loader's socket, appends to metrics.jsonl, checkpoints, and publishes a policy folder at the
 end of every window. Exit code 0: every window is trained; 130: stopped at a checkpoint, run again to continue;
-otherwise the code of the error (mopd_dataplane.errors). It loads torch and never Lance.
+otherwise the code of the error (mopd_dataplane.errors). It loads torch and never Lance. Several ranks on one node are
+started by agent.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,25 +30,34 @@ def main(arguments: list[str] | None = None) -> int:
         with full_disk_named():
             return _train(load_spec(parser.parse_args(arguments).spec), stop)
     except MopdError as error:
-        print(f"error: {error}", file=sys.stderr)
+        rank = os.environ.get("RANK")
+        print(f"rank {rank}: error: {error}" if rank else f"error: {error}", file=sys.stderr)
         return error.exit_code
 
 
 def _train(spec: TrainSpec, stop: Stop) -> int:
     from mopd_dataplane.load.client import LoaderClient
     from mopd_dataplane.models import quiet_transformers
-    from mopd_dataplane.train.ranks import Ranks
+    from mopd_dataplane.train.ranks import Ranks, peers_lost_named
     from mopd_dataplane.train.run import Run
 
     quiet_transformers()
     with ExitStack() as stack:
-        ranks = Ranks.join(spec.device)
+        ranks = Ranks.join(
+            spec.device,
+            members=spec.context_parallel,
+            rendezvous=spec.rendezvous,
+            deadline_s=spec.rank_deadline_s,
+        )
         stack.callback(ranks.leave)
+        stack.enter_context(peers_lost_named(ranks.rank))
         source = stack.enter_context(
             LoaderClient(
                 spec.socket,
-                rank=ranks.rank,
-                world_size=ranks.world,
+                rank=ranks.data_rank,
+                world_size=ranks.data_world,
+                member=ranks.member,
+                members=ranks.members,
                 deadline_s=spec.deadline_s,
                 patience_s=spec.patience_s,
             )

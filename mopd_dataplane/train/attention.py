@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from mopd_dataplane.train.context import heads_for_tokens, tokens_for_heads
+
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
 NAME = "mopd_packed"
@@ -30,14 +33,17 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     sequence_lengths: list[int] | None = None,
+    context_group: ProcessGroup | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it.
 
     query [1, H, T, d], key and value [1, H_kv, T, d]. sequence_lengths: tokens of each sequence, summing to T; without
-    it every row is one sequence. sliding_window: how many tokens back, itself included, a token sees. Returns
-    [1, T, H, d].
+    it every row is one sequence. sliding_window: how many tokens back, itself included, a token sees. context_group:
+    the ranks that hold a run of the T tokens each; tensors then have T / n tokens. Returns [1, T, H, d].
     """
+    if context_group is not None:
+        query, key, value = heads_for_tokens(query, key, value, context_group)
     lengths = sequence_lengths or [query.shape[2]]
     parts = []
     for q, k, v in zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True):
@@ -47,7 +53,10 @@ def packed_attention(
                 q, k, v, attn_mask=band, is_causal=band is None, scale=scaling, dropout_p=dropout, enable_gqa=True
             )
         )
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    output = torch.cat(parts, dim=2)
+    if context_group is not None:
+        output = tokens_for_heads(output, context_group)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:

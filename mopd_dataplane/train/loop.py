@@ -19,6 +19,7 @@ from torch import Tensor
 from mopd_dataplane.config import Train
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import MicroBatch, build, group_packs
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
@@ -135,25 +136,32 @@ class Trainer:
             asked = time.perf_counter()
             packs = batch.packs[places]
             sums.waited_s += time.perf_counter() - asked
-            micro = build(packs, self.student.layout).to(self.ranks.device)
-            loss = self._backward(micro, totals, teacher_head, sums)
-            sums.count(micro, loss, window.policy_version)
-            del micro
+            micro = build(packs, self.student.layout)
+            if self.ranks.member == 0:
+                sums.count(micro, window.policy_version)
+            share = part_of(micro, self.ranks.member, self.ranks.members).to(self.ranks.device)
+            sums.add_loss(self._backward(share, totals, teacher_head, sums))
+            del micro, share
             batch.release(*packs)
         for _ in range(passes - len(groups)):
             # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
-            empty = _no_tokens(self.ranks.device)
-            if self.proximal is not None:
-                with torch.no_grad():
-                    self.proximal(empty, _zero)
-            self.student(empty, _zero).backward()
+            empty = part_of(_no_tokens(), self.ranks.member, self.ranks.members).to(self.ranks.device)
+            self._backward(empty, totals, None, sums)
         return sums
 
     def _backward(self, micro: MicroBatch, totals: Totals, teacher_head: Head | None, sums: _StepSums) -> Tensor:
+        """Gradients of one forward pass; returns its loss. Without a trained token they are zero."""
+        trains = len(micro.targets) > 0
         proximal = None
         if self.proximal is not None:
             with torch.no_grad():
-                proximal = self.proximal(micro, lambda hidden, head: self.objective.logprob(hidden, head, micro))
+                proximal = self.proximal(
+                    micro, lambda hidden, head: self.objective.logprob(hidden, head, micro) if trains else None
+                )
+        if not trains:
+            nothing: Tensor = self.student(micro, _zero)
+            nothing.backward()
+            return nothing.detach()
 
         def judge(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
             return self.objective(hidden, head, micro, totals, teacher_head=teacher_head, proximal_logprobs=proximal)
@@ -199,8 +207,10 @@ class _StepSums:
             self._add(f"teacher/{micro.teacher}/reverse_kl", found.values["reverse_kl"])
             self._add(f"teacher/{micro.teacher}/tokens", len(micro.targets))
 
-    def count(self, micro: MicroBatch, loss: Tensor, policy_version: int) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         self._add("loss", loss.double())
+
+    def count(self, micro: MicroBatch, policy_version: int) -> None:
         self._add("samples", len(micro.loss_counts))
         self._add("tokens", micro.tokens)
         self._add("loss_tokens", len(micro.targets))
@@ -241,13 +251,13 @@ def _zero(hidden: Tensor, head: Head) -> Tensor:
     return hidden.sum() * 0.0 + head.weight.sum() * 0.0
 
 
-def _no_tokens(device: torch.device) -> MicroBatch:
+def _no_tokens() -> MicroBatch:
     """Two tokens of which none is trained."""
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    empty = torch.zeros(0, device=device)
-    two = torch.tensor([[0, 0]], device=device)
+    none = torch.zeros(0, dtype=torch.int64)
+    empty = torch.zeros(0)
     return MicroBatch(
-        teacher="", input_ids=two, position_ids=torch.tensor([[0, 1]], device=device), sequence_lengths=[2],
+        teacher="", input_ids=torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[0, 1]]),
+        sequence_lengths=[2],
         predictors=none, targets=none, sequence=none, position=none, sampler_logprobs=empty, policy_versions=none,
         loss_counts=none, advantages=empty, rewards=empty, tokens=0,
     )  # fmt: skip

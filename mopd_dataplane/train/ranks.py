@@ -1,14 +1,24 @@
-"""The processes of one training run: one by default, FSDP2 under torchrun. The loop is the same for both."""
+"""The processes of one training run: one by default, FSDP2 under torchrun. The loop is the same for both.
+
+    data parallel      groups of ranks; each group reads packs of its own
+    context parallel   ranks of a group; they read the same packs from the same slots, each a part of the tokens
+
+Parameters are sharded over all ranks, whatever their group.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from mopd_dataplane.errors import EngineError, InputError
 
 
 @dataclass(frozen=True)
@@ -18,30 +28,79 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    members: int = 1
+    """Ranks of a context-parallel group; neighbours by rank, so that a group lies on one node."""
+    group: dist.ProcessGroup | None = None
+    """This rank's context-parallel group; None where it is alone in it."""
 
     @classmethod
-    def join(cls, device: str, *, environment: Mapping[str, str] = os.environ) -> Ranks:
+    def join(
+        cls,
+        device: str,
+        *,
+        members: int = 1,
+        rendezvous: str = "",
+        deadline_s: float = 600.0,
+        environment: Mapping[str, str] = os.environ,
+    ) -> Ranks:
         """Join the peers torchrun started (WORLD_SIZE, RANK, LOCAL_RANK); alone without it.
 
-        device: cpu, cuda or auto (cuda where there is one).
+        device: cpu, cuda or auto (cuda where there is one). rendezvous: file in which the ranks of one node find each
+        other; empty: at MASTER_ADDR. deadline_s: longest wait for a peer in any collective call.
+        Raises InputError when `members` does not divide the ranks of a node.
         """
         kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         world = int(environment.get("WORLD_SIZE", "1"))
-        place = torch.device(kind, int(environment.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
+        rank, local = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
+        on_node = int(environment.get("LOCAL_WORLD_SIZE", str(world)))
+        if on_node % members:
+            raise InputError(
+                f"scale.context_parallel = {members} does not divide the {on_node} ranks of a node, and a group shares "
+                "the node's loader; change it, or the ranks per node"
+            )
+        place = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
         if kind == "cuda":
             torch.cuda.set_device(place)
-        if world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-        return cls(int(environment.get("RANK", "0")), world, place)
+        if world == 1:
+            return cls(rank, world, place)
+        with peers_lost_named(rank):
+            if not dist.is_initialized():
+                dist.init_process_group(
+                    "nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=deadline_s), world_size=world,
+                    rank=rank, init_method=f"file://{rendezvous}" if rendezvous else "env://",
+                )  # fmt: skip
+            group = None
+            if members > 1:
+                group, _ = dist.new_subgroups(group_size=members, timeout=timedelta(seconds=deadline_s))
+        return cls(rank, world, place, members, group)
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes checkpoints and metrics."""
+        """Whether this process writes metrics and policies, and names checkpoints."""
         return self.rank == 0
 
+    @property
+    def member(self) -> int:
+        """Place in the context-parallel group."""
+        return self.rank % self.members
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_world` data-parallel groups this rank belongs to."""
+        return self.rank // self.members
+
+    @property
+    def data_world(self) -> int:
+        """Data-parallel groups."""
+        return self.world // self.members
+
     def shard(self, module: nn.Module, layers: list[nn.Module], *, dtype: torch.dtype) -> None:
-        """Shard parameters over the ranks (FSDP2), layer by layer; gradients become sums over ranks."""
+        """Move a module to the device and shard its parameters over the ranks (FSDP2), layer by layer.
+
+        Gradients become sums over ranks. A module that is still on the CPU never lies on the device as a whole.
+        """
         if self.world == 1:
+            module.to(self.device)
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -81,26 +140,23 @@ class Ranks:
             dist.destroy_process_group()
 
 
+@contextmanager
+def peers_lost_named(rank: int) -> Iterator[None]:
+    """A collective call that fails because a peer is gone, or silent for too long, becomes an EngineError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        reason = str(error).splitlines()[0]
+        raise EngineError(f"rank {rank} lost a peer ({reason:.200}); the last checkpoint is intact") from None
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor of a shard, on every rank (a collective call), detached."""
     tensor = tensor.detach()
-    if not is_shard(tensor):
+    # A DTensor; torch.distributed.tensor is not imported to say so, because one process never needs it.
+    if not hasattr(tensor, "full_tensor"):
         return tensor
-    full: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    full: Tensor = tensor.full_tensor()
     return full
-
-
-def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without importing torch.distributed.tensor, which one process never needs."""
-    return hasattr(tensor, "full_tensor")
-
-
-def assign(target: Tensor, value: Tensor) -> None:
-    """Copy a full tensor into a parameter or into this rank's shard of it."""
-    with torch.no_grad():
-        value = value.to(target.device)
-        if is_shard(target):
-            from torch.distributed.tensor import distribute_tensor
-
-            value = distribute_tensor(value, target.device_mesh, target.placements)  # type: ignore[attr-defined]
-        target.copy_(value)

@@ -173,7 +173,7 @@ class Run:
         """Write the version that a finished window leads to, unless it is there."""
         folder = self._version_folder(window.policy_version + 1)
         if not folder.exists():
-            weights = full_weights(self._trainer.student)
+            weights = full_weights(self._trainer.student, self._ranks)
             checkpoint("train.publish")
             if self._ranks.leads:
                 save_policy(self._trainer.student.model, self.spec.start, folder, state_dict=weights)
@@ -190,13 +190,17 @@ class Run:
         )  # fmt: skip
 
 
-def full_weights(student: Student) -> dict[str, torch.Tensor]:
-    """State dict of the whole model on the CPU in the student's dtype; tied tensors stay one tensor."""
+def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """State dict of the whole model on the CPU in the student's dtype; tied tensors stay one tensor.
+
+    Only the leading rank keeps it: the others take part in gathering one tensor at a time, and get nothing.
+    """
     seen: dict[int, torch.Tensor] = {}
     weights = {}
     for name, tensor in student.model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
-            value = whole(tensor).cpu()
-            seen[id(tensor)] = value.to(student.dtype) if value.is_floating_point() else value
+            value = whole(tensor)
+            value = value.to(student.dtype) if value.is_floating_point() else value
+            seen[id(tensor)] = value.cpu() if ranks.leads else torch.empty(0)
         weights[name] = seen[id(tensor)]
-    return weights
+    return weights if ranks.leads else {}

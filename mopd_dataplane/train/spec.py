@@ -63,6 +63,12 @@ class TrainSpec(Section):
     """Longest wait for a window that is still being planned; the loader says meanwhile that it lives."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for the loader."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share a pack."""
+    rank_deadline_s: float = Field(default=600.0, gt=0)
+    """Longest wait of one rank for another."""
+    rendezvous: str = ""
+    """File in which the ranks of one node find each other; empty: at MASTER_ADDR, as torchrun says."""
     keep_checkpoints: int = Field(default=2, ge=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
 

@@ -11,12 +11,15 @@ import torch
 from mopd_kernels.heads import Head
 from torch import Tensor, nn
 
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models import embedding_weight, head_weight, hidden_states, lm_head, load_model
 from mopd_dataplane.train.attention import use_packed_attention
+from mopd_dataplane.train.context import check_heads
 from mopd_dataplane.train.microbatch import Layout, MicroBatch
 from mopd_dataplane.train.ranks import Ranks
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from transformers import PreTrainedModel
 
 Result = TypeVar("Result")
@@ -29,20 +32,31 @@ class Student(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, dtype: torch.dtype = torch.float32, freeze_head: bool = False
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype = torch.float32,
+        freeze_head: bool = False,
+        context_group: ProcessGroup | None = None,
     ) -> None:
+        """context_group: ranks that share each micro-batch (context.py). Raises MismatchError when they cannot."""
         super().__init__()
         self.model = model
         self.dtype = dtype
         self.freeze_head = freeze_head
         self.layout: Layout = "packed" if packs_apart(model) else "rows"
         """How micro-batches must be built for this model."""
+        self._context_group = context_group
+        if context_group is not None:
+            _check_shares(model, self.layout, context_group.size())
 
     def forward(self, batch: MicroBatch, judge: Callable[[Tensor, Head], Result]) -> Result:
         """judge(hidden [M, D], head): the states that predict the trained tokens, in the order of `batch.targets`."""
         device = batch.input_ids.device.type
         lower = torch.autocast(device, self.dtype) if self.dtype != torch.float32 else nullcontext()
-        packed = {"sequence_lengths": batch.sequence_lengths} if self.layout == "packed" else {}
+        packed: dict[str, object] = {}
+        if self.layout == "packed":
+            packed = {"sequence_lengths": batch.sequence_lengths, "context_group": self._context_group}
         with lower:
             states = hidden_states(self.model, batch.input_ids, position_ids=batch.position_ids, **packed)
         rows = states.flatten(0, 1)[batch.predictors].to(self.dtype)
@@ -62,8 +76,9 @@ def load_student(
     gradient_checkpointing: bool = False,
 ) -> Student:
     """A policy folder as a trainable module: float32 weights, forward pass in `dtype`, sharded over the ranks."""
-    model = load_model(folder, device=str(ranks.device))
-    student = Student(model, dtype=dtype, freeze_head=freeze_head)
+    # Several ranks load into host memory, where equal mapped files are there once, and shard from it.
+    model = load_model(folder, device=str(ranks.device) if ranks.world == 1 else "cpu")
+    student = Student(model, dtype=dtype, freeze_head=freeze_head, context_group=ranks.group)
     head = head_weight(model)
     if freeze_head and head is not embedding_weight(model):
         head.requires_grad_(False)
@@ -96,6 +111,15 @@ def packs_apart(model: PreTrainedModel) -> bool:
         model.set_attn_implementation(before)
     model.train(training)
     return good
+
+
+def _check_shares(model: PreTrainedModel, layout: Layout, members: int) -> None:
+    name = type(model).__name__
+    if layout != "packed":
+        raise MismatchError(
+            f"scale.context_parallel = {members}: {name} brings attention of its own, which cannot share a pack; set 1"
+        )
+    check_heads(model.config.num_attention_heads, members, name)
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # for trainer_ground
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """One compute thread per process: tests share the machine."""
 

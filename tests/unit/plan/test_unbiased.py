@@ -17,7 +17,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 CAP = 4096
 
 
-def window_of(lengths: np.ndarray, rule: config.Plan, seed: int) -> PlanWindow:
+def window_of(lengths: np.ndarray, rule: config.Plan, seed: int, ranks: int = 1) -> PlanWindow:
     n = len(lengths)
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
@@ -35,7 +35,9 @@ def window_of(lengths: np.ndarray, rule: config.Plan, seed: int) -> PlanWindow:
         domain_names=("d",),
     )
     snapshot = Snapshot(uri="", versions={})
-    return build_window(columns, rule, seed=seed, stage="s", window=0, snapshot=snapshot, teachers=["a", "b", "c", "e"])
+    return build_window(
+        columns, rule, seed=seed, stage="s", window=0, snapshot=snapshot, teachers=["a", "b", "c", "e"], ranks=ranks
+    )
 
 
 def lognormal(n: int) -> np.ndarray:
@@ -115,8 +117,8 @@ def test_a_length_ordered_plan_would_fail_these_tests():
 
 def test_ranks_get_equal_work():
     lengths = np.clip(np.random.default_rng(1).lognormal(7.9, 1.0, 120_000), 16, 32_768).astype(np.int32)
-    rule = config.Plan(pack_tokens=32_768, batch_tokens=512 * 32_768, strict_batches=False, drop_last=True, ranks=64)
-    plan = window_of(lengths, rule, 0)
+    rule = config.Plan(pack_tokens=32_768, batch_tokens=512 * 32_768, strict_batches=False, drop_last=True)
+    plan = window_of(lengths, rule, 0, ranks=64)
     assert plan.stats["straggler_ratio"] <= 1.02
     assert plan.stats["density"] >= 0.9995
     costs = pack_costs(lengths[plan.sample_rows], plan.pack_starts)

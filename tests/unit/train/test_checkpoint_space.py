@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.train import checkpoint
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position
 from mopd_dataplane.train.ranks import Ranks
 
@@ -23,15 +24,13 @@ def test_a_full_disk_is_named_and_costs_only_the_new_checkpoint(
     checkpoints = Checkpoints(tmp_path, Ranks.join("cpu"))
     identity = Identity(stage="s", objective={}, plan_digest="p", snapshot_digest="d")
     checkpoints.save(Position(step=1), identity, model, optimizer)
-    real = checkpoint.save_file
 
-    def full(tensors: Any, file: Path) -> None:
-        real(tensors, file)
-        file.write_bytes(file.read_bytes()[:50])
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def full(writer: Any, plan: Any, planner: Any) -> None:
+        (Path(writer.path) / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"torn")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_file", full)
+        patched.setattr(HuggingFaceStorageWriter, "write_data", full)
         with pytest.raises(ResourceError, match=r"no space for a checkpoint in .*: free some, run again"):
             checkpoints.save(Position(step=2), identity, model, optimizer)
     assert checkpoints.latest() == (Position(step=1), identity)

@@ -249,11 +249,11 @@ def test_a_checkpoint_of_something_else_is_refused(
 def test_a_damaged_checkpoint_is_named(spec: TrainSpec, windows: Callable[[], Any]) -> None:
     assert not run_to_end(spec, windows(), StopAfter(3))
     folder = Path(spec.checkpoint_dir)
-    file = folder / (folder / "latest").read_text() / "policy.safetensors"
+    (file,) = (folder / (folder / "latest").read_text()).glob("shard-*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DamagedError, match=r"policy\.safetensors has sha256"):
+    with pytest.raises(DamagedError, match=r"shard-00001-\S*\.safetensors has sha256"):
         run_to_end(spec, windows())
 
 

@@ -1,0 +1,111 @@
+"""Context parallelism: the ranks of a group share a pack, each with a run of its tokens.
+
+    body        every rank computes its own tokens
+    attention   tokens are exchanged for heads (all-to-all): a rank sees every token of the pack for its share of heads
+    loss        every rank judges the tokens that its own states predict; losses and gradients add up over ranks
+
+The exchange is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509); packed sequences, sliding windows and grouped
+heads pass through it unchanged, because attention itself still sees whole sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.train.microbatch import MicroBatch
+
+TRAINED_TOKEN_FIELDS = (
+    "targets", "sequence", "position", "sampler_logprobs", "policy_versions", "teacher_logprobs",
+    "reference_logprobs", "topk_ids", "topk_logprobs", "hidden",
+)  # fmt: skip
+"""Fields of a MicroBatch with one row per trained token, besides `predictors`."""
+
+
+def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
+    """The share of one member: its columns of the row [1, W / members], and what is trained from them.
+
+    The row is padded to a multiple of `members` with a sequence of its own; `sequence_lengths` still cover the whole
+    row. Fields of sequences ([S]) stay whole.
+    """
+    if members == 1:
+        return batch
+    width = batch.input_ids.shape[1]
+    padding = -width % members
+    lengths = [*batch.sequence_lengths, padding] if padding else batch.sequence_lengths
+    share = (width + padding) // members
+    first = member * share
+    mine = (batch.predictors >= first) & (batch.predictors < first + share)
+    rows = {name: getattr(batch, name) for name in TRAINED_TOKEN_FIELDS}
+    cut: dict[str, Any] = {name: None if value is None else value[mine] for name, value in rows.items()}
+    return replace(
+        batch,
+        input_ids=torch.nn.functional.pad(batch.input_ids, (0, padding))[:, first : first + share],
+        position_ids=torch.nn.functional.pad(batch.position_ids, (0, padding))[:, first : first + share],
+        sequence_lengths=lengths,
+        predictors=batch.predictors[mine] - first,
+        **cut,
+    )
+
+
+def check_heads(query_heads: int, members: int, model: str) -> None:
+    """Raise MismatchError when a model's attention heads cannot be dealt to the members evenly."""
+    if query_heads % members:
+        raise MismatchError(
+            f"scale.context_parallel = {members} does not divide the {query_heads} attention heads of {model}; "
+            "use a divisor"
+        )
+
+
+def heads_for_tokens(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Own tokens of all heads [1, H, T / n, d] become all tokens of own heads [1, H / n, T, d].
+
+    Key and value heads that n does not divide are repeated first, as few times as needed.
+    """
+    members = group.size()
+    shared = key.shape[1]
+    times = members // math.gcd(shared, members)
+    if query.shape[1] % (shared * times):
+        times = query.shape[1] // shared
+    if times > 1:
+        key, value = (states.repeat_interleave(times, dim=1) for states in (key, value))
+    return _exchange(query, group, 1, 2), _exchange(key, group, 1, 2), _exchange(value, group, 1, 2)
+
+
+def tokens_for_heads(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of own heads [1, H / n, T, d] become own tokens of all heads [1, H, T / n, d]."""
+    return _exchange(output, group, 2, 1)
+
+
+def _exchange(states: Tensor, group: dist.ProcessGroup, dim_split: int, dim_join: int) -> Tensor:
+    exchanged: Tensor = _Exchange.apply(states, group, dim_split, dim_join)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """Split `dim_split` over the group and put `dim_join` together; the gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup, dim_split: int, dim_join: int) -> Tensor:
+        ctx.group, ctx.dims = group, (dim_split, dim_join)
+        return _exchanged(states, group, dim_split, dim_join)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        dim_split, dim_join = ctx.dims
+        return _exchanged(gradients[0], ctx.group, dim_join, dim_split), None, None, None
+
+
+def _exchanged(states: Tensor, group: dist.ProcessGroup, dim_split: int, dim_join: int) -> Tensor:
+    sent = torch.stack(states.chunk(group.size(), dim=dim_split)).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.cat(received.unbind(), dim=dim_join)

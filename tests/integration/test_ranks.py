@@ -1,0 +1,176 @@
+"""Training on several ranks over gloo: the same losses and weights as one, through kills and other world sizes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from trainer_ground import Ground, started, wait_for_steps, weights
+
+from mopd_dataplane.errors import EngineError
+from mopd_dataplane.train.checkpoint import latest_checkpoint
+from mopd_dataplane.train.metrics import read_metrics
+
+PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "mopd_dataplane.train.run",
+             "mopd_dataplane.load.client", "transformers.models.qwen3.modeling_qwen3"]  # fmt: skip
+LEARNING_RATE = 1e-3
+DEADLINE_S = 20.0
+"""Longest life of the others after a rank was killed."""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
+    torch.set_num_threads(1)
+    return Ground(tmp_path_factory.mktemp("ranks"), epochs=1)
+
+
+@pytest.fixture(scope="module")
+def alone(ground: Ground) -> Path:
+    """One rank, uninterrupted."""
+    train(ground, ground.root / "alone", ranks=1)
+    return ground.root / "alone"
+
+
+def rank_main(spec: str, rank: int, ranks: int) -> None:
+    """A rank as torchrun would start it."""
+    from mopd_dataplane.train.__main__ import main
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    sys.exit(main([spec]))
+
+
+@contextmanager
+def running(
+    ground: Ground, place: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = 60.0
+) -> Iterator[list[BaseProcess]]:
+    """A loader and the ranks it serves: real processes, forked from one that has torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with ground.loader(place, members=members, rank_deadline_s=rank_deadline_s) as spec:
+        processes = [context.Process(target=rank_main, args=(str(spec), rank, ranks)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        try:
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def train(ground: Ground, place: Path, *, ranks: int, members: int = 1) -> None:
+    with running(ground, place, ranks=ranks, members=members) as processes:
+        for process in processes:
+            process.join(timeout=120)
+        assert [process.exitcode for process in processes] == [0] * ranks
+
+
+def assert_same_training(place: Path, alone: Path) -> None:
+    """Every step once, with the same samples, and losses and weights that differ by the order of sums only.
+
+    A step's loss, norm and metrics are float32 sums over about 10^4 terms in another order: 1e-6 relative, times what
+    the weights have drifted apart before. Adam divides each gradient by its own size, so where a gradient is nothing
+    but rounding the step may go either way: such a weight can drift by 2 learning rates a step, most drift by none.
+    """
+    one, many = read_metrics(alone / "checkpoints"), read_metrics(place / "checkpoints")
+    for field in ("step", "window", "samples", "tokens", "loss_tokens", "staleness_max", "learning_rate"):
+        assert [getattr(m, field) for m in many] == [getattr(m, field) for m in one], field
+    for a, b in zip(one, many, strict=True):
+        assert b.loss == pytest.approx(a.loss, rel=1e-3)
+        assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-2)
+        assert b.extra == pytest.approx(a.extra, rel=1e-3, abs=1e-4)
+    assert one[0].loss == pytest.approx(many[0].loss, rel=1e-5)  # before any update: the order of sums alone
+    assert one[0].grad_norm == pytest.approx(many[0].grad_norm, rel=1e-5)
+    expected = weights(alone)
+    drift = torch.cat([(tensor - expected[name]).abs().flatten() for name, tensor in weights(place).items()])
+    assert drift.quantile(0.99) < 0.05 * LEARNING_RATE
+    assert drift.max() < 2 * LEARNING_RATE * len(one)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "members"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        (4, 1),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+        (4, 2),
+    ],
+)
+def test_losses_and_weights_are_those_of_one_rank(ranks: int, members: int, ground: Ground, alone: Path) -> None:
+    place = ground.root / f"r{ranks}m{members}"
+    train(ground, place, ranks=ranks, members=members)
+    assert_same_training(place, alone)
+
+
+def test_a_killed_rank_ends_the_job_and_any_number_of_ranks_continues_it(ground: Ground, alone: Path) -> None:
+    place = ground.root / "killed"
+    with ground.loader(place) as spec:
+        with started([sys.executable, "-m", "mopd_dataplane.train.agent", str(spec), "2"]) as agent:
+            wait_for_steps(place, 3, agent)
+            assert listening(agent) <= {"127.0.0.1", "::1"}  # nothing on a network interface
+            kill_rank(agent, 1)
+            began = time.monotonic()
+            _, told = agent.communicate(timeout=DEADLINE_S)
+        assert agent.returncode == EngineError.exit_code, told
+        assert "rank 1 was killed by signal 9" in told
+        assert time.monotonic() - began < DEADLINE_S
+    saved = latest_checkpoint(place / "checkpoints")
+    assert saved is not None
+    assert 0 < saved[0].step < ground.steps
+    train(ground, place, ranks=4, members=2)
+    assert_same_training(place, alone)
+
+
+def listening(agent: subprocess.Popen[str]) -> set[str]:
+    """Addresses on which the agent and its ranks accept connections."""
+    family = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+    assert len(family) == 3
+    return {c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def kill_rank(agent: subprocess.Popen[str], rank: int) -> None:
+    for process in psutil.Process(agent.pid).children():
+        if process.environ().get("RANK") == str(rank):
+            process.send_signal(signal.SIGKILL)
+            return
+    raise AssertionError(f"no rank {rank} under the agent")
+
+
+@pytest.mark.slow
+def test_a_stop_ends_every_rank_at_a_checkpoint(ground: Ground, alone: Path) -> None:
+    place = ground.root / "stopped"
+    with ground.loader(place) as spec:
+        with started([sys.executable, "-m", "mopd_dataplane.train.agent", str(spec), "2"]) as agent:
+            wait_for_steps(place, 3, agent)
+            agent.send_signal(signal.SIGTERM)
+            agent.communicate(timeout=60)
+        assert agent.returncode == 130
+    saved = latest_checkpoint(place / "checkpoints")
+    assert saved is not None
+    assert saved[0].step == len(read_metrics(place / "checkpoints"))
+    train(ground, place, ranks=1)
+    assert_same_training(place, alone)
+
+
+def test_a_rank_that_stands_still_is_given_up(ground: Ground) -> None:
+    """SIGSTOP: no connection breaks, so only the deadline of the others ends the wait."""
+    place = ground.root / "stands-still"
+    with running(ground, place, ranks=2, rank_deadline_s=3) as (leader, other):
+        until = time.monotonic() + 60
+        while len(read_metrics(place / "checkpoints")) < 1:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        os.kill(other.pid or 0, signal.SIGSTOP)
+        leader.join(timeout=DEADLINE_S)
+        assert leader.exitcode == EngineError.exit_code

@@ -1,0 +1,186 @@
+"""What the trainer tests stand on: a store with samples, two teachers' signals and a planned window."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mopd_dataplane import Store, config, create_store, models
+from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm, Train
+from mopd_dataplane.load.launch import start_server
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.records import PlanWindow, Sample, sample_uid
+from mopd_dataplane.run.student import make_student
+from mopd_dataplane.score.scorer import Scorable, score_samples
+from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.spec import HeadFile, TrainSpec, Window
+
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
+}  # fmt: skip
+DOMAINS = ("math", "code")
+SAMPLES = 48
+OBJECTIVE = Objective(
+    policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99), clip=(0.2, 0.28)),
+    divergence=DivergenceTerm(weight=0.5),
+)
+
+
+class Ground:
+    """A store with samples, both teachers' signals and one planned window; the teachers' models are gone."""
+
+    def __init__(self, root: Path, *, epochs: int = 2) -> None:
+        self.root = root
+        self._epochs = epochs
+        self.start = make_student(config.Student(config=CONFIG), root / "start", seed=0)
+        self.store: Store = create_store(str(root / "store"))
+        samples = [self._sample(number) for number in range(SAMPLES)]
+        rows = self.store.commit_samples(samples, writer="test").rows
+        self._score(samples, rows)
+        self.plan = self._plan(rows)
+        self.store.add_plan(self.plan)
+
+    def _sample(self, number: int) -> Sample:
+        rng = np.random.default_rng(number)
+        prompt, response = int(rng.integers(2, 8)), int(rng.integers(4, 40))
+        return Sample(
+            uid=sample_uid(0, "student", f"p{number}", 0, 0), prompt_id=f"p{number}", group_id=f"p{number}#0",
+            group_index=0, generation=0, domain=DOMAINS[number % 2], run="student", writer="test", writer_seq=number,
+            policy="student", temperature=1.0, top_p=1.0, top_k=0, prompt_len=prompt, finish_reason="stop",
+            tokens=rng.integers(4, 99, prompt + response).astype(np.int32),
+            logprobs=(-rng.gamma(2.0, 1.0, response)).astype(np.float32), loss_mask=np.ones(response, np.uint8),
+            version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32), tokenizer="0" * 16,
+        )  # fmt: skip
+
+    def _score(self, samples: list[Sample], rows: Any) -> None:
+        folders = {
+            name: make_student(config.Student(config=CONFIG | {"intermediate_size": 128}), self.root / name, seed=seed)
+            for seed, name in enumerate(DOMAINS, start=1)
+        }
+        pool = TeacherPool(
+            {name: TeacherSpec(folder, config.Teacher(source=str(folder))) for name, folder in folders.items()},
+            student_tokenizer=models.tokenizer_digest(models.load_tokenizer(self.start)),
+        )
+        assert self.store.root is not None
+        for name, folder in folders.items():
+            self.store.add_teacher(pool.register(name, self.store.root))
+            own = [
+                Scorable(
+                    uid=s.uid, sample_row=int(row), prompt_id=s.prompt_id, prompt_len=s.prompt_len, tokens=s.tokens,
+                    loss_mask=s.loss_mask, logprobs=s.logprobs,
+                )
+                for s, row in zip(samples, rows, strict=True)
+                if s.domain == name
+            ]  # fmt: skip
+            for kind in ("logprob", "hidden"):
+                self.store.commit_signals(name, kind, list(score_samples(pool, name, (kind,), own, config.Score())))
+            folder.rename(folder.with_name(f"{name}-moved-away"))
+
+    def _plan(self, rows: Any) -> PlanWindow:
+        snapshot = self.store.snapshot()
+        columns = columns_from_tables(
+            self.store.samples(columns=list(SAMPLE_COLUMNS)),
+            np.asarray(rows),
+            route=lambda domain, effort: domain,
+            teachers=DOMAINS,
+            scores=self.store.table("scores", columns=["sample_row", "teacher", "kind"]),
+            signals=OBJECTIVE.signals,
+        )
+        settings = config.Plan(pack_tokens=64, batch_samples=8)
+        return build_window(
+            columns, settings, seed=3, stage="student", window=0, snapshot=snapshot, teachers=list(DOMAINS),
+            epochs=self._epochs,
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> int:
+        return len(self.plan.step_starts) - 1
+
+    def spec(self, place: Path, socket: Path) -> TrainSpec:
+        """Train into `place`; a checkpoint at every second step."""
+        assert self.store.root is not None
+        heads = {
+            name: HeadFile(path=str(self.store.root / teacher.head_file), digest=teacher.head_digest)
+            for name, teacher in self.store.teachers().items()
+        }
+        window = Window(
+            window=0, plan_digest=self.plan.digest, snapshot_digest=self.plan.snapshot.digest, steps=self.steps,
+            policy_version=0,
+        )  # fmt: skip
+        return TrainSpec(
+            stage="student", start=str(self.start), policy_dir=str(place / "policies"), socket=str(socket),
+            checkpoint_dir=str(place / "checkpoints"), windows=(window,), objective=OBJECTIVE, heads=heads,
+            teachers=DOMAINS, train=Train(learning_rate=1e-3, checkpoint_steps=2, micro_batch_packs=2, threads=1),
+        )  # fmt: skip
+
+    @contextmanager
+    def loader(self, place: Path, *, members: int = 1, rank_deadline_s: float = 60.0) -> Iterator[Path]:
+        """A running loader, and the spec of trainers that it serves."""
+        place.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
+            socket, file = Path(scratch) / "loader.sock", Path(scratch) / "spec.json"
+            spec = self.spec(place, socket).model_copy(
+                update={
+                    "context_parallel": members,
+                    "rendezvous": f"{scratch}/rendezvous",
+                    "rank_deadline_s": rank_deadline_s,
+                }
+            )
+            file.write_text(spec.model_dump_json())
+            with start_server(self.store.uri, socket, LoadSpec.for_stage("student", config.Load(), OBJECTIVE)):
+                yield file
+
+    @contextmanager
+    def training(self, place: Path) -> Iterator[subprocess.Popen[str]]:
+        """A loader and the one trainer process it serves."""
+        code = (
+            "import sys; from mopd_dataplane.train.__main__ import main; code = main(sys.argv[1:]);"
+            "heavy = {'lance', 'pyarrow.dataset'} & set(sys.modules); print('loaded', sorted(heavy)); sys.exit(code)"
+        )
+        with self.loader(place) as spec, started([sys.executable, "-c", code, str(spec)]) as trainer:
+            yield trainer
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process whose messages are kept; ended with the block."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_steps(place: Path, steps: int, trainer: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 90
+    while len(read_metrics(place / "checkpoints")) < steps:
+        assert trainer.poll() is None, trainer.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def results(place: Path) -> list[dict[str, Any]]:
+    """Metrics without wall times."""
+    rows = [asdict(metrics) for metrics in read_metrics(place / "checkpoints")]
+    return [{k: v for k, v in row.items() if k not in ("step_time_s", "data_wait_s")} for row in rows]
+
+
+def weights(place: Path) -> dict[str, torch.Tensor]:
+    return dict(models.load_model(place / "policies" / "v1").state_dict())
