@@ -7,6 +7,7 @@ data.py       prompts of an iteration; reference answers as samples
 generate.py   rollout: engine + token log -> store
 judge.py      score and reward: store -> teachers, verifiers -> store
 schedule.py   plan: metadata -> recorded windows
-learn.py      train: loader process + trainer process -> new policy version
+learn.py      train: loader process + trainer processes -> new policy version
+join.py       train: the nodes besides the first
 evaluate.py   held-out accuracy and reverse KL
 """

@@ -70,13 +70,25 @@ def open_run(job: Job, progress: Progress) -> Run:
     """
     store = Store.create(job.store)
     run = Run(job, store, Policies(job, store.root or Path(job.store)), progress)
-    _check_same_job(run)
+    current = _check_same_job(run)
+    publish_file(run.root / "job.json", json.dumps(current, indent=1).encode())
     ensure_prompts(job, store)
     return run
 
 
-def _check_same_job(run: Run) -> None:
-    """Compare with the job that the store remembers; what has not run yet may change."""
+def open_existing(job: Job, progress: Progress) -> Run:
+    """Open the store of a job that another process runs; nothing is written.
+
+    Raises UnknownNameError when there is no store, MismatchError as open_run does.
+    """
+    store = Store.open(job.store)
+    run = Run(job, store, Policies(job, store.root or Path(job.store)), progress)
+    _check_same_job(run)
+    return run
+
+
+def _check_same_job(run: Run) -> dict[str, Any]:
+    """Compare with the job that the store remembers; what has not run yet may change. Returns the job to remember."""
     file = run.root / "job.json"
     current = run.job.model_dump(mode="json")
     if file.is_file():
@@ -87,7 +99,7 @@ def _check_same_job(run: Run) -> None:
         for stage in current["stages"]:
             if stage["name"] in before and run.policies.stage_folder(run.job.stage(stage["name"])).exists():
                 _refuse_change(run, f"stages.{stage['name']}", before[stage["name"]], stage)
-    publish_file(file, json.dumps(current, indent=1).encode())
+    return current
 
 
 def _known_job(file: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.retain import free_served
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.train.agent import node_count
+from mopd_dataplane.train.agent import node_count, node_rank
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
@@ -71,8 +71,18 @@ class Training:
         free_served(run, stage)
         return version
 
+    def take_part(self, versions: int) -> None:
+        """On a node besides the first: train beside it until it has published that many versions."""
+        trainer = self._start()
+        while self._run.policies.latest(self._stage) < versions and trainer.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(POLL_S)
+        if trainer.returncode:
+            self._died(trainer.returncode)
+
     def __enter__(self) -> Training:
-        free_served(self._run, self._stage)  # what a killed run left undone
+        if node_rank() == 0:
+            free_served(self._run, self._stage)  # what a killed run left undone
         return self
 
     def __exit__(

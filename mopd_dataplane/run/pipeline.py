@@ -23,10 +23,12 @@ from mopd_dataplane.run.evaluate import accuracy, evaluate
 from mopd_dataplane.run.explain import explain_plan
 from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
 from mopd_dataplane.run.generate import rollout
+from mopd_dataplane.run.join import join_job
 from mopd_dataplane.run.judge import reward, score
 from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.schedule import plan_window
+from mopd_dataplane.train.agent import node_rank
 
 Summary = dict[str, Any]
 
@@ -34,8 +36,11 @@ Summary = dict[str, Any]
 def run_job(job: Job, *, console: Console | None = None, only: str | None = None) -> Summary:
     """Run a job to its end, or one stage of it; returns every evaluated policy's accuracy by domain.
 
-    Raises MopdError; whatever was finished stays, and the same call continues.
+    On a node besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; whatever was finished
+    stays, and the same call continues.
     """
+    if node_rank() > 0:
+        return {"store": job.store, **join_job(job, Progress(console))}
     run = open_run(job, Progress(console))
     for stage in [job.stage(only)] if only else job.stages:
         run_stage(run, stage)

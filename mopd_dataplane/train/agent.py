@@ -9,6 +9,7 @@ The exit code is that of the rank that failed first.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
+    logging.disable(logging.WARNING)  # the agent warns of every stop that was asked for
     spec, ranks = arguments
     options = ["--nproc-per-node", ranks]
     if node_count() == 1:

@@ -1,0 +1,50 @@
+"""The nodes besides the first: they do nothing but train, beside the first node's ranks.
+
+They see the first node's work in the shared store: a plan for the next window says that training begins, the last
+policy version that it is over. See docs/ranks.md.
+"""
+
+from __future__ import annotations
+
+from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.run.context import Run, open_existing
+from mopd_dataplane.run.follow import Patience
+from mopd_dataplane.run.learn import Training
+from mopd_dataplane.run.progress import Progress
+
+
+def join_job(job: Job, progress: Progress) -> dict[str, int]:
+    """Take part in the training of every stage; returns the policy version each has reached.
+
+    Raises DeadlineError when the first node does nothing for days, InputError when the store is not shared, and what
+    training raises.
+    """
+    if "://" in job.store:
+        raise InputError(f"store {job.store}: several nodes train from a folder that all of them see")
+    run = _opened(job, progress)
+    for stage in job.stages:
+        _join_stage(run, stage)
+    return {stage.name: run.policies.latest(stage) for stage in job.stages}
+
+
+def _opened(job: Job, progress: Progress) -> Run:
+    patience = Patience("mopd run JOB on the first node")
+    while True:
+        try:
+            return open_existing(job, progress)
+        except UnknownNameError:
+            patience.pause()
+
+
+def _join_stage(run: Run, stage: Stage) -> None:
+    patience = Patience("mopd run JOB on the first node")
+    while not run.is_done(stage):
+        window = run.policies.latest(stage)
+        plan = run.store.plan(stage.name, window) if window < stage.iterations else None
+        if plan is None:
+            patience.pause()
+            continue
+        with Training(run, stage) as training:
+            training.take_part(stage.iterations)
+        patience.renew()
