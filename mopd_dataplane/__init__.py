@@ -38,11 +38,11 @@ def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> St
     return Store.open(uri, storage_options=storage_options)
 
 
-def create_store(uri: str, *, storage_options: dict[str, str] | None = None) -> Store:
-    """Open a store, creating it when the place is empty."""
+def create_store(uri: str, *, storage_options: dict[str, str] | None = None, single_writer: bool = False) -> Store:
+    """Open a store, creating it when the place is empty; single_writer: see Store.create."""
     from mopd_dataplane.store.dataset import Store
 
-    return Store.create(uri, storage_options=storage_options)
+    return Store.create(uri, storage_options=storage_options, single_writer=single_writer)
 
 
 _HOMES = {"Store": "store.dataset", **dict.fromkeys(("Prompt", "Sample", "Signal", "Snapshot"), "records")}

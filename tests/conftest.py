@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from safetensors.numpy import save_file
 
 from mopd_dataplane import Prompt, Sample, Signal, Store, create_store
 from mopd_dataplane.records import PlanWindow, StepMetrics, Teacher, sample_uid
+
+sys.path.insert(0, str(Path(__file__).parent))  # objectservers, which several folders of tests use
+
+from objectservers import Server, seaweedfs
 
 DOMAINS = ("chain_sum", "spell_backward", "number_sorting")
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "\x1b", "é"]
@@ -38,6 +43,25 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A running SeaweedFS that every test of the session shares; tests that stop servers start one of their own."""
+    server = seaweedfs(tmp_path_factory.mktemp("objects") / "seaweedfs")
+    try:
+        server.start_with_bucket()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def s3(object_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """URI of an empty place on the object store; its credentials are in the environment."""
+    for name, value in object_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://bucket/{tmp_path.name}-{tmp_path.parent.name}"
 
 
 @pytest.fixture(scope="session")

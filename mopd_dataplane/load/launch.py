@@ -18,6 +18,8 @@ from mopd_dataplane.load.spec import LoadSpec
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_ARENA_MAX": "1"}
 """Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again, and threads'
 own arenas do so whatever the thresholds say."""
+STORAGE_OPTIONS = "MOPD_STORAGE_OPTIONS"
+"""Environment variable by which a loader gets the options of its object store, as a JSON object."""
 KILLED_S = 30.0
 """How long a process that was killed, or has said that it ends, may take to be gone."""
 
@@ -76,8 +78,10 @@ def start_server(
     """
     path = Path(socket)
     command = [sys.executable, "-m", "mopd_dataplane.load.server", "--store", store_uri, "--socket", str(path)]
-    command += ["--spec", spec.model_dump_json(), "--storage-options", json.dumps(storage_options or {})]
+    command += ["--spec", spec.model_dump_json()]
     environment = {**MALLOC, **os.environ}
+    if storage_options:  # not an argument: everybody on the machine can read those
+        environment[STORAGE_OPTIONS] = json.dumps(storage_options)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:

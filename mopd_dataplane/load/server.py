@@ -15,13 +15,13 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.lanes import Seat
+from mopd_dataplane.load.launch import STORAGE_OPTIONS
 from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import (
     VERSION,
@@ -213,11 +213,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", required=True, help="store URI")
     parser.add_argument("--socket", required=True, type=Path, help="Unix socket to listen on")
     parser.add_argument("--spec", required=True, help="JSON of load.spec.LoadSpec")
-    parser.add_argument("--storage-options", default="{}", help="JSON object for an object store")
     options = parser.parse_args(arguments)
     parent = os.getppid()
     try:
-        server = _start(options.store, options.socket, parse_spec(options.spec), json.loads(options.storage_options))
+        server = _start(options.store, options.socket, parse_spec(options.spec), _storage_options())
     except MopdError as error:
         print(json.dumps(error_message(error)), flush=True)
         return error.exit_code
@@ -229,7 +228,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _start(uri: str, path: Path, spec: LoadSpec, storage_options: dict[str, Any]) -> Server:
+def _storage_options() -> dict[str, str]:
+    options: dict[str, str] = json.loads(os.environ.get(STORAGE_OPTIONS, "{}"))
+    return options
+
+
+def _start(uri: str, path: Path, spec: LoadSpec, storage_options: dict[str, str]) -> Server:
     from mopd_dataplane.store.dataset import Store
 
     store = Store.open(uri, storage_options=storage_options or None)

@@ -5,7 +5,7 @@ Needs the small `tokenizers` package; without it, or without a tokenizer file, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 class Decoder:
     """Pieces of text, one per token."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, text: str) -> None:
+        """text: content of a tokenizer.json."""
         from tokenizers import Tokenizer
 
-        self.file = file
-        self._tokenizer: Any = Tokenizer.from_file(str(file))
+        self._tokenizer: Any = Tokenizer.from_str(text)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Text that each token adds. A token that ends inside a character adds nothing; the next one adds it."""
@@ -41,8 +41,6 @@ class Decoder:
 class Numbers:
     """Stands in where there is no tokenizer: every token is its id."""
 
-    file = None
-
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Ids in angle brackets."""
         return [f"⟨{int(token)}⟩" for token in ids]
@@ -58,16 +56,26 @@ def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
     if find_spec("tokenizers") is None:
         return Numbers()
     if folder is not None:
-        return Decoder(folder / "tokenizer.json")
+        return Decoder((folder / "tokenizer.json").read_text())
     for candidate in _tokenizer_files(store):
-        return Decoder(candidate)
-    return Numbers()
+        return Decoder(candidate.read_text())
+    stored = _stored_tokenizer(store)
+    return Decoder(stored) if stored else Numbers()
 
 
-def _tokenizer_files(store: Store) -> list[Path]:
+def _tokenizer_files(store: Store) -> Iterator[Path]:
     """tokenizer.json of the store's policies, then of the folder its job started from."""
-    if store.root is None:
-        return []
-    found = sorted((store.root / "policies").glob("**/tokenizer.json"))
+    if store.root is not None:
+        yield from sorted((store.root / "policies").glob("**/tokenizer.json"))
     start = remembered_job(store).get("student", {}).get("path", "")
-    return found + [file for file in [Path(start) / "tokenizer.json"] if start and file.is_file()]
+    if start and (file := Path(start) / "tokenizer.json").is_file():
+        yield file
+
+
+def _stored_tokenizer(store: Store) -> str:
+    """Content of a policy's tokenizer.json on an object store; empty when there is none."""
+    if store.files is None:
+        return ""
+    names = (name for name in store.files.under("policies") if name.endswith("/tokenizer.json"))
+    content = store.files.read(next(names, "policies/none"))
+    return content.decode() if content is not None else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,12 +9,8 @@ if TYPE_CHECKING:
 
 
 def remembered_job(store: Store) -> dict[str, Any]:
-    """The job as plain values; empty for a store that no job made, or that lies on an object store."""
-    file = store.root / "job.json" if store.root is not None else None
-    if file is None or not file.is_file():
-        return {}
-    job: dict[str, Any] = json.loads(file.read_text())
-    return job
+    """The job as plain values; empty for a store that no job made."""
+    return store.read_json("job.json") or {}
 
 
 def stage_starts(job: dict[str, Any]) -> dict[str, str]:

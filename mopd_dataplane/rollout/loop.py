@@ -114,6 +114,7 @@ class RolloutLoop:
             self.collect_commits()
             if self._log.full:
                 self._log.rotate(self._ledger)
+                self._log.ship()
             self._show()
 
     def let_go(self) -> None:

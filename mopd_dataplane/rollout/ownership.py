@@ -34,12 +34,12 @@ def take_lock(folder: Path) -> int:
     return descriptor
 
 
-def claim_epoch(folder: Path) -> int:
-    """Claim the next epoch, durably."""
+def claim_epoch(folder: Path, *, above: int = 0) -> int:
+    """Claim the next epoch, durably; `above` is the newest that was claimed elsewhere."""
     claims = folder / "epoch"
     make_folder(claims)
     claimed = [int(file.stem) for file in claims.glob("*.json") if file.stem.isdigit()]
-    epoch = max([0, *claimed, *epoch_folders(folder)]) + 1
+    epoch = max([above, *claimed, *epoch_folders(folder)]) + 1
     owner = json.dumps({"pid": os.getpid(), "boot": _boot_id()}).encode()
     while True:
         path = claim_file(folder, epoch)

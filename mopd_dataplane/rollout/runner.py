@@ -24,6 +24,7 @@ from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.loop import Environment, RolloutLoop
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.sandbox import Sandbox
+from mopd_dataplane.rollout.shipping import LogCopy
 from mopd_dataplane.rollout.wal import TokenLog
 from mopd_dataplane.rollout.weights import Published, WeightChange, load_pinned, pinned
 
@@ -52,6 +53,7 @@ def run_rollout(
     policies: Callable[[int], Path] | None = None,
     published: Published | None = None,
     writer: str = "engine-0",
+    copy: LogCopy | None = None,
 ) -> RolloutReport:
     """Sample `group_size` responses per prompt and hand them to `commit`; or continue such a call that died.
 
@@ -60,7 +62,8 @@ def run_rollout(
     `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
     policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
     and again; a newer one than the engine's is taken up as `weight_change` says. environment: what answers when the
-    policy ends a turn; it may run commands in the sandbox (see sandbox.py).
+    policy ends a turn; it may run commands in the sandbox (see sandbox.py). copy: where the log is copied to at every
+    new segment and at the end, and fetched from when another node wrote it last (see shipping.py).
 
     The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
     of an earlier generation are finished and committed too.
@@ -80,7 +83,7 @@ def run_rollout(
 
     with StopRequest() as stop:
         log, recovered = TokenLog.open(
-            wal_dir / stage / writer, wal, accept=lambda ledger: _check_ledger(engine, ledger), notice=notice
+            wal_dir / stage / writer, wal, accept=lambda ledger: _check_ledger(engine, ledger), notice=notice, copy=copy
         )
         ledger = recovered.ledger
         report.level, report.filesystem, report.torn_bytes = log.level, log.mount.kind, recovered.torn_bytes
@@ -114,6 +117,7 @@ def run_rollout(
             loop.let_go()
             report.seconds = time.monotonic() - began
         log.close(forget=not ledger.drafts)
+        log.ship()
     if stop.asked:
         raise KeyboardInterrupt(
             f"stopped: {report.samples} samples committed, {len(ledger.drafts)} unfinished ones are kept in the log "

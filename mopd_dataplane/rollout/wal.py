@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mopd_dataplane import config
-from mopd_dataplane.errors import MopdError, ResourceError
+from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.filesystem import Level, Mount, mount_of
@@ -33,6 +33,7 @@ from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.ownership import claim_epoch, claim_file, make_folder, take_lock
 from mopd_dataplane.rollout.recovery import Recovered, epoch_folders, recover, segment_files
 from mopd_dataplane.rollout.segmentfile import SegmentFile
+from mopd_dataplane.rollout.shipping import LogCopy, NoCopy
 
 
 @contextmanager
@@ -71,6 +72,7 @@ class TokenLog:
         epoch: int,
         lock: int,
         notice: Callable[[str], None],
+        copy: LogCopy,
     ) -> None:
         self.folder = folder
         self.epoch = epoch
@@ -79,6 +81,7 @@ class TokenLog:
         self._syncs = settings.durability == "durable"
         self._lock = lock
         self._notice = notice
+        self._copy = copy
         self._uuid = secrets.token_bytes(16)
         self._segment = -1
         self._next_lsn = recovered.next_lsn
@@ -106,21 +109,26 @@ class TokenLog:
         *,
         accept: Callable[[Ledger], None] = lambda ledger: None,
         notice: Callable[[str], None] = lambda text: None,
+        copy: LogCopy | None = None,
     ) -> tuple[TokenLog, Recovered]:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 
         accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
         notice: told in one line when the disk is full and when it no longer is.
+        copy: keeps a copy elsewhere, from which a log that another node left is fetched first.
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
         with _named(folder):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = take_lock(folder)
             try:
+                elsewhere = copy or NoCopy()
                 # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
-                epoch = claim_epoch(folder)
+                epoch = claim_epoch(folder, above=elsewhere.fetch(folder))
                 recovered = _recovered_or_unclaimed(folder, epoch, accept)
-                return cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice), recovered
+                elsewhere.claim(epoch)
+                log = cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice, copy=elsewhere)
+                return log, recovered
             except BaseException:
                 os.close(lock)
                 raise
@@ -189,6 +197,16 @@ class TokenLog:
             except ResourceError as failure:
                 self._flusher.fail(failure)
                 raise
+
+    def ship(self) -> None:
+        """Bring the copy elsewhere up to date; when that fails the log goes on without, and says so.
+
+        Raises ResourceError when another node has taken the log over.
+        """
+        try:
+            self._copy.ship(self.folder, self.epoch)
+        except (DeadlineError, InputError) as failure:
+            self._notice(f"the token log was not copied to the store, only this node can continue it: {failure}")
 
     def close(self, *, forget: bool = False) -> None:
         """End the log cleanly. forget: every sample is committed, so the segments go too."""

@@ -1,6 +1,8 @@
 """A job, run: the only place where stages meet.
 
 pipeline.py   the whole job, stage after stage, continuing where it stopped
+work.py       the local folder, and its way to an object store
+logcopy.py    the token log's copy there
 policies.py   which folder holds which policy version
 student.py    the student's starting point, made once
 data.py       prompts of an iteration; reference answers as samples

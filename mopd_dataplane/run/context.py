@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mopd_dataplane.errors import InputError, MismatchError
-from mopd_dataplane.files import publish_file
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.models import load_tokenizer, tokenizer_digest
 from mopd_dataplane.run.data import ensure_prompts
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.work import Work, open_work
 from mopd_dataplane.store.dataset import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+JOB = "job.json"
+"""The job as the store remembers it."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,14 @@ class Run:
         return tokenizer_digest(self.tokenizer)
 
     @property
+    def work(self) -> Work:
+        """Where policies, checkpoints, token log and heads are written; and their way to an object store."""
+        return self.policies.work
+
+    @property
     def root(self) -> Path:
-        """Local folder of the store: policies, checkpoints, token log and heads live beside the tables."""
-        if self.store.root is None:
-            raise InputError(f"store {self.store.uri}: training from an object store needs a local work folder")
-        return self.store.root
+        """Local folder of all that is no table."""
+        return self.work.root
 
     def is_done(self, stage: Stage) -> bool:
         """Whether a stage has finished, evaluation included."""
@@ -68,10 +73,9 @@ def open_run(job: Job, progress: Progress) -> Run:
 
     Raises MismatchError when the store was made by a job with another seed, student, domains or finished stages.
     """
-    store = Store.create(job.store)
-    run = Run(job, store, Policies(job, store.root or Path(job.store)), progress)
-    current = _check_same_job(run)
-    publish_file(run.root / "job.json", json.dumps(current, indent=1).encode())
+    store = Store.create(job.store, single_writer=job.single_writer)
+    run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
+    store.write_json(JOB, _check_same_job(run))
     ensure_prompts(job, store)
     return run
 
@@ -82,33 +86,33 @@ def open_existing(job: Job, progress: Progress) -> Run:
     Raises UnknownNameError when there is no store, MismatchError as open_run does.
     """
     store = Store.open(job.store)
-    run = Run(job, store, Policies(job, store.root or Path(job.store)), progress)
+    run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     _check_same_job(run)
     return run
 
 
 def _check_same_job(run: Run) -> dict[str, Any]:
     """Compare with the job that the store remembers; what has not run yet may change. Returns the job to remember."""
-    file = run.root / "job.json"
     current = run.job.model_dump(mode="json")
-    if file.is_file():
-        known = _known_job(file)
+    before = run.store.read_json(JOB)
+    if before is not None:
+        known = _known_job(before, f"{run.store.uri}/{JOB}")
         for key in ("seed", "student", "domains"):
             _refuse_change(run, key, known[key], current[key])
-        before = {stage["name"]: stage for stage in known["stages"]}
+        stages = {stage["name"]: stage for stage in known["stages"]}
         for stage in current["stages"]:
-            if stage["name"] in before and run.policies.stage_folder(run.job.stage(stage["name"])).exists():
-                _refuse_change(run, f"stages.{stage['name']}", before[stage["name"]], stage)
+            if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):
+                _refuse_change(run, f"stages.{stage['name']}", stages[stage["name"]], stage)
     return current
 
 
-def _known_job(file: Path) -> dict[str, Any]:
+def _known_job(content: dict[str, Any], where: str) -> dict[str, Any]:
     try:
-        return Job.model_validate_json(file.read_text()).model_dump(mode="json")
+        return Job.model_validate(content).model_dump(mode="json")
     except ValidationError as error:
         keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors()[:3])
         raise MismatchError(
-            f"{file} holds a job that this version cannot read ({keys}); continue with the version that made the "
+            f"{where} holds a job that this version cannot read ({keys}); continue with the version that made the "
             "store, or give another store (--store runs/NAME)"
         ) from None
 

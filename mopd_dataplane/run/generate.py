@@ -11,6 +11,7 @@ from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.prompt_order import iteration_prompts
 from mopd_dataplane.run.rows import stage_samples
 from mopd_dataplane.store.dataset import Store
@@ -95,6 +96,7 @@ def _sample(
                 policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
                 published=newest if follow and sampler == "self" else None,
                 writer=writer,
+                copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
             )
         finally:
             engine.close()

@@ -101,7 +101,11 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     }
     pool = TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
     for teacher in specs:
-        run.store.add_teacher(pool.register(teacher, run.root))
+        known = run.work.fetch_file(f"heads/{teacher}.safetensors")
+        record = pool.register(teacher, run.root)
+        if not known:
+            run.work.publish_file(record.head_file)
+        run.store.add_teacher(record)
     return pool
 
 

@@ -21,6 +21,7 @@ from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow, StepMetrics
+from mopd_dataplane.run.checkpoints import StoredCheckpoints
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.retain import free_served
@@ -47,6 +48,7 @@ class Training:
     def __init__(self, run: Run, stage: Stage) -> None:
         self._run = run
         self._stage = stage
+        self._checkpoints = StoredCheckpoints(run.work, stage.name)
         self._trainer: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
 
@@ -62,6 +64,7 @@ class Training:
             with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
                 trainer = self._trainer or self._start()
                 self._watch(trainer, plan, version, advance)
+                self._publish()
                 done = [m for m in self._metrics() if m.window == plan.window]
                 report.facts = _summary(done)
             name = f"time/{stage.name}/{plan.window}/train"
@@ -82,6 +85,7 @@ class Training:
 
     def __enter__(self) -> Training:
         if node_rank() == 0:
+            self._publish()
             free_served(self._run, self._stage)  # what a killed run left undone
         return self
 
@@ -90,9 +94,22 @@ class Training:
     ) -> None:
         self._resources.close()
         self._trainer = None
+        if node_rank() == 0:
+            self._publish_checkpoint()
+
+    def _publish(self) -> None:
+        """Have checkpoint and policies in the store, in this order: whoever finds a policy can also go on from it."""
+        self._checkpoints.publish()
+        self._run.policies.publish(self._stage)
+
+    def _publish_checkpoint(self) -> None:
+        if why_not := self._checkpoints.try_to_publish():
+            self._run.progress.say(f"{self._stage.name:<16} train    {why_not}")
 
     def _start(self) -> subprocess.Popen[bytes]:
         run, stage = self._run, self._stage
+        self._checkpoints.fetch()
+        run.policies.folder(stage, run.policies.latest(stage))
         check_cursor(run.store, stage.name, self._folder)
         scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
         # A micro-batch holds all its packs at once, and the next one is read meanwhile.
@@ -114,6 +131,9 @@ class Training:
         run, stage = self._run, self._stage
         teachers = run.job.teachers_of(stage)
         known = run.store.teachers()
+        for name in teachers:
+            if name in known:
+                run.work.fetch_file(known[name].head_file)
         return TrainSpec(
             stage=stage.name,
             start=str(run.policies.start(stage)),
@@ -142,7 +162,7 @@ class Training:
 
     @property
     def _folder(self) -> Path:
-        return self._run.root / "checkpoints" / self._stage.name
+        return self._checkpoints.folder
 
     def _steps_expected(self) -> int:
         """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every iteration."""
@@ -162,6 +182,7 @@ class Training:
             done = [m for m in self._metrics() if m.window == plan.window]
             if done:
                 advance(len(done), **_summary(done[-1:]))
+            self._publish_checkpoint()
 
     def _died(self, code: int) -> None:
         where = f"stage {self._stage.name!r}: the trainer"

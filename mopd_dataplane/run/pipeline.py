@@ -45,6 +45,7 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
     for stage in [job.stage(only)] if only else job.stages:
         run_stage(run, stage)
     report = write_report(run.store, run.root / "report.html")
+    run.work.publish_file("report.html")
     return {"store": run.store.uri, "accuracy": accuracy_table(run), "report": str(report)}
 
 

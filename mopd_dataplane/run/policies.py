@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.run.student import make_student
+from mopd_dataplane.run.work import Work
 
 
 @dataclass(frozen=True)
 class Policies:
-    """Policy folders of one job under its store root."""
+    """Policy folders of one job in its work folder; those that another node published are fetched when asked for."""
 
     job: Job
-    root: Path
+    work: Work
 
     def initial(self) -> Path:
         """The student as configured, made on first use."""
-        return make_student(self.job.student, self.root / "policies" / "init", seed=self.job.seed)
+        if self.job.student.path:
+            return Path(self.job.student.path)
+        name = "policies/init"
+        if not self.work.fetch(name):
+            make_student(self.job.student, self.work.root / name, seed=self.job.seed)
+            self.work.publish(name)
+        return self.work.root / name
 
     def start(self, stage: Stage) -> Path:
         """Where a stage starts: the initial student, or the last version of an earlier stage."""
@@ -27,16 +35,29 @@ class Policies:
 
     def folder(self, stage: Stage, version: int) -> Path:
         """Folder of one version of a stage's policy."""
-        return self.start(stage) if version == 0 else self.stage_folder(stage) / f"v{version}"
+        if version == 0:
+            return self.start(stage)
+        name = f"policies/{stage.name}/v{version}"
+        self.work.fetch(name)
+        return self.work.root / name
 
     def stage_folder(self, stage: Stage) -> Path:
-        """Where a stage publishes its versions."""
-        return self.root / "policies" / stage.name
+        """Where a stage's trainer writes its versions."""
+        return self.work.root / "policies" / stage.name
+
+    def has_begun(self, stage: Stage) -> bool:
+        """Whether a stage has trained."""
+        return self.stage_folder(stage).exists() or self.latest(stage) > 0
 
     def latest(self, stage: Stage) -> int:
-        """Newest published version; 0 when the stage has published none."""
-        versions = [int(folder.name[1:]) for folder in self.stage_folder(stage).glob("v*") if folder.name[1:].isdigit()]
-        return max(versions, default=0)
+        """Newest version, here or in the store; 0 when there is none."""
+        return max(_versions(self.work.published(f"policies/{stage.name}")), default=0)
+
+    def publish(self, stage: Stage) -> None:
+        """Have every version that was trained here in the store too."""
+        folder = self.stage_folder(stage)
+        for version in _versions(path.name for path in folder.glob("v*")):
+            self.work.publish(f"policies/{stage.name}/v{version}")
 
     def last(self, stage: Stage) -> Path:
         """Folder of the newest version. Raises UnknownNameError when the stage has not trained yet."""
@@ -56,3 +77,7 @@ class Policies:
         if source.startswith("stage:"):
             return self.last(self.job.stage(source.removeprefix("stage:")))
         return Path(source)
+
+
+def _versions(names: Iterable[str]) -> list[int]:
+    return sorted(int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdigit())

@@ -3,6 +3,9 @@
 In the order in which they build on each other:
 
     place.py         where a store lies, and its small JSON files
+    objects.py       its files on an object store
+    network.py       what an object store answers, told apart
+    shelf.py         folders on an object store, whole or not at all
     layout.py        table name -> Lance schema; formats that do not match are refused
     lance_errors.py  what Lance raises, told apart
     table.py         one dataset: read at a version, append payload, insert rows exactly once

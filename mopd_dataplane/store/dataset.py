@@ -23,6 +23,7 @@ from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import check_format, check_teacher
 from mopd_dataplane.store.lock import committing
+from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, take_rows
 from mopd_dataplane.store.retire import Freed
@@ -62,16 +63,27 @@ class Store:
         if mark is None:
             raise UnknownNameError(f"no store at {place.uri} (it has no {MARK}); create one with create_store")
         check_format(int(mark["format_version"]), place.uri)
+        place.single_writer = bool(mark.get("single_writer"))
         return cls(place)
 
     @classmethod
-    def create(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
-        """Open the store at `uri`, creating it when there is none. The mark is written last: no half store opens."""
+    def create(
+        cls, uri: str | Path, storage_options: dict[str, str] | None = None, *, single_writer: bool = False
+    ) -> Store:
+        """Open the store at `uri`, creating it when there is none. The mark is written last: no half store opens.
+
+        single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
+        object store that ignores preconditions (ResourceError without it).
+        """
         place = Place(uri, storage_options)
         if place.read_json(MARK) is not None:
-            return cls.open(uri, storage_options)
+            store = cls.open(uri, storage_options)
+            store._place.admit_writer()
+            return store
         if place.root is not None:
             place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place.single_writer = single_writer
+        place.admit_writer()
         store = cls(place)
         for name in TABLES:
             store._table(name).create()
@@ -81,9 +93,28 @@ class Store:
                 "format_version": FORMAT_VERSION,
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "uuid": str(uuid.uuid4()),
+                **({"single_writer": True} if single_writer else {}),
             },
         )
         return store
+
+    @property
+    def uuid(self) -> str:
+        """What tells this store from another one that lay, or will lie, at the same place."""
+        return str((self._place.read_json(MARK) or {}).get("uuid", ""))
+
+    @property
+    def files(self) -> ObjectFiles | None:
+        """Files beside the datasets on an object store; None for a folder, where `path` names them."""
+        return self._place.files
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """A small JSON file of the store, None when there is none."""
+        return self._place.read_json(name)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Replace a small JSON file of the store, atomically and durably."""
+        self._place.write_json(name, value)
 
     def path(self, name: str) -> Path:
         """A file or folder of the store that is not a dataset: "wal", "heads", "policies/student/v3"."""

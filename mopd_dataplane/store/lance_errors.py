@@ -1,4 +1,4 @@
-"""What Lance raises, told apart: a full disk, damaged bytes, a commit that came second."""
+"""What Lance raises, told apart: a full disk, damaged bytes, a silent object store, a commit that came second."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from lance.commit import CommitConflictError
 
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
+from mopd_dataplane.store.network import network_failure
 
 _NO_ROOM = {
     errno.ENOSPC: "the disk is full",
@@ -19,10 +20,12 @@ _NO_ROOM = {
 
 @contextmanager
 def writing(where: str) -> Iterator[None]:
-    """ResourceError, with its errno, when the disk takes no more; other errors pass."""
+    """ResourceError, with its errno, when the disk takes no more; what an object store answers; other errors pass."""
     try:
         yield
     except OSError as error:
+        if failure := network_failure(where, error):
+            raise failure from None
         for number, reason in {} if isinstance(error, MopdError) else _NO_ROOM.items():
             if error.errno == number or f"os error {number}" in str(error):
                 full = ResourceError(f"{where}: {reason}; nothing became visible; make room and retry")
@@ -39,6 +42,8 @@ def reading(where: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, MopdError) or not (isinstance(error, OSError) or is_panic(error)):
             raise
+        if failure := network_failure(where, error):
+            raise failure from None
         raise DamagedError(f"{where}: cannot be read ({error}); run `mopd store verify`") from error
 
 

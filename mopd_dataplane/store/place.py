@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import tempfile
 from pathlib import Path
 from typing import Any, cast
 
 import lance
-from lance.file import LanceFileSession
 
-from mopd_dataplane.errors import DamagedError, InputError
+from mopd_dataplane.errors import DamagedError, InputError, ResourceError
 from mopd_dataplane.files import fsync, publish_file
+from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentials
 
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
@@ -28,10 +28,28 @@ class Place:
         remote = "://" in text
         self.root: Path | None = None if remote else Path(text).absolute()
         """The folder; None on an object store."""
+        if remote:
+            refuse_credentials(text)
         self.uri = text.rstrip("/") if remote else str(self.root)
-        self.storage_options = dict(storage_options or {})
-        self._files = LanceFileSession(self.uri, self.storage_options or None) if remote else None
+        self.storage_options = {**DEFAULTS, **(storage_options or {})} if remote else dict(storage_options or {})
+        self.files = ObjectFiles(self.uri, self.storage_options) if remote else None
+        """Files of an object store; None for a folder."""
+        self.single_writer = False
+        """Somebody has promised that one process writes: preconditions need not be honoured."""
+        self._admitted = not remote
         self._session: Any = None
+
+    def admit_writer(self) -> None:
+        """Raise ResourceError on an object store that ignores preconditions: there, commits of two writers get lost."""
+        if self._admitted or self.files is None:
+            return
+        if not self.single_writer and not self.files.honours_preconditions():
+            raise ResourceError(
+                f"{self.uri}: this server ignores If-None-Match, so two writers would silently lose each other's "
+                "commits; use a server that honours it, or promise that only one process writes: "
+                "single_writer = true in the job file, create_store(uri, single_writer=True)"
+            )
+        self._admitted = True
 
     @property
     def session(self) -> Any:
@@ -65,38 +83,41 @@ class Place:
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON object atomically and durably."""
         content = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
-        if self._files is None:
+        if self.files is None:
             publish_file(self.local(name), content)
-            return
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(content)
-            file.flush()
-            self._files.upload_file(file.name, name)
+        else:
+            self.files.write(name, content)
 
     def remove(self, name: str) -> None:
         """Delete a small file; no error when it is not there."""
-        if self._files is None:
-            path = self.local(name)
-            path.unlink(missing_ok=True)
-            if path.parent.is_dir():
-                fsync(path.parent)
-        elif self._files.contains(name):
-            self._files.delete_file(name)
+        if self.files is not None:
+            self.files.remove([name])
+            return
+        path = self.local(name)
+        path.unlink(missing_ok=True)
+        if path.parent.is_dir():
+            fsync(path.parent)
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self.local(name).is_file() if self.files is None else self.files.size(name) is not None
+
+    def sha256(self, name: str) -> str:
+        """sha256 of a file, hex."""
+        if self.files is not None:
+            return self.files.sha256(name)
+        with self.local(name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder of the store, sorted; empty when there is no such folder."""
-        if self._files is None:
-            folder = self.local(name)
-            return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-        found = self._files.list_with_delimiter(name)
-        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in [*found.common_prefixes, *found.objects])
+        if self.files is not None:
+            return self.files.children(name)
+        folder = self.local(name)
+        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
     def _read(self, name: str) -> bytes | None:
-        if self._files is None:
-            path = self.local(name)
-            return path.read_bytes() if path.is_file() else None
-        if not self._files.contains(name):
-            return None
-        with tempfile.NamedTemporaryFile() as file:
-            self._files.download_file(name, file.name)
-            return Path(file.name).read_bytes()
+        if self.files is not None:
+            return self.files.read(name)
+        path = self.local(name)
+        return path.read_bytes() if path.is_file() else None

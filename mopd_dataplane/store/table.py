@@ -28,6 +28,7 @@ from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.layout import blob_columns, check_schema, lance_schema, spec_of
+from mopd_dataplane.store.network import network_failure
 from mopd_dataplane.store.place import Place
 
 ATTEMPTS = 64
@@ -106,6 +107,8 @@ class Table:
         except BaseException as error:
             if not isinstance(error, ValueError | OSError) and not is_panic(error):
                 raise
+            if failure := network_failure(self.uri, error):
+                raise failure from None
             if "was not found" in str(error) and version is None:
                 raise UnknownNameError(f"no dataset {self.name!r} in {self._place.uri}") from error
             raise DamagedError(f"{self.uri}: version {version or 'newest'} cannot be opened: {error}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,7 +69,7 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
             opened.pop(name, None)
     for check in (_samples, _scores, _rewards, _plans):
         report.findings.extend(check(opened, deep))
-    if "teachers" in opened and place.root is not None:
+    if "teachers" in opened:
         report.findings.extend(_heads(place, opened["teachers"], deep))
     report.orphans.update(_orphans(opened))
     return report
@@ -168,15 +167,12 @@ def _plans(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fin
 def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[Finding]:
     """Each teacher's LM head file is there; deep: with the recorded digest."""
     for row, teacher in enumerate(teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()):
-        path = place.local(teacher["head_file"])
-        if not path.is_file():
-            yield Finding("teachers", row, teacher["name"], f"head file {teacher['head_file']} is missing")
-        elif deep:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != teacher["head_digest"]:
-                problem = f"head file {teacher['head_file']} has sha256 {digest}, recorded was {teacher['head_digest']}"
-                yield Finding("teachers", row, teacher["name"], problem)
+        name = teacher["head_file"]
+        if not place.has(name):
+            yield Finding("teachers", row, teacher["name"], f"head file {name} is missing")
+        elif deep and (digest := place.sha256(name)) != teacher["head_digest"]:
+            problem = f"head file {name} has sha256 {digest}, recorded was {teacher['head_digest']}"
+            yield Finding("teachers", row, teacher["name"], problem)
 
 
 def _orphans(opened: Mapping[str, lance.LanceDataset]) -> dict[str, int]:

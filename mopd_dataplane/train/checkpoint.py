@@ -36,7 +36,9 @@ from mopd_dataplane.train.ranks import Ranks
 
 _FORMAT = 2
 _NAME = re.compile(r"step-\d{8,}")
-_STATE, _LATEST = "state.json", "latest"
+_STATE = "state.json"
+LATEST = "latest"
+"""File that names the newest complete checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Checkpoints:
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
         """Write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the disk is full."""
         name = f"step-{position.step:08d}"
-        pointer, staging = self.folder / _LATEST, self.folder / f".{name}.tmp"
+        pointer, staging = self.folder / LATEST, self.folder / f".{name}.tmp"
         there = self._ranks.leads and pointer.is_file() and pointer.read_text().strip() == name
         if self._ranks.max(int(there)) == [1]:
             return  # this step is saved already; replacing what `latest` names would open a gap
@@ -96,7 +98,7 @@ class Checkpoints:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        name = (self.folder / _LATEST).read_text().strip()
+        name = (self.folder / LATEST).read_text().strip()
         place, state = self.folder / name, _read_state(self.folder, name)
         self._check_digests(place, state)
         reader = HuggingFaceStorageReader(str(place))
@@ -135,7 +137,7 @@ class Checkpoints:
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(staging, target)
         checkpoint("train.save.named")
-        publish_file(self.folder / _LATEST, target.name.encode())
+        publish_file(self.folder / LATEST, target.name.encode())
         checkpoint("train.saved")
         for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
             if old != target:
@@ -165,7 +167,7 @@ class Checkpoints:
 
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
     """Position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
-    pointer = folder / _LATEST
+    pointer = folder / LATEST
     if not pointer.is_file():
         return None
     name = pointer.read_text(errors="backslashreplace").strip()
@@ -192,13 +194,13 @@ def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_win
 
 def _read_state(folder: Path, name: str) -> dict[str, Any]:
     if not _NAME.fullmatch(name):
-        raise DamagedError(f"{folder / _LATEST} names {name!r:.80}, not a checkpoint; write step-… into it")
+        raise DamagedError(f"{folder / LATEST} names {name!r:.80}, not a checkpoint; write step-… into it")
     file = folder / name / _STATE
     try:
         state: dict[str, Any] = json.loads(file.read_text())
         found = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DamagedError(f"checkpoint {file}: {error}; point {folder / _LATEST} at another one") from None
+        raise DamagedError(f"checkpoint {file}: {error}; point {folder / LATEST} at another one") from None
     if found != _FORMAT:
         raise MismatchError(f"{file} has format {found}, this version reads {_FORMAT}; use the one that wrote it")
     return state

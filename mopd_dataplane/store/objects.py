@@ -1,0 +1,184 @@
+"""The files of a store on an object store, through obstore: the same client, settings and credentials as Lance's own.
+
+Names are relative to the store. Every call retries inside bounds and then raises; nothing here waits for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.store.network import answering
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+MAX_RETRIES = 8
+RETRY_S = 60
+"""Longest time spent on the retries of one request."""
+CONNECT_S = 5
+REQUEST_S = 120
+"""Longest time of one request, its body included."""
+DEFAULTS = {
+    "client_max_retries": str(MAX_RETRIES),
+    "client_retry_timeout": str(RETRY_S),
+    "connect_timeout": f"{CONNECT_S}s",
+    "timeout": f"{REQUEST_S}s",
+}
+"""Lance's names of the same bounds; a caller's storage options win."""
+_CHUNK = 8 << 20
+
+T = TypeVar("T")
+
+
+class ObjectFiles:
+    """Files by name under one URI."""
+
+    def __init__(self, uri: str, storage_options: dict[str, str]) -> None:
+        self.uri = uri
+        self._store = _connect(uri, {name: value for name, value in storage_options.items() if name not in DEFAULTS})
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a file, None when there is none."""
+        import obstore
+
+        try:
+            return bytes(self._call(name, lambda: obstore.get(self._store, name).bytes()))
+        except FileNotFoundError:
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace a file; durable on return."""
+        import obstore
+
+        self._call(name, lambda: obstore.put(self._store, name, content))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file unless there is one (If-None-Match: *); whether this call made it.
+
+        False also when a reply was lost and the retry met our own file: whoever must know compares the content.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            self._call(name, lambda: obstore.put(self._store, name, content, mode="create", use_multipart=False))
+        except AlreadyExistsError:
+            return False
+        return True
+
+    def upload(self, name: str, file: Path) -> None:
+        """A local file, in parts."""
+        import obstore
+
+        self._call(name, lambda: obstore.put(self._store, name, file, chunk_size=_CHUNK))
+
+    def download(self, name: str, file: Path) -> None:
+        """To a local file. Raises FileNotFoundError when there is none in the store."""
+        import obstore
+
+        def fetch() -> None:
+            with file.open("wb") as out:
+                for chunk in obstore.get(self._store, name).stream(min_chunk_size=_CHUNK):
+                    out.write(chunk)
+
+        self._call(name, fetch)
+
+    def sha256(self, name: str) -> str:
+        """sha256 of a file, hex; read in parts. Raises FileNotFoundError."""
+        import obstore
+
+        def digest() -> str:
+            whole = hashlib.sha256()
+            for chunk in obstore.get(self._store, name).stream(min_chunk_size=_CHUNK):
+                whole.update(chunk)
+            return whole.hexdigest()
+
+        return self._call(name, digest)
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file, None when there is none."""
+        import obstore
+
+        try:
+            return int(self._call(name, lambda: obstore.head(self._store, name))["size"])
+        except FileNotFoundError:
+            return None
+
+    def remove(self, names: list[str]) -> None:
+        """Delete files; those that are not there are no error."""
+        import obstore
+
+        for name in names:
+            try:
+                self._call(name, lambda name=name: obstore.delete(self._store, name))  # type: ignore[misc]
+            except FileNotFoundError:
+                continue
+
+    def children(self, name: str) -> list[str]:
+        """Names directly under a folder, sorted."""
+        import obstore
+
+        found = self._call(name, lambda: obstore.list_with_delimiter(self._store, f"{name}/"))
+        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
+
+    def under(self, name: str) -> list[str]:
+        """Names of all files under a folder, at any depth."""
+        import obstore
+
+        return self._call(
+            name, lambda: sorted(e["path"] for page in obstore.list(self._store, f"{name}/") for e in page)
+        )
+
+    def honours_preconditions(self) -> bool:
+        """Whether a second PUT with If-None-Match: * is refused: what exactly-once commits rest on."""
+        name = f"probe/{uuid.uuid4().hex}"
+        try:
+            return self.create(name, b"first") and not self.create(name, b"second")
+        finally:
+            self.remove([name])
+
+    def _call(self, name: str, request: Callable[[], T]) -> T:
+        with answering(f"{self.uri}/{name}"):
+            return request()
+
+
+def refuse_credentials(uri: str) -> None:
+    """Raise InputError for a URI that carries credentials; it is not repeated in the message."""
+    parts = urlsplit(uri)
+    if "@" in parts.netloc or parts.query:
+        raise InputError(
+            f"a store URI must not carry credentials or options (found them after {parts.scheme}://…); give "
+            f"{parts.scheme}://bucket/prefix, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
+
+
+def _connect(uri: str, config: dict[str, str]) -> ObjectStore:
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import LocalStore, from_url
+    except ImportError:
+        raise InputError(f"{uri}: an object store needs the package: pip install 'mopd-dataplane[s3]'") from None
+    if uri.startswith("file-object-store://"):
+        return LocalStore(uri.removeprefix("file-object-store://"), mkdir=True)
+    bounds: dict[str, Any] = {
+        "client_options": {"connect_timeout": f"{CONNECT_S}s", "timeout": f"{REQUEST_S}s"},
+        "retry_config": {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+    }
+    # obstore reads this variable only where no client options are given.
+    if config.pop("allow_http", os.environ.get("AWS_ALLOW_HTTP", "")).lower() == "true":
+        bounds["client_options"]["allow_http"] = True
+    try:
+        return from_url(uri, config=config or None, **bounds)  # type: ignore[arg-type, no-any-return]
+    except (BaseError, ValueError):
+        raise InputError(
+            f"{uri}: not the URI of an object store with these storage options; give s3://bucket/prefix"
+        ) from None
