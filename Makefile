@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds smollm2 test test-slow faults faults-long coverage mutations lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow faults faults-long coverage mutations lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -24,6 +24,9 @@ run-sampled: $(INSTALLED)  ## the quickstart with sampled-token reverse KL
 
 seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives
 	$(BIN)/python jobs/quickstart/seeds.py
+
+recipes: $(INSTALLED)  ## every published recipe over three seeds; writes docs/recipes.md (hours on 2 cores)
+	$(BIN)/python jobs/compare.py
 
 smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation of SmolLM2-135M
 	$(BIN)/mopd run jobs/smollm2

@@ -119,6 +119,8 @@ class Engine(Section):
     """Sequences decoded together."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 leaves the choice to torch."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
 
 
 class Wal(Section):

@@ -4,7 +4,8 @@
 allowed and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the
 top level are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]`
 keys of its own for the stages that name it: exact and sampled gradients want other batches and learning rates.
-`extends = { job = "../quickstart", stages = ["base"] }` takes over another job's tables and the stages it lists.
+`extends = { job = "../quickstart", stages = ["base"] }` takes over another job's tables and the stages it lists;
+`domains` lists the domains, where not all are wanted.
 """
 
 from __future__ import annotations
@@ -60,12 +61,18 @@ class Stage(Section):
     score: Score = Score()
     plan: Plan
     train: Train = Train()
+    overlap: bool = False
+    """Rollout, scoring and training run at once, each in a process of its own; `plan.max_staleness` bounds how far."""
 
 
 class Job(Section):
     """A whole run."""
 
     name: Name
+    shows: str = ""
+    """What running it shows, in a line."""
+    source: str = ""
+    """Paper, report or code that it follows."""
     store: str
     """Folder, or `s3://bucket/prefix`; credentials come from the environment only."""
     work: str = ""
@@ -152,10 +159,6 @@ def _check_references(job: Job, where: str) -> None:
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
-    for teacher_name, teacher in job.teachers.items():
-        if teacher.source.startswith("stage:") and teacher.source[6:] not in names:
-            hint = nearest(teacher.source[6:], names)
-            raise JobFileError(f"{where}: teachers.{teacher_name}.source names no stage {teacher.source[6:]!r}: {hint}")
     for stage in job.stages:
         at = f"{where}: stages.{stage.name}"
         if stage.start not in known_starts:
@@ -169,6 +172,8 @@ def _check_references(job: Job, where: str) -> None:
         if stage.rollout.policy not in ("self", "routed", *job.teachers):
             hint = nearest(stage.rollout.policy, ["self", "routed", *job.teachers])
             raise JobFileError(f"{at}.rollout.policy: no teacher {stage.rollout.policy!r}: {hint}")
+        if stage.overlap and stage.data != "rollout":
+            raise JobFileError(f'{at}.overlap: stored reference data has nothing to overlap; set data = "rollout"')
         if stage.data == "rollout" and stage.rollout.group_size > 1 and not stage.plan.strict_batches:
             raise JobFileError(
                 f"{at}: rollout.group_size = {stage.rollout.group_size} keeps groups in one step, which "
@@ -227,8 +232,13 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
         raise JobFileError(f"{at}: {error}") from None
     for teacher in sorted(teachers):
         source = job.teachers[teacher].source
-        if source.startswith("stage:") and source[6:] not in earlier:
+        if not source.startswith("stage:") or source[6:] in earlier:
+            continue
+        names = [s.name for s in job.stages]
+        if source[6:] in names:
             raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source[6:]!r}, which runs later")
+        hint = nearest(source[6:], names)
+        raise JobFileError(f"{at}: teachers.{teacher}.source names no stage {source[6:]!r}: {hint}")
 
 
 _MOST_PROBLEMS = 20

@@ -59,24 +59,39 @@ def _with_parents(file: Path, children: tuple[Path, ...]) -> Raw:
     if "extends" not in raw:
         return raw
     wanted = raw.pop("extends")
-    stages = wanted.get("stages", []) if isinstance(wanted, dict) else None
-    if not isinstance(stages, list) or not isinstance(child(wanted, "job"), str) or set(wanted) - {"job", "stages"}:
+    lists = [wanted.get(key, []) for key in ("stages", "domains")] if isinstance(wanted, dict) else [None]
+    if not all(isinstance(names, list) for names in lists) or not isinstance(child(wanted, "job"), str):
         raise JobFileError(
             f'{file}: extends = {wanted!r}; write extends = {{ job = "../quickstart", stages = ["base"] }}'
         )
+    if set(wanted) - {"job", "stages", "domains"}:
+        raise JobFileError(f"{file}: extends has keys {sorted(wanted)}; it takes job, stages and domains")
     lineage = (*children, file.resolve())
     parent_file = file.parent / wanted["job"]
     parent_file = parent_file / "job.toml" if parent_file.is_dir() else parent_file
     if parent_file.resolve() in lineage or len(lineage) > MAX_DEPTH:
         raise JobFileError(f"{file}: extends {wanted['job']!r}, which leads back here; extend a job that stands alone")
     parent = _with_parents(parent_file, lineage)
-    known = {str(stage.get("name")): stage for stage in _stages(parent, str(parent_file))}
-    for name in stages:
+    every = parent.get("domains", {})
+    # A stage without domains has all of its own job's, not also those that the child adds.
+    known = {
+        str(stage.get("name")): {**stage, "domains": stage.get("domains") or list(every)}
+        for stage in _stages(parent, str(parent_file))
+    }
+    inherited = _named(known, wanted.get("stages", []), f"{file}: extends.stages: {wanted['job']} has no stage")
+    domains = _named(
+        every, wanted.get("domains", list(every)), f"{file}: extends.domains: {wanted['job']} has no domain"
+    )
+    routing = {key: value for key, value in parent.get("routing", {}).items() if key.partition("/")[0] in domains}
+    merged: Raw = _merged({**parent, "domains": domains, "routing": routing}, raw)
+    return {**merged, "stages": [*inherited.values(), *_stages(raw, str(file))]}
+
+
+def _named(known: Raw, names: list[Any], refusal: str) -> Raw:
+    for name in names:
         if name not in known:
-            hint = nearest(str(name), known)
-            raise JobFileError(f"{file}: extends.stages: {wanted['job']} has no stage {name!r}: {hint}")
-    merged: Raw = _merged(parent, raw)
-    return {**merged, "stages": [*(known[name] for name in stages), *_stages(raw, str(file))]}
+            raise JobFileError(f"{refusal} {name!r}: {nearest(str(name), known)}")
+    return {name: known[name] for name in names}
 
 
 def _parse(file: Path) -> Raw:

@@ -71,7 +71,8 @@ class Run:
 def open_run(job: Job, progress: Progress) -> Run:
     """Open the job's store (made when the place is empty), and write its prompts.
 
-    Raises MismatchError when the store was made by a job with another seed, student, domains or finished stages.
+    Raises MismatchError when the store was made by a job with another seed or student, or when a domain or a stage that
+    has run reads differently.
     """
     store = Store.create(job.store, single_writer=job.single_writer)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
@@ -97,8 +98,10 @@ def _check_same_job(run: Run) -> dict[str, Any]:
     before = run.store.read_json(JOB)
     if before is not None:
         known = _known_job(before, f"{run.store.uri}/{JOB}")
-        for key in ("seed", "student", "domains"):
+        for key in ("seed", "student"):
             _refuse_change(run, key, known[key], current[key])
+        for name in known["domains"].keys() & current["domains"].keys():
+            _refuse_change(run, f"domains.{name}", known["domains"][name], current["domains"][name])
         stages = {stage["name"]: stage for stage in known["stages"]}
         for stage in current["stages"]:
             if stage["name"] in stages and run.policies.has_begun(run.job.stage(stage["name"])):

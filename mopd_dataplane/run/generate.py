@@ -58,7 +58,7 @@ def _sample(
             sampling_policy(run, stage, sampler, version),
             slots=run.job.engine.slots,
             policy_version=version,
-            dtype=run.job.student.dtype,
+            dtype=run.job.engine.dtype or run.job.student.dtype,
             threads=run.job.engine.threads,
         )
 

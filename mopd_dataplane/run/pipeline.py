@@ -26,6 +26,7 @@ from mopd_dataplane.run.generate import rollout
 from mopd_dataplane.run.join import join_job
 from mopd_dataplane.run.judge import reward, score
 from mopd_dataplane.run.learn import Training
+from mopd_dataplane.run.overlap import run_overlapped
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.schedule import plan_window
 from mopd_dataplane.train.agent import node_rank
@@ -56,13 +57,24 @@ def run_stage(run: Run, stage: Stage) -> None:
         return
     if stage.start == "init" and stage.data == "rollout":
         evaluate(run, stage, 0)
+    if stage.overlap:
+        run_overlapped(run, stage)
+        for version in range(1, run.policies.latest(stage) + 1):
+            if _is_evaluated(run, stage, version):
+                evaluate(run, stage, version)
+    else:
+        run_in_turn(run, stage)
+    run.mark_done(stage)
+
+
+def run_in_turn(run: Run, stage: Stage) -> None:
+    """Every iteration of a stage: its data, then its training, then its evaluation."""
     with Training(run, stage) as training:
         for window in range(stage.iterations):
             if run.policies.latest(stage) <= window:
                 run_window(run, stage, window, training)
             if _is_evaluated(run, stage, window + 1):
                 evaluate(run, stage, window + 1)
-    run.mark_done(stage)
 
 
 def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
@@ -149,8 +161,8 @@ def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
 
 def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
     """The last version of a stage always is, others every so many iterations."""
-    every = run.job.eval.every
-    return version == stage.iterations or (every > 0 and version % every == 0)
+    every, last = run.job.eval.every, run.policies.latest(stage) if stage.overlap else stage.iterations
+    return version == last or (every > 0 and version % every == 0)
 
 
 def _generation(stage: Stage, window: int) -> int | None:

@@ -1,0 +1,161 @@
+"""Every recipe over several seeds, and one page that shows them: docs/recipes.md with a plot for each.
+
+    python jobs/compare.py [--recipes opd grpo …] [--seeds 0 1 2] [--processes 2]
+
+Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
+start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
+them once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from mopd_dataplane import open_store
+from mopd_dataplane.jobfile import Job, load_job
+
+JOBS = Path(__file__).parent
+STORES = Path("runs/recipes")
+PAGE = JOBS.parent / "docs" / "recipes.md"
+PLOTS = JOBS.parent / "docs" / "images" / "recipes"
+SHARED = ("base", "speller", "sorter", "walker")
+"""Stages of the quickstart that recipes start from and are taught by."""
+Curves = dict[str, list[tuple[int, dict[str, float]]]]
+"""Stage -> (policy version, held-out accuracy of each domain), version 0 being where the stage starts."""
+
+
+def recipes() -> list[str]:
+    """Names of the job folders that follow a published recipe."""
+    return sorted(file.parent.name for file in JOBS.glob("*/job.toml") if load_job(file).source)
+
+
+def mopd(*arguments: str) -> None:
+    """Run the command line; its progress is kept beside the store it works on."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-m", "mopd_dataplane", *arguments], check=True, env=environment)
+
+
+def shared_store(seed: int) -> Path:
+    """A store in which the quickstart's base and specialists have run."""
+    store = STORES / f"shared-{seed}"
+    for stage in SHARED:
+        mopd("run", str(JOBS / "quickstart"), "--stage", stage, "--seed", str(seed), "--store", str(store))
+    return store
+
+
+def run(recipe: str, seed: int) -> None:
+    """Run a recipe to its end."""
+    store = STORES / f"{recipe}-{seed}"
+    starts_shared = any(stage.name in SHARED for stage in load_job(JOBS / recipe).stages)
+    if starts_shared and not store.exists():
+        staging = store.with_name(f".{store.name}.tmp")
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.copytree(STORES / f"shared-{seed}", staging)
+        staging.rename(store)
+    mopd("run", str(JOBS / recipe), "--seed", str(seed), "--store", str(store))
+
+
+def curves(recipe: str, seed: int) -> Curves:
+    """What a finished run's evaluations say of every stage of the recipe that is not shared."""
+    job = load_job(JOBS / recipe)
+    rows = open_store(str(STORES / f"{recipe}-{seed}")).sql(
+        "select policy, policy_version as version, domain, avg(reward) as accuracy from evals group by all order by all"
+    )
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for row in rows.to_pylist():
+        versions = found.setdefault(row["policy"], {})
+        versions.setdefault(row["version"], {})[row["domain"]] = row["accuracy"]
+    drawn: Curves = {}
+    for stage in job.stages:
+        if stage.name in found and stage.name not in SHARED:
+            start = found.get(stage.start, {})
+            first = {0: start[max(start)]} if start else {}
+            drawn[stage.name] = sorted((first | found[stage.name]).items())
+    return drawn
+
+
+def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
+    """Accuracy over policy versions, a panel per domain and one for their mean; one line per stage and seed."""
+    domains = sorted({d for found in by_seed.values() for points in found.values() for _, a in points for d in a})
+    panels = [*domains, "mean"] if 1 < len(domains) <= 4 else ["mean"]
+    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.0), sharey=True, squeeze=False)
+    stages = list(dict.fromkeys(stage for found in by_seed.values() for stage in found))
+    for place, stage in enumerate(stages):
+        for seed, found in by_seed.items():
+            points = found.get(stage, [])
+            for axis, panel in zip(axes[0], panels, strict=True):
+                values = [statistics.mean(a.values()) if panel == "mean" else a.get(panel) for _, a in points]
+                label = stage if seed == min(by_seed) else None
+                axis.plot([v for v, _ in points], values, "o-", ms=2.5, lw=1.1, color=f"C{place}", label=label)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        axis.set_title(panel, fontsize=9)
+        axis.set_xlabel("policy version", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(axis="y", lw=0.4)
+    axes[0][0].set_ylabel("held-out accuracy", fontsize=8)
+    axes[0][-1].legend(fontsize=7, frameon=False)
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(PLOTS / f"{recipe}.png", dpi=130, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
+
+
+def table(by_seed: dict[int, Curves]) -> Iterable[str]:
+    """Markdown rows: mean accuracy at the end of every stage, each seed's value beside it."""
+    yield f"| stage | accuracy at the end, mean over domains | {' | '.join(f'seed {seed}' for seed in by_seed)} |"
+    yield "|---" * (2 + len(by_seed)) + "|"
+    for stage in dict.fromkeys(stage for found in by_seed.values() for stage in found):
+        ends = [statistics.mean(found[stage][-1][1].values()) for found in by_seed.values() if stage in found]
+        yield f"| {stage} | **{100 * statistics.mean(ends):.1f} %** | {' | '.join(f'{100 * e:.1f} %' for e in ends)} |"
+
+
+def section(recipe: str, job: Job, by_seed: dict[int, Curves]) -> str:
+    """One recipe of the page."""
+    readme = JOBS / recipe / "README.md"
+    finding = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
+    lines = [f"## {recipe}", "", f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}.", ""]
+    lines += [f"![{recipe}: held-out accuracy over policy versions](images/recipes/{recipe}.png)", "", *table(by_seed)]
+    return "\n".join([*lines, "", *([finding, ""] if finding else [])])
+
+
+def main() -> None:
+    """Run what is missing, then write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipes", nargs="+", default=recipes(), choices=recipes(), metavar="NAME")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    with ThreadPoolExecutor(options.processes) as pool:
+        list(pool.map(shared_store, options.seeds))
+        list(pool.map(lambda work: run(*work), [(r, seed) for r in options.recipes for seed in options.seeds]))
+    parts = []
+    for recipe in options.recipes:
+        by_seed = {seed: curves(recipe, seed) for seed in options.seeds}
+        plot(recipe, by_seed)
+        parts.append(section(recipe, load_job(JOBS / recipe), by_seed))
+        (STORES / f"{recipe}.json").write_text(json.dumps(by_seed, indent=1))
+    head = (
+        "# Recipes\n\n"
+        f"Written by `make recipes` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no GPU; "
+        f"seeds {', '.join(map(str, options.seeds))}, all shown. Small models, small tasks: directions, not records.\n\n"
+    )
+    PAGE.write_text(head + "\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()
