@@ -152,7 +152,7 @@ def main() -> None:
     head = (
         "# Recipes\n\n"
         f"Written by `make recipes` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no GPU; "
-        f"seeds {', '.join(map(str, options.seeds))}, all shown. Small models, small tasks: directions, not records.\n\n"
+        f"seeds {', '.join(map(str, options.seeds))}, all shown. Small models and tasks: directions, not records.\n\n"
     )
     PAGE.write_text(head + "\n".join(parts))
 
