@@ -104,11 +104,23 @@ class Domain(Section):
 class Teacher(Section):
     """A teacher: where its weights are, and how the pool holds it."""
 
-    source: str
+    source: str = ""
     """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), or a folder."""
+    blend: dict[str, typing.Annotated[float, Field(gt=0)]] = {}
+    """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
+    reverse KL to it is the weighted sum of reverse KLs to them. They must fit in memory together (score.max_resident).
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
+
+    @model_validator(mode="after")
+    def _source_or_blend(self) -> Teacher:
+        if bool(self.source) == bool(self.blend):
+            raise ValueError("give exactly one of source, blend")
+        if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
+            raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
+        return self
 
 
 class Engine(Section):

@@ -118,6 +118,10 @@ class Job(Section):
                 return routing[key]
         raise JobFileError(f"no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]")
 
+    def members_of(self, teacher: str) -> tuple[str, ...]:
+        """Teachers with weights of their own that a teacher is made of: itself, or the members of its blend."""
+        return tuple(self.teachers[teacher].blend) or (teacher,)
+
     def sampler_of(self, stage: Stage, domain: str, effort: str = "") -> str:
         """Who answers the prompts of a domain: `self`, or a teacher."""
         policy = stage.rollout.policy
@@ -159,6 +163,7 @@ def _check_references(job: Job, where: str) -> None:
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
+    _check_blends(job, where)
     for stage in job.stages:
         at = f"{where}: stages.{stage.name}"
         if stage.start not in known_starts:
@@ -202,6 +207,16 @@ def _check_references(job: Job, where: str) -> None:
         known_starts.add(stage.name)
 
 
+def _check_blends(job: Job, where: str) -> None:
+    for name, teacher in job.teachers.items():
+        for member in teacher.blend:
+            if member not in job.teachers:
+                hint = nearest(member, job.teachers)
+                raise JobFileError(f"{where}: teachers.{name}.blend names no teacher {member!r}: {hint}")
+            if job.teachers[member].blend:
+                raise JobFileError(f"{where}: teachers.{name}.blend: {member!r} is a blend itself; name its members")
+
+
 def _check_weights(job: Job, stage: Stage, at: str) -> None:
     domains, teachers = job.domains_of(stage), job.objective(stage).teacher_weights
     for domain in domains if stage.plan.mixture else ():
@@ -230,7 +245,12 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
         teachers = {*job.teachers_of(stage), *(samplers - {"self"} if stage.data == "rollout" else ())}
     except JobFileError as error:
         raise JobFileError(f"{at}: {error}") from None
-    for teacher in sorted(teachers):
+    for sampler in sorted(samplers - {"self"}):
+        if job.teachers[sampler].blend:
+            raise JobFileError(f"{at}.rollout.policy: teacher {sampler!r} is a blend and cannot answer; name a member")
+    reference = job.objective(stage).policy_gradient
+    teachers |= {reference.reference} & set(job.teachers) if reference else set()
+    for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         source = job.teachers[teacher].source
         if not source.startswith("stage:") or source[6:] in earlier:
             continue

@@ -10,21 +10,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.models import hidden_states, lm_head, load_model
+from mopd_dataplane.models import load_model
 from mopd_dataplane.records import Prompt, sample_uid
 from mopd_dataplane.rollout.engine import FINISH_REASON, Engine, Request
 from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.sampling import sample_key
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.judge import decode, reward_function
+from mopd_dataplane.run.judge import decode, reward_function, teacher_pool
+from mopd_dataplane.score.judge import Judge
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
-
-KL_ROWS = 256
-"""Positions whose two distributions are compared at once."""
 
 
 def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
@@ -141,16 +138,16 @@ def _reverse_kl(
     import torch
     from mopd_kernels import divergence
 
-    student = load_model(folder)
+    student = Judge((load_model(folder),))
     found: dict[str, float] = {}
     by_teacher: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         if prompt.domain in run.job.domains_of(stage):
             by_teacher.setdefault(run.job.teacher_of(stage, prompt.domain, prompt.effort), []).append(place)
+    pool = teacher_pool(run, stage)
     for name, places in by_teacher.items():
-        settings = run.job.teachers[name]
-        teacher = load_model(run.policies.teacher(name, stage), dtype=settings.dtype)
-        template = settings.prompt_template or run.job.student.prompt_template
+        teacher = pool.judge(name)
+        template = run.job.teachers[name].prompt_template or run.job.student.prompt_template
         for place in places:
             prompt, response = prompts[place], answers[place][0]
             seen = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
@@ -158,20 +155,18 @@ def _reverse_kl(
             with torch.no_grad():
                 rows = divergence(
                     _response_states(student, seen, response),
-                    lm_head(student),
+                    student.head,
                     _response_states(teacher, told, response),
-                    lm_head(teacher),
+                    teacher.head,
                 )
             found[prompt.prompt_id] = float(rows.mean())
     return found
 
 
-def _response_states(model: PreTrainedModel, prompt: list[int], response: list[int]) -> torch.Tensor:
+def _response_states(judge: Judge, prompt: list[int], response: list[int]) -> torch.Tensor:
     """[R, D] states that predict each response token."""
-    import torch
-
-    ids = torch.tensor([prompt + response])
-    return hidden_states(model, ids)[0, len(prompt) - 1 : -1].float()
+    positions = np.arange(len(prompt), len(prompt) + len(response))
+    return judge.states([np.array(prompt + response)], [positions]).float()
 
 
 def _is_policy(label: str, version: int) -> str:

@@ -95,18 +95,25 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
 
     Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit.
     """
-    specs = {
-        name: TeacherSpec(run.policies.teacher(name, stage), run.job.teachers[name])
-        for name in (*run.job.teachers_of(stage), *_reference(run, stage))
-    }
-    pool = TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
-    for teacher in specs:
+    pool = teacher_pool(run, stage)
+    for teacher in dict.fromkeys((*run.job.teachers_of(stage), *_reference(run, stage))):
         known = run.work.fetch_file(f"heads/{teacher}.safetensors")
         record = pool.register(teacher, run.root)
         if not known:
             run.work.publish_file(record.head_file)
         run.store.add_teacher(record)
     return pool
+
+
+def teacher_pool(run: Run, stage: Stage) -> TeacherPool:
+    """The teachers that judge a stage's samples, and those they are blends of; none is loaded yet."""
+    judges = (*run.job.teachers_of(stage), *_reference(run, stage))
+    names = dict.fromkeys([*judges, *(member for teacher in judges for member in run.job.members_of(teacher))])
+    specs = {}
+    for name in names:
+        settings = run.job.teachers[name]
+        specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
+    return TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
 
 
 def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:

@@ -16,10 +16,9 @@ from mopd_kernels import Head, chosen_logprobs, encode, token_logprob, topk_logp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_dataplane import config, models
+from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, MismatchError, nearest
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
-from mopd_dataplane.score.states import predicting_states
 from mopd_dataplane.score.support import StudentSupport
 from mopd_dataplane.score.teachers import TeacherPool
 
@@ -69,12 +68,12 @@ def score_samples(
     for kind in kinds:
         if kind not in SIGNAL_KINDS:
             raise MismatchError(f"unknown signal kind {kind!r}: {nearest(kind, SIGNAL_KINDS)}")
-    model = pool.model(teacher)
-    head = models.lm_head(model)
+    judge = pool.judge(teacher)
+    head = judge.head
     inputs = [_teacher_input(sample, render_prompt) for sample in samples]
     for temperature, batch in _batches(inputs, settings.batch_tokens):
         _check_vocabulary(teacher, batch, len(head.weight))
-        states = predicting_states(model, [item.tokens for item in batch], [item.masked for item in batch])
+        states = judge.states([item.tokens for item in batch], [item.masked for item in batch])
         _check_finite(teacher, batch, states)
         for kind in kinds:
             yield from _signals(kind, teacher, batch, states, head, temperature, settings, student)

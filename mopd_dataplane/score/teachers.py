@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,8 +15,10 @@ from mopd_dataplane import config, models
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.files import fsync
 from mopd_dataplane.records import Teacher
+from mopd_dataplane.score.judge import Judge
 
 if TYPE_CHECKING:
+    from mopd_kernels import Head
     from transformers import PreTrainedModel
 
 
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 class TeacherSpec:
     """Where a teacher's weights lie and how the pool holds it."""
 
-    folder: Path
+    folder: Path | None
+    """None for a blend, whose members have folders of their own."""
     settings: config.Teacher
 
 
@@ -34,7 +38,7 @@ class TeacherPool:
 
         pool = TeacherPool({"math": TeacherSpec(folder, settings)}, student_tokenizer=digest)
         record = pool.register("math", store_root)      # checks, then writes heads/math.safetensors once
-        model = pool.model("math")
+        judge = pool.judge("math")
     """
 
     def __init__(
@@ -58,14 +62,25 @@ class TeacherPool:
         """Teachers in memory, least recently used first."""
         return tuple(self._resident)
 
+    def judge(self, name: str) -> Judge:
+        """The teacher ready to judge. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
+        may be in memory at once."""
+        blend = self._spec(name).settings.blend or {name: 1.0}
+        if len(blend) > self._max_resident:
+            raise MismatchError(
+                f"teacher {name!r} blends {len(blend)} teachers, score.max_resident = {self._max_resident} may be in "
+                f"memory at once; set it to at least {len(blend)}"
+            )
+        return Judge(tuple(self.model(member) for member in blend), tuple(blend.values()))
+
     def model(self, name: str) -> PreTrainedModel:
-        """The teacher in evaluation mode, in its own dtype. Raises UnknownNameError, MismatchError."""
+        """A teacher's own model in evaluation mode, in its own dtype. Raises UnknownNameError, MismatchError."""
         if name not in self._resident:
-            spec = self._checked(name)
+            spec, folder = self._spec(name), self._checked(name)
             while len(self._resident) >= self._max_resident:
                 self._resident.popitem(last=False)
                 gc.collect()
-            self._resident[name] = models.load_model(spec.folder, dtype=spec.settings.dtype, device=self._device)
+            self._resident[name] = models.load_model(folder, dtype=spec.settings.dtype, device=self._device)
             self.loads[name] = self.loads.get(name, 0) + 1
         self._resident.move_to_end(name)
         return self._resident[name]
@@ -76,11 +91,11 @@ class TeacherPool:
         Returns the row for `teachers`. Raises MismatchError, with nothing written, when the tokenizer differs from
         the student's or a head of other weights has the name; UnknownNameError for an unknown name or folder.
         """
-        spec = self._checked(name)
-        weights = models.weights_digest(spec.folder)
+        spec = self._spec(name)
+        weights = self._digest(name)
         file = root / "heads" / f"{name}.safetensors"
         if not file.is_file():
-            write_head(file, self.model(name), weights)
+            write_head(file, self.judge(name).head, weights)
         shape, metadata = _read_header(file)
         if metadata["weights_digest"] != weights:
             raise MismatchError(
@@ -89,7 +104,7 @@ class TeacherPool:
             )
         return Teacher(
             name=name,
-            source=spec.settings.source,
+            source=spec.settings.source or _words(spec.settings.blend),
             weights_digest=weights,
             tokenizer_digest=self._student_tokenizer,
             vocab_size=shape[0],
@@ -102,24 +117,41 @@ class TeacherPool:
             head_digest=models.file_digest(file),
         )
 
-    def _checked(self, name: str) -> TeacherSpec:
+    def _digest(self, name: str) -> str:
+        """Digest of a teacher's weights; of a blend, over its members' digests and weights."""
+        blend = self._spec(name).settings.blend
+        if not blend:
+            return models.weights_digest(self._checked(name))
+        parts = [f"{models.weights_digest(self._checked(member))}*{weight!r}" for member, weight in blend.items()]
+        return hashlib.sha256("+".join(parts).encode()).hexdigest()
+
+    def _spec(self, name: str) -> TeacherSpec:
         if name not in self._specs:
             raise UnknownNameError(f"no teacher {name!r} in the pool: {nearest(name, self._specs)}")
-        spec = self._specs[name]
-        digest = models.tokenizer_digest(models.load_tokenizer(spec.folder))
+        return self._specs[name]
+
+    def _checked(self, name: str) -> Path:
+        """Folder of a teacher whose tokenizer is the student's."""
+        folder = self._spec(name).folder
+        if folder is None:
+            raise MismatchError(f"teacher {name!r} is a blend: it has no weights of its own; name one of its members")
+        digest = models.tokenizer_digest(models.load_tokenizer(folder))
         models.check_same_tokenizer(self._student_tokenizer, digest, name=name)
-        return spec
+        return folder
 
 
-def write_head(file: Path, model: PreTrainedModel, weights: str) -> None:
-    """Write the LM head durably, under a temporary name first: a half-written head never has the name.
+def _words(blend: Mapping[str, float]) -> str:
+    return " + ".join(f"{weight:g} {name}" for name, weight in blend.items())
 
-    Tensors `weight` [V, D] and `bias` [V] if any, in the model's dtype; what the architecture does to its logits is
+
+def write_head(file: Path, head: Head, weights: str) -> None:
+    """Write an LM head durably, under a temporary name first: a half-written head never has the name.
+
+    Tensors `weight` [V, D] and `bias` [V] if any, in the head's dtype; what the architecture does to its logits is
     in the file's metadata, so the file alone says how to turn stored hidden states into logits.
     """
     from safetensors.torch import save_file
 
-    head = models.lm_head(model)
     tensors = {"weight": head.weight.detach().cpu().contiguous()}
     if head.bias is not None:
         tensors["bias"] = head.bias.detach().cpu().contiguous()

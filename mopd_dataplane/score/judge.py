@@ -1,0 +1,64 @@
+"""A teacher ready to judge: one model, or several whose logits are added with weights.
+
+Let q_i be the teachers, z_i their logits, and w_i weights that sum to 1. The blend has logits sum_i w_i z_i: it is the
+product of the q_i to the powers w_i, normalised. For every student p
+
+    sum_i w_i KL(p | q_i)  =  KL(p | blend) + a constant that does not depend on p,
+
+so distilling from the blend by reverse KL is distilling from all teachers at once (DeepSeek-V4, arXiv 2606.19348,
+eq. 29, on one sample). Since logits are linear in states and head, the blend is one head [V, D_1 + D_2 + …] on states
+laid side by side, and everything that stores or reads signals sees an ordinary teacher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from mopd_kernels import Head
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mopd_dataplane import models
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.score.states import predicting_states
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Models in evaluation mode, and the weight of each."""
+
+    models: tuple[PreTrainedModel, ...]
+    weights: tuple[float, ...] = (1.0,)
+
+    @cached_property
+    def head(self) -> Head:
+        """Head [V, sum of D] that turns `states` into logits.
+
+        Raises MismatchError when models that are to be blended differ in vocabulary or cap their logits.
+        """
+        heads = [models.lm_head(model) for model in self.models]
+        if len(heads) == 1:
+            return heads[0]
+        rows = sorted({len(head.weight) for head in heads})
+        if len(rows) > 1 or any(head.softcap for head in heads):
+            raise MismatchError(
+                f"teachers of a blend must have heads of one height and no softcap: found {rows} tokens and softcaps "
+                f"{[head.softcap or 0.0 for head in heads]}; blend teachers of one family"
+            )
+        scales = [weight * head.logit_scale for weight, head in zip(self.weights, heads, strict=True)]
+        weight = torch.cat([scale * head.weight.detach() for scale, head in zip(scales, heads, strict=True)], dim=1)
+        biases = [s * head.bias.detach() for s, head in zip(scales, heads, strict=True) if head.bias is not None]
+        return Head(weight, bias=torch.stack(biases).sum(0) if biases else None)
+
+    def states(self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]) -> Tensor:
+        """[sum of M, sum of D] states before each predicted token; see states.predicting_states."""
+        found = [predicting_states(model, sequences, predicted) for model in self.models]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
