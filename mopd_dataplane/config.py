@@ -11,7 +11,17 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from mopd_dataplane.errors import nearest
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
@@ -371,6 +381,15 @@ class Objective(Section):
     """Keys of `[plan]` and `[train]` for the stages with this objective; a stage's own still win."""
     teacher_weights: dict[str, Weight] = {}
     """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
+
+    @field_validator("plan", "train")
+    @classmethod
+    def _known_keys(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        section: type[Section] = Plan if info.field_name == "plan" else Train
+        for key in given:
+            if key not in section.model_fields:
+                raise ValueError(f"unknown key {key!r}: {nearest(key, section.model_fields)}")
+        return given
 
     @model_validator(mode="after")
     def _some_term(self) -> Objective:

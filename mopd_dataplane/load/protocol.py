@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import socket
 import struct
@@ -68,10 +67,7 @@ class Channel:
             raise PeerGone(f"the peer is gone: {error.strerror}") from error
 
     def receive(self, *, deadline_s: float) -> tuple[Message, int | None]:
-        """One message and its descriptor. Raises PeerGone at the end of the stream, DeadlineError after a silence.
-
-        An infinite deadline waits until the peer speaks or ends.
-        """
+        """One message and its descriptor. Raises PeerGone at the end of the stream, DeadlineError after a silence."""
         try:
             message = self._parse(self._next(time.monotonic() + deadline_s))
             if message.pop("fd", False):
@@ -121,7 +117,7 @@ class Channel:
             left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineError("the peer sent nothing before the deadline")
-            self._socket.settimeout(None if left == math.inf else left)
+            self._socket.settimeout(left)
             try:
                 data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
             except TimeoutError:

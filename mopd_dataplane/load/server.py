@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import selectors
 import socket
@@ -37,6 +36,8 @@ from mopd_dataplane.records import PlanWindow
 
 LOOK_S = 0.5
 """Pause between looks whether anybody still needs this process."""
+STEP_S = 7 * 86400.0
+"""Longest silence of a trainer that lives: it computes a step, or waits for other ranks."""
 
 
 class Server:
@@ -97,7 +98,7 @@ class _Conversation:
     def run(self) -> None:
         try:
             while True:
-                message, _ = self._channel.receive(deadline_s=math.inf)
+                message, _ = self._channel.receive(deadline_s=STEP_S)
                 if message.get("op") == "bye":
                     return
                 try:

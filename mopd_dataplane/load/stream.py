@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket as sockets
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -131,8 +132,12 @@ def socket_of(store: str | Path, spec: LoadSpec) -> Path:
     name = hashlib.blake2b(f"{where}\0{spec.model_dump_json()}".encode(), digest_size=8, person=b"mopd-sock")
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"mopd-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise InputError(f"{folder} belongs to another user; set XDG_RUNTIME_DIR to a folder of yours")
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise InputError(
+            f"{folder} is not a folder that only this user may enter (mode {stat.filemode(found.st_mode)}, owner "
+            f"{found.st_uid}); remove it, or set XDG_RUNTIME_DIR to a folder of yours"
+        )
     return folder / f"{name.hexdigest()}.sock"
 
 

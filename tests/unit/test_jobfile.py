@@ -104,6 +104,7 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         ("train = { warmup_steps = 9 }", "train = 0", ["stages.student.train"]),
         ("train = { learning_rate = 3e-4, warmup_steps = 7 }", "train = 7", ["objectives.sampled.train"]),
         ('objective = "sampled"', "objective = [1]", ["stages.student.objective"]),
+        ("divergence = {}", "divergence = {}\nplan = { pack_token = 1 }", ["objectives.exact.plan", "'pack_tokens'"]),
         ("[objectives.exact]\ndivergence = {}", "[objectives]\nexact = 5", ["objectives.exact"]),
         ('source = "stage:base"', 'source = "stage:bse"', ["teachers.summer.source", "did you mean 'base'"]),
         ('sums = "summer"', 'sums = "sumer"', ["routing of 'sums'", "did you mean 'summer'"]),

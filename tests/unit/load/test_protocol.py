@@ -55,11 +55,11 @@ def test_a_peer_that_does_not_read_is_not_waited_for_ever(ends):
         ends[0].send({"text": "x" * 1_000_000}, deadline_s=0.2)
 
 
-def test_the_end_of_a_peer_is_seen_at_once_even_without_a_deadline(ends):
+def test_the_end_of_a_peer_is_seen_at_once_whatever_the_deadline(ends):
     left, right, _ = ends
     threading.Timer(0.2, left.close).start()
     with pytest.raises(PeerGone, match="closed"):
-        right.receive(deadline_s=float("inf"))
+        right.receive(deadline_s=60)
 
 
 @pytest.mark.parametrize("body", [b"abc", b"[]", b"\xff", b"{}" * 600_000])

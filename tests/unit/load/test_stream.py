@@ -161,3 +161,16 @@ def test_a_loader_started_by_hand_is_used_and_outlives_its_trainers(store):
     while is_served(path) and time.monotonic() < until:
         time.sleep(0.1)
     assert not is_served(path), "the loader ends with the command that serves it"
+
+
+@pytest.mark.parametrize("kind", ["link", "open"])
+def test_a_runtime_folder_that_others_may_enter_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"mopd-{os.getuid()}"
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o755)
+    with pytest.raises(InputError, match="not a folder that only this user may enter"):
+        socket_of("runs/x", SPEC)
