@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from mopd_dataplane.cli.output import note, plain, print_facts, print_grid, print_json, stderr
 from mopd_dataplane.cli.register import register
@@ -16,6 +18,20 @@ if TYPE_CHECKING:
     from mopd_dataplane.jobfile import Job, Stage
 
 PANEL = "Jobs"
+
+
+class RayAnywhere(TyperCommand):
+    """`--ray` with or without an address."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Give a bare `--ray` its empty address, which the parser insists on."""
+        bare = [
+            place for place, (word, after) in enumerate(pairwise([*args, "-"])) if word == "--ray" and after[:1] == "-"
+        ]
+        for place in reversed(bare):
+            args = [*args[: place + 1], "", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
 Overrides = Annotated[
@@ -40,6 +56,15 @@ def run(
     seed: Seed = None,
     store: StoreUri = None,
     stage: StageName = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray",
+            metavar="[ADDRESS]",
+            help="Roll out and score on a Ray cluster: at ADDRESS (host:port, or auto), else at $RAY_ADDRESS, else one "
+            "started on this machine.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a whole job, or continue it where it stopped.
@@ -53,7 +78,7 @@ def run(
 
     from mopd_dataplane.run import pipeline
 
-    result = pipeline.run_job(loaded, only=stage, console=stderr())
+    result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray)
     if as_json:
         print_json(result)
         return
@@ -142,7 +167,9 @@ def train(
 def add_to(app: typer.Typer) -> None:
     """Register the job commands, in the order of the flow."""
     job = "jobs/quickstart"
-    register(app, run, f"mopd run {job}", f"mopd run {job} --seed 3 --set train.learning_rate=3e-4", panel=PANEL)
+    changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
+    on_ray = f"mopd run {job} --ray --set scale.engines=2"
+    register(app, run, f"mopd run {job}", changed, on_ray, panel=PANEL, cls=RayAnywhere)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)
     register(app, reward, f"mopd reward {job} --stage student --json", panel=PANEL)

@@ -7,11 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 
-def register(group: typer.Typer, command: Callable[..., Any], *examples: str, panel: str | None = None) -> None:
+def register(
+    group: typer.Typer,
+    command: Callable[..., Any],
+    *examples: str,
+    panel: str | None = None,
+    cls: type[TyperCommand] | None = None,
+) -> None:
     """Add a command to a group. The docstring's paragraphs are unwrapped, so that the terminal wraps them."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     lines = ["Examples:" if len(examples) > 1 else "Example:", *(example.replace("[", r"\[") for example in examples)]
-    group.command(help=text, epilog="\n\n".join(lines), rich_help_panel=panel)(command)
+    group.command(help=text, epilog="\n\n".join(lines), rich_help_panel=panel, cls=cls)(command)

@@ -47,6 +47,7 @@ def run_rollout(
     commit: Callable[[list[Sample]], object],
     render: Callable[[Prompt], list[int]],
     already: Collection[str] = frozenset(),
+    share: Collection[str] | None = None,
     progress: Callable[..., None] = lambda done, **facts: None,
     environment: Environment | None = None,
     sandbox: Sandbox | None = None,
@@ -58,7 +59,8 @@ def run_rollout(
     """Sample `group_size` responses per prompt and hand them to `commit`; or continue such a call that died.
 
     commit: gets batches of finished samples, in another thread; returns when they are durable in the store, exactly
-    once by uid. already: uids that the store has. progress(done, **facts) is called a few times a second, and with
+    once by uid. already: uids that the store has. share: uids that are this engine's to sample, where several engines
+    divide a generation; default all. progress(done, **facts) is called a few times a second, and with
     `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
     policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
     and again; a newer one than the engine's is taken up as `weight_change` says. environment: what answers when the
@@ -74,7 +76,7 @@ def run_rollout(
     (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
     """
     _check_names(stage, writer)
-    openings = _openings(engine, prompts, stage, generation, seed, rollout, render, writer)
+    openings = _openings(engine, prompts, stage, generation, seed, rollout, render, writer, share)
     report = RolloutReport(stage=stage, generation=generation)
     began = time.monotonic()
 
@@ -174,20 +176,25 @@ def _openings(
     rollout: config.Rollout,
     render: Callable[[Prompt], list[int]],
     writer: str,
+    share: Collection[str] | None,
 ) -> list[Opening]:
-    """Every sample of the generation in admission order. Raises PromptError."""
+    """The samples of the generation, or a share of them, numbered in its admission order. Raises PromptError."""
     if not prompts:
         raise PromptError(f"stage {stage!r}: no prompts to roll out; check the domains' source and `train` count")
     if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
         raise PromptError(f"stage {stage!r}: a prompt comes twice; use rollout.group_size to sample it several times")
     openings: list[Opening] = []
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
+        uids = [sample_uid(seed, stage, prompt.prompt_id, index, generation) for index in range(rollout.group_size)]
+        mine = [index for index, uid in enumerate(uids) if share is None or uid in share]
+        if not mine:
+            continue
         ids = tuple(render(prompt))
         _check_budget(prompt, len(ids), engine, rollout)
-        for index in range(rollout.group_size):
+        for index in mine:
             openings.append(
                 Opening(
-                    uid=sample_uid(seed, stage, prompt.prompt_id, index, generation),
+                    uid=uids[index],
                     prompt_id=prompt.prompt_id,
                     group_id=f"{prompt.prompt_id}#{generation}",
                     group_index=index,
@@ -196,7 +203,7 @@ def _openings(
                     effort=prompt.effort,
                     run=stage,
                     writer=writer,
-                    writer_seq=len(openings),
+                    writer_seq=place * rollout.group_size + index,
                     policy=stage if rollout.policy == "self" else rollout.policy,
                     temperature=rollout.temperature,
                     top_p=rollout.top_p,

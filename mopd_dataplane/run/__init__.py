@@ -11,5 +11,6 @@ judge.py      score and reward: store -> teachers, verifiers -> store
 schedule.py   plan: metadata -> recorded windows
 learn.py      train: loader process + trainer processes -> new policy version
 join.py       train: the nodes besides the first
+ray/          generate and judge on a Ray cluster
 evaluate.py   held-out accuracy and reverse KL
 """

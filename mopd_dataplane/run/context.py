@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
@@ -21,8 +22,22 @@ from mopd_dataplane.store.dataset import Store
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mopd_dataplane.rollout.report import RolloutReport
+    from mopd_dataplane.run.generate import Part
+    from mopd_dataplane.run.judge import Judged, JudgeTask
+
 JOB = "job.json"
 """The job as the store remembers it."""
+
+
+class Fleet(Protocol):
+    """Engine replicas and teachers in processes of their own (see run/ray/)."""
+
+    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
+        """What generate.roll_out does, shared out over engine replicas."""
+
+    def judge(self, stage: Stage, tasks: Sequence[JudgeTask], done: Callable[[Judged], None]) -> None:
+        """What judge.judge does, for every task, on one worker a teacher; `done` is told of each."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +48,8 @@ class Run:
     store: Store
     policies: Policies
     progress: Progress
+    fleet: Fleet | None = None
+    """Who rolls out and scores, when it is not this process."""
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

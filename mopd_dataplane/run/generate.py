@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.jobfile import Stage
@@ -15,8 +17,6 @@ from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.prompt_order import iteration_prompts
 from mopd_dataplane.run.rows import stage_samples
 from mopd_dataplane.store.dataset import Store
-
-WRITER = "engine-0"
 
 
 def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) -> list[RolloutReport]:
@@ -32,7 +32,7 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
     reports = []
     for sampler in dict.fromkeys(samplers):
         own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
-        if not already.issuperset(_uids(run, stage, generation, own)):
+        if not already.issuperset(uids_of(run, stage, generation, own)):
             reports.append(_sample(run, stage, generation, sampler, own, already, follow=follow))
     if not reports:
         return []
@@ -46,32 +46,13 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
 def _sample(
     run: Run, stage: Stage, generation: int, sampler: str, prompts: list[Prompt], already: set[str], *, follow: bool
 ) -> RolloutReport:
-    """Let one policy answer its prompts of an iteration."""
+    """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
     version = run.policies.latest(stage) if follow else generation
-    writer = WRITER if sampler == "self" else f"teacher-{sampler}"
-    before = len(already.intersection(_uids(run, stage, generation, prompts)))
+    before = len(already.intersection(uids_of(run, stage, generation, prompts)))
     with run.progress.step(stage.name, "rollout", total=len(prompts) * stage.rollout.group_size, unit="samples") as (
         advance,
         report,
     ):
-        engine = HfEngine(
-            sampling_policy(run, stage, sampler, version),
-            slots=run.job.engine.slots,
-            policy_version=version,
-            dtype=run.job.engine.dtype or run.job.student.dtype,
-            threads=run.job.engine.threads,
-        )
-
-        def commit(samples: list[Sample]) -> object:
-            record_abandoned(run.store, samples)
-            return run.store.commit_samples(samples, writer=writer)
-
-        def newest() -> tuple[int, Path]:
-            latest = run.policies.latest(stage)
-            return latest, sampling_policy(run, stage, sampler, latest)
-
-        def as_the_student_reads_it(prompt: Prompt) -> list[int]:
-            return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
 
         def show(done: int, **facts: str) -> None:
             if "notice" in facts:
@@ -79,29 +60,93 @@ def _sample(
             else:
                 advance(before + done, **facts)
 
-        try:
-            done = run_rollout(
-                engine,
-                prompts,
-                stage=stage.name,
-                generation=generation,
-                seed=run.job.seed,
-                rollout=stage.rollout.model_copy(update={"policy": sampler}),
-                wal=run.job.wal,
-                wal_dir=run.root / "wal",
-                commit=commit,
-                render=as_the_student_reads_it,
-                already=already,
-                progress=show,
-                policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
-                published=newest if follow and sampler == "self" else None,
-                writer=writer,
-                copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
-            )
-        finally:
-            engine.close()
+        part = Part(stage, generation, sampler, version, prompts)
+        if run.fleet is not None:
+            done = run.fleet.roll_out(part, already, show)
+        else:
+            engine = open_engine(run, part)
+            try:
+                done = roll_out(run, engine, part, f"{writers_of(sampler)}0", already, show, follow=follow)
+            finally:
+                engine.close()
         report.facts = _facts(done)
     return done
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one policy answers in one iteration of a stage."""
+
+    stage: Stage
+    generation: int
+    sampler: str
+    """`self`, or a teacher."""
+    version: int
+    """Policy version that samples."""
+    prompts: list[Prompt]
+    """In admission order."""
+
+
+def open_engine(run: Run, part: Part) -> HfEngine:
+    """An engine that holds the part's policy."""
+    return HfEngine(
+        sampling_policy(run, part.stage, part.sampler, part.version),
+        slots=run.job.engine.slots,
+        policy_version=part.version,
+        dtype=run.job.engine.dtype or run.job.student.dtype,
+        threads=run.job.engine.threads,
+    )
+
+
+def roll_out(
+    run: Run,
+    engine: HfEngine,
+    part: Part,
+    writer: str,
+    already: set[str],
+    show: Callable[..., None],
+    *,
+    follow: bool = False,
+    share: Collection[str] | None = None,
+) -> RolloutReport:
+    """Sample a part, or a share of it, into the store through the token log of `writer`; or finish what it holds."""
+    stage, sampler = part.stage, part.sampler
+
+    def commit(samples: list[Sample]) -> object:
+        record_abandoned(run.store, samples)
+        return run.store.commit_samples(samples, writer=writer)
+
+    def newest() -> tuple[int, Path]:
+        latest = run.policies.latest(stage)
+        return latest, sampling_policy(run, stage, sampler, latest)
+
+    def as_the_student_reads_it(prompt: Prompt) -> list[int]:
+        return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+
+    return run_rollout(
+        engine,
+        part.prompts,
+        stage=stage.name,
+        generation=part.generation,
+        seed=run.job.seed,
+        rollout=stage.rollout.model_copy(update={"policy": sampler}),
+        wal=run.job.wal,
+        wal_dir=run.root / "wal",
+        commit=commit,
+        render=as_the_student_reads_it,
+        already=already,
+        share=share,
+        progress=show,
+        policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
+        published=newest if follow and sampler == "self" else None,
+        writer=writer,
+        copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
+    )
+
+
+def writers_of(sampler: str) -> str:
+    """What the writers' names of a sampling policy begin with; a number follows."""
+    return "engine-" if sampler == "self" else f"teacher-{sampler}-"
 
 
 def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
@@ -117,10 +162,11 @@ def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
 
 def generation_uids(run: Run, stage: Stage, generation: int) -> list[str]:
     """uids that one iteration is made of: known before anything is sampled."""
-    return _uids(run, stage, generation, generation_prompts(run, stage, generation))
+    return uids_of(run, stage, generation, generation_prompts(run, stage, generation))
 
 
-def _uids(run: Run, stage: Stage, generation: int, prompts: list[Prompt]) -> list[str]:
+def uids_of(run: Run, stage: Stage, generation: int, prompts: Sequence[Prompt]) -> list[str]:
+    """uids of the samples of some prompts, in admission order."""
     return [
         sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, generation)
         for prompt in prompts

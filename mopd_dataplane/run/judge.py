@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,26 @@ CHUNK = 512
 """Samples read, judged and committed together: what a kill can cost."""
 
 
+@dataclass(frozen=True)
+class JudgeTask:
+    """Samples that one teacher reads once."""
+
+    teacher: str
+    kinds: tuple[str, ...]
+    rows: Rows
+    """Rows of `samples`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a task."""
+
+    teacher: str
+    signals: int
+    """That are new in the store."""
+    loss_tokens: int
+
+
 def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
     """Compute and commit every missing signal of a stage's samples (of one generation, or of all).
 
@@ -37,16 +58,25 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     if not total:
         return counts
     pool = register_teachers(run, stage)
-    student = StudentSupport(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
+    tasks = [
+        JudgeTask(teacher, tuple(kinds), chunk)
+        for teacher in dict.fromkeys(teacher for teacher, _ in work)
+        for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
+        for chunk in _chunks(rows)
+    ]
     with run.progress.step(stage.name, "score", total=total, unit="signals") as (advance, report):
-        for teacher in dict.fromkeys(teacher for teacher, _ in work):
-            kinds = [kind for name, kind in work if name == teacher]
-            for kind_group, rows in _same_rows({kind: work[teacher, kind] for kind in kinds}):
-                for chunk in _chunks(rows):
-                    for kind, signals in _judge(run, stage, pool, student, teacher, kind_group, chunk).items():
-                        counts["signals"] += run.store.commit_signals(teacher, kind, signals)
-                        counts["loss_tokens"] += sum(_positions(signal) for signal in signals)
-                    advance(int(counts["signals"]), teacher=teacher)
+
+        def count(judged: Judged) -> None:
+            counts["signals"] += judged.signals
+            counts["loss_tokens"] += judged.loss_tokens
+            advance(int(counts["signals"]), teacher=judged.teacher)
+
+        if run.fleet is not None:
+            run.fleet.judge(stage, tasks, count)
+        else:
+            student = student_support(run, stage)
+            for task in tasks:
+                count(judge(run, stage, pool, student, task))
         report.facts = {
             "signals": f"{int(counts['signals']):,}",
             "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
@@ -114,6 +144,20 @@ def teacher_pool(run: Run, stage: Stage) -> TeacherPool:
         settings = run.job.teachers[name]
         specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
     return TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
+
+
+def student_support(run: Run, stage: Stage) -> StudentSupport:
+    """The policies that sampled, for signals on their likeliest tokens."""
+    return StudentSupport(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
+
+
+def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, task: JudgeTask) -> Judged:
+    """Compute and commit the signals of one task; those the store has already are left alone."""
+    new = positions = 0
+    for kind, signals in _judge(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
+        new += run.store.commit_signals(task.teacher, kind, signals)
+        positions += sum(_positions(signal) for signal in signals)
+    return Judged(task.teacher, new, positions)
 
 
 def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:

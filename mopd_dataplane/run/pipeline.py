@@ -10,7 +10,8 @@ Each step looks at what the store already has and does the rest, so the same cal
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -28,14 +29,17 @@ from mopd_dataplane.run.judge import reward, score
 from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.overlap import run_overlapped
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.schedule import plan_window
 from mopd_dataplane.train.agent import node_rank
 
 Summary = dict[str, Any]
 
 
-def run_job(job: Job, *, console: Console | None = None, only: str | None = None) -> Summary:
+def run_job(job: Job, *, console: Console | None = None, only: str | None = None, ray: str | None = None) -> Summary:
     """Run a job to its end, or one stage of it; returns every evaluated policy's accuracy by domain.
+
+    ray: address of the Ray cluster that rolls out and scores; see run/ray/cluster.py. None: this process does.
 
     On a node besides the first (PET_NODE_RANK) only training is taken part in. Raises MopdError; whatever was finished
     stays, and the same call continues.
@@ -43,8 +47,11 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
     if node_rank() > 0:
         return {"store": job.store, **join_job(job, Progress(console))}
     run = open_run(job, Progress(console))
-    for stage in [job.stage(only)] if only else job.stages:
-        run_stage(run, stage)
+    with ExitStack() as stack:
+        if ray is not None:
+            run = replace(run, fleet=stack.enter_context(ray_fleet(ray, run)))
+        for stage in [job.stage(only)] if only else job.stages:
+            run_stage(run, stage)
     report = write_report(run.store, run.root / "report.html")
     run.work.publish_file("report.html")
     return {"store": run.store.uri, "accuracy": accuracy_table(run), "report": str(report)}

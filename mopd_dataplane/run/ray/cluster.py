@@ -1,0 +1,77 @@
+"""The Ray cluster that a job rolls out and scores on.
+
+    mopd run JOB --ray               at RAY_ADDRESS (a submitted job has it), else a cluster started on this machine
+    mopd run JOB --ray auto          the cluster that runs on this machine
+    mopd run JOB --ray HOST:PORT     that cluster
+
+A cluster started here listens on the loopback interface only, and ends with the job. Several nodes must see the store's
+folder at the same path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.jobfile import Stage
+from mopd_dataplane.rollout.report import RolloutReport
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.generate import Part
+from mopd_dataplane.run.judge import Judged, JudgeTask
+
+ON_THIS_MACHINE = "local"
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's switch for a cluster whose address is 127.0.0.1; read when Ray is imported."""
+
+
+@dataclass(frozen=True)
+class RayFleet:
+    """A run's engine replicas and teachers; each call starts the workers it needs and lets them go."""
+
+    run: Run
+
+    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
+        """See engines.py."""
+        from mopd_dataplane.run.ray.engines import roll_out_on_replicas
+
+        return roll_out_on_replicas(self.run, part, already, show)
+
+    def judge(self, stage: Stage, tasks: Sequence[JudgeTask], done: Callable[[Judged], None]) -> None:
+        """See teachers.py."""
+        from mopd_dataplane.run.ray.teachers import judge_on_workers
+
+        judge_on_workers(self.run, stage, tasks, done)
+
+
+@contextmanager
+def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
+    """Connect, and leave at the end of the block. Raises InputError when Ray is not installed, ResourceError when no
+    cluster answers."""
+    run.policies.initial()  # made here, once, before workers look for it
+    address = address or os.environ.get("RAY_ADDRESS", ON_THIS_MACHINE)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address == ON_THIS_MACHINE:
+        os.environ |= LOOPBACK
+    try:
+        import ray
+    except ImportError:
+        raise InputError("--ray needs the package: pip install 'mopd-dataplane[ray]'") from None
+    alone = {"include_dashboard": False} if address == ON_THIS_MACHINE else {}
+    try:
+        ray.init(address=address, **alone)
+    except ConnectionError as error:
+        raise ResourceError(f"no Ray cluster answers at {address} ({error}); start one, or leave ADDRESS out") from None
+    try:
+        nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+        where = "on this machine" if address == ON_THIS_MACHINE else f"at {address}"
+        run.progress.say(f"ray {ray.__version__} {where}: {nodes} node(s), {_listed(ray.cluster_resources())}")
+        yield RayFleet(run)
+    finally:
+        ray.shutdown()
+
+
+def _listed(resources: dict[str, float]) -> str:
+    return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources)

@@ -1,0 +1,188 @@
+"""Rollout and scoring on a Ray cluster of several nodes on this machine: workers are killed, a node is removed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from mopd_dataplane import open_store
+from mopd_dataplane.errors import EngineError, InputError, ResourceError
+from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.run.context import Run, open_run
+from mopd_dataplane.run.generate import rollout
+from mopd_dataplane.run.judge import score
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.ray import pool
+from mopd_dataplane.run.ray.cluster import LOOPBACK, ray_fleet
+
+DEADLINE_S = 120.0
+STAGE = """
+[scale]
+engines = 2
+
+[[stages]]
+name = "sampled"
+objective = "sampled"
+routing = {{ sums = "self", words = "self" }}
+rollout = {{ group_size = 2, max_new_tokens = 40, prompts_per_iteration = 48 }}
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs and two nodes with one each."""
+    os.environ |= LOOPBACK | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    from ray.cluster_utils import Cluster
+
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def make_run(tmp_path: Path, write_job: Callable[..., Path]) -> Callable[[str], Run]:
+    def make(name: str) -> Run:
+        torch.set_num_threads(1)
+        job = write_job(tmp_path / name, extra='[teachers.self]\nsource = "student"\n' + STAGE)
+        return open_run(load_job(job, overrides=["engine.slots=8"]), Progress(quiet=True))
+
+    return make
+
+
+def workers(kind: str) -> list[psutil.Process]:
+    """Processes of this cluster's actors of a class."""
+    return [p for p in psutil.process_iter(["name", "cmdline"]) if f"ray::{kind}" in " ".join(p.info["cmdline"] or [])]
+
+
+def when(reached: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+    """Do something as soon as a condition holds, from a thread."""
+
+    def watch() -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not reached():
+            if time.monotonic() > until:
+                return
+            time.sleep(0.02)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def rows(run: Run, table: str) -> int:
+    return int(open_store(run.store.uri).table(table).num_rows)
+
+
+def kill_all(kind: str, killed: list[int]) -> None:
+    for process in workers(kind):
+        process.send_signal(signal.SIGKILL)
+        killed.append(process.pid)
+
+
+def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
+    cluster: Any, make_run: Callable[[str], Run]
+) -> None:
+    here, there = make_run("here"), make_run("there")
+    stage = there.job.stage("sampled")
+    rollout(here, here.job.stage("sampled"), 0)
+    wanted = rows(here, "samples")
+    killed: list[int] = []
+    removed: list[Any] = []
+
+    def lose_a_node() -> None:
+        removed.append(cluster.nodes[1])
+        cluster.remove_node(cluster.nodes[1], allow_graceful=False)
+
+    with ray_fleet(cluster.address, there) as fleet:
+        run = replace(there, fleet=fleet)
+        first = when(lambda: rows(there, "samples") > wanted // 8, lambda: kill_all("EngineReplica", killed))
+        second = when(lambda: bool(killed) and rows(there, "samples") > wanted // 2, lose_a_node)
+        rollout(run, stage, 0)
+        first.join(DEADLINE_S)
+        second.join(DEADLINE_S)
+        assert killed
+        assert removed
+        struck = len(killed)
+        third = when(lambda: bool(workers("TeacherWorker.work")), lambda: kill_all("TeacherWorker", killed))
+        score(run, stage)
+        third.join(DEADLINE_S)
+        assert len(killed) > struck
+
+    by_uid = {row["uid"]: row for row in open_store(here.store.uri).table("tokens").to_pylist()}
+    found = open_store(there.store.uri)
+    tokens = {row["uid"]: row for row in found.table("tokens").to_pylist()}
+    assert tokens.keys() == by_uid.keys()
+    for uid, row in tokens.items():
+        assert row["tokens"] == by_uid[uid]["tokens"], uid
+    (counts,) = found.sql("select count(*) a, count(distinct uid) b, count(distinct writer) w from samples").to_pylist()
+    assert counts["a"] == counts["b"] == wanted
+    assert counts["w"] > 1, "both replicas took part"
+    order = "select uid, writer_seq from samples order by uid"
+    assert found.sql(order).to_pylist() == open_store(here.store.uri).sql(order).to_pylist()
+    (judged,) = found.sql("select count(*) a, count(distinct uid) b from scores").to_pylist()
+    assert judged["a"] == judged["b"] == wanted
+
+
+class Refuses:
+    """A worker whose task is wrong."""
+
+    def ready(self) -> bool:
+        return True
+
+    def work(self) -> None:
+        raise InputError("no such thing: say another")
+
+
+class Dies(Refuses):
+    """A worker that its task kills."""
+
+    def work(self) -> None:
+        os._exit(1)
+
+
+def group(worker: type) -> pool.Group:
+    return pool.Group("trial", worker, (), {"num_cpus": 0}, 1, deque([pool.Task(())]))
+
+
+def test_a_workers_error_ends_the_run_as_itself(cluster: Any, make_run: Callable[[str], Run]) -> None:
+    with (
+        ray_fleet(cluster.address, make_run("refused")),
+        pytest.raises(InputError, match=r"^no such thing: say another$"),
+    ):
+        pool.drive([group(Refuses)], done=lambda group, task, result: None)
+
+
+def test_a_task_that_kills_every_worker_is_given_up(
+    cluster: Any, make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "DEATHS", 2)
+    said: list[str] = []
+    with (
+        ray_fleet(cluster.address, make_run("dies")),
+        pytest.raises(EngineError, match=r"2 workers of trial died over one task"),
+    ):
+        pool.drive([group(Dies)], done=lambda group, task, result: None, say=said.append)
+    assert len(said) == 2
+    assert "a worker of trial is gone" in said[0]
+
+
+def test_a_cluster_that_is_not_there_is_named(make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with (
+        pytest.raises(ResourceError, match=r"no Ray cluster answers at 127\.0\.0\.1:1 "),
+        ray_fleet("127.0.0.1:1", make_run("nobody")),
+    ):
+        pass
