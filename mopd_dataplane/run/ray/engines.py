@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import count
+from pathlib import Path
 
-from mopd_dataplane.jobfile import Job
+from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.records import sample_uid
 from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.generate import Part, generation_prompts, open_engine, roll_out, writers_of
+from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.rows import stage_samples
@@ -108,8 +110,7 @@ def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]
     missing = [uids for prompt in part.prompts if (uids := _uids(run, part, prompt.prompt_id) - already)]
     open_uids = set().union(*missing)
     owned: list[tuple[str, set[str]]] = []
-    logs = run.root / "wal" / part.stage.name
-    for folder in sorted(logs.iterdir()) if logs.is_dir() else ():
+    for folder in _logs(run, part.stage):
         held = {draft.opening.uid for draft in recover(folder).ledger.drafts.values()} & open_uids
         if held:
             owned.append((folder.name, held))
@@ -119,6 +120,18 @@ def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]
     size = max(1, min(even, STEPS_OF_SLOTS * run.job.engine.slots // group_size))
     free = [uids & open_uids for uids in missing if uids & open_uids]
     return [*owned, *(("", set().union(*free[at : at + size])) for at in range(0, len(free), size))]
+
+
+def _logs(run: Run, stage: Stage) -> list[Path]:
+    """Folders of the stage's logs, with those that other nodes have shipped to the object store."""
+    logs, files = run.root / "wal" / stage.name, run.work.files
+    logs.mkdir(parents=True, exist_ok=True)
+    if files is None:
+        return sorted(logs.iterdir())
+    for writer in files.children(f"wal/{stage.name}"):
+        (logs / writer).mkdir(exist_ok=True)
+        StoredLog(files, stage.name, writer).fetch(logs / writer)
+    return sorted(logs.iterdir())
 
 
 def _uids(run: Run, part: Part, prompt_id: str) -> set[str]:
