@@ -1,0 +1,207 @@
+"""Sampled token, top-k or full vocabulary: what each signal's gradient is worth, on a finished quickstart.
+
+    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64]
+
+Takes the first answers of the stage `student`, written by the base, and the specialists that judged them. Every form of
+the loss gives a gradient of all weights of the base for each batch. Against the full vocabulary's mean gradient G:
+
+    bias    |mean gradient of the form - G| / |G|, and how much of that chance explains: the standard error of the mean
+    noise   sqrt(mean over batches of |gradient - the form's own mean|^2) / |G|; of this, what full vocabulary has comes
+            from the choice of samples, the rest from the form
+    cosine  between the form's mean gradient and G
+
+Prints a Markdown table with the bytes a token takes in the store, and the time of one forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from mopd_kernels import Head, chosen_logprobs, divergence, token_logprob, topk_divergence, topk_logprobs
+from torch import Tensor
+
+from mopd_dataplane import open_store
+from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.models import hidden_states, lm_head, load_model
+from mopd_dataplane.store.dataset import Store
+
+JOB = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answers of one domain, padded on the right: trained positions, and what the teacher says there."""
+
+    ids: Tensor
+    """[B, W] int64"""
+    predictors: Tensor
+    """[M] places of the states that predict trained tokens in the flattened rows"""
+    targets: Tensor
+    """[M] int64"""
+    teacher: Tensor
+    """[M, D] teacher's states"""
+    head: Head
+    """The teacher's."""
+
+
+Loss = Callable[[Tensor, Head, Batch], Tensor]
+"""(student states [M, D], student head, batch) -> loss of each token [M]"""
+
+
+def full(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    """Exact reverse KL."""
+    return divergence(hidden, head, batch.teacher, batch.head)
+
+
+def sampled(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+    """Score function of the sampled token: the advantage is teacher minus student."""
+    own = token_logprob(hidden, head, batch.targets)
+    judged = token_logprob(batch.teacher, batch.head, batch.targets)
+    return -(judged - own).detach() * own
+
+
+def topk(k: int, mode: str, support: str) -> Loss:
+    """Reverse KL from the k likeliest tokens of the teacher or the student."""
+
+    def loss(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+        if support == "teacher":
+            ids, logprobs = topk_logprobs(batch.teacher, batch.head, k)
+        else:
+            ids = topk_logprobs(hidden.detach(), head, k)[0]
+            logprobs = chosen_logprobs(batch.teacher, batch.head, ids)[0]
+        return topk_divergence(hidden, head, ids, logprobs, mode=mode)
+
+    return loss
+
+
+FORMS: dict[str, tuple[Loss, Callable[[int, int], int]]] = {
+    "full vocabulary, hidden states in bf16": (full, lambda width, _: 2 * width),
+    "sampled token": (sampled, lambda *_: 4),
+    "top-64 of the teacher, tail": (topk(64, "tail", "teacher"), lambda *_: 64 * 8),
+    "top-16 of the teacher, tail": (topk(16, "tail", "teacher"), lambda *_: 16 * 8),
+    "top-16 of the student, renormalised": (topk(16, "renormalised", "student"), lambda *_: 16 * 8),
+    "top-4 of the teacher, tail": (topk(4, "tail", "teacher"), lambda *_: 4 * 8),
+    "top-4 of the teacher, corrected": (topk(4, "corrected", "teacher"), lambda *_: 4 * 8),
+    "top-4 of the teacher, truncated": (topk(4, "truncated_biased", "teacher"), lambda *_: 4 * 8),
+}
+"""Name -> (loss, bytes a token takes in the store, from hidden width and vocabulary)."""
+
+
+@dataclass
+class Moments:
+    """Mean and spread of a form's gradient over batches."""
+
+    total: Tensor | float = 0.0
+    squares: float = 0.0
+    batches: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    def add(self, gradient: Tensor, seconds: float) -> None:
+        """Count one batch."""
+        self.total = self.total + gradient
+        self.squares += float(gradient @ gradient)
+        self.batches += 1
+        self.seconds.append(seconds)
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean gradient."""
+        return torch.as_tensor(self.total) / self.batches
+
+    @property
+    def spread(self) -> float:
+        """Root of the mean squared distance to the mean."""
+        mean = self.mean
+        return max(0.0, self.squares / self.batches - float(mean @ mean)) ** 0.5
+
+
+def batches(store: Store, samples: int, size: int) -> Iterator[Batch]:
+    """The stage's first answers, `size` of one domain at a time, with its specialist's states."""
+    job = load_job(JOB)
+    root = Path(store.uri)
+    table = store.samples(["run", "generation", "domain", "prompt_len"])
+    rows = np.flatnonzero((table["run"].to_numpy() == "student") & (table["generation"].to_numpy() == 0))[:samples]
+    domains, prompts = table["domain"].to_numpy()[rows], table["prompt_len"].to_numpy()[rows]
+    for domain in job.domains:
+        stage = job.stage(job.routing[domain])
+        teacher = load_model(root / "policies" / stage.name / f"v{stage.iterations}")
+        own = np.flatnonzero(domains == domain)
+        for start in range(0, len(own) - size + 1, size):
+            chosen = own[start : start + size]
+            tokens = [t.as_py() for t in store.read_tokens(rows[chosen], columns=["tokens"])["tokens"]]
+            ids = torch.zeros(size, max(map(len, tokens)), dtype=torch.int64)
+            trained = torch.zeros_like(ids, dtype=torch.bool)
+            for place, (sequence, prompt) in enumerate(zip(tokens, prompts[chosen], strict=True)):
+                ids[place, : len(sequence)] = torch.tensor(sequence)
+                trained[place, int(prompt) : len(sequence)] = True
+            predictors = trained.flatten().nonzero()[:, 0] - 1
+            with torch.no_grad():
+                states = hidden_states(teacher, ids).flatten(0, 1)[predictors]
+            yield Batch(ids, predictors, ids[trained], states, lm_head(teacher))
+
+
+@dataclass
+class Comparison:
+    """A form's gradients, and their differences to the full vocabulary's on the same batches."""
+
+    own: Moments = field(default_factory=Moments)
+    apart: Moments = field(default_factory=Moments)
+
+
+def measure(store: Store, samples: int, size: int) -> tuple[dict[str, Comparison], int, int]:
+    """Gradients of every form, the hidden width and the vocabulary."""
+    student = load_model(Path(store.uri) / "policies" / "base" / "v1")
+    weights = list(student.parameters())
+    found = {name: Comparison() for name in FORMS}
+    for batch in batches(store, samples, size):
+        exact: Tensor | None = None
+        for name, (loss, _) in FORMS.items():
+            began = time.perf_counter()
+            hidden = hidden_states(student, batch.ids).flatten(0, 1)[batch.predictors]
+            gradients = torch.autograd.grad(loss(hidden, lm_head(student), batch).mean(), weights)
+            seconds = time.perf_counter() - began
+            gradient = torch.cat([part.flatten() for part in gradients]).double()
+            exact = gradient if exact is None else exact
+            found[name].own.add(gradient, seconds)
+            found[name].apart.add(gradient - exact, seconds)
+    rows, width = lm_head(student).weight.shape
+    return found, width, rows
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--store", default="runs/quickstart")
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=64)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found, width, rows = measure(open_store(options.store), options.samples, options.batch)
+    exact = next(iter(found.values())).own
+    length = float(exact.mean.norm())
+    print(f"{exact.batches} batches of {options.batch} answers; logits would take {4 * rows} bytes a token")
+    print(
+        "| signal | bytes/token | bias | by chance | noise | cosine | time, full = 1 |\n|---|---|---|---|---|---|---|"
+    )
+    for name, comparison in found.items():
+        own, apart = comparison.own, comparison.apart
+        cells = [
+            name,
+            str(FORMS[name][1](width, rows)),
+            f"{float(apart.mean.norm()) / length:.3f}",
+            f"{apart.spread / apart.batches**0.5 / length:.3f}",
+            f"{own.spread / length:.2f}",
+            f"{float(own.mean @ exact.mean) / (length * float(own.mean.norm())):.3f}",
+            f"{np.median(own.seconds) / np.median(exact.seconds):.2f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
