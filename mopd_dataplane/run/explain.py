@@ -28,7 +28,7 @@ def explain_plan(run: Run, stage: Stage, plan: PlanWindow) -> dict[str, Any]:
     codes, packs = np.unique(plan.pack_teachers, return_counts=True)
     names = {code: plan.teachers[code] if code >= 0 else "none" for code in codes.tolist()}
     objective = run.job.objective(stage)
-    scores = run.store.table("scores", ["sample_row", "kind", "bytes"], snapshot=plan.snapshot)
+    scores = run.store.table("scores", ["sample_row", "kind", "bytes", "rows"], snapshot=plan.snapshot)
     used = np.isin(scores["sample_row"].to_numpy(), rows) & np.isin(scores["kind"].to_pylist(), objective.signals)
     return {
         "batches": _batches(plan, lengths[np.searchsorted(rows, plan.sample_rows)]),
@@ -37,6 +37,7 @@ def explain_plan(run: Run, stage: Stage, plan: PlanWindow) -> dict[str, Any]:
         "packs_by_teacher": {names[code]: int(count) for code, count in zip(codes.tolist(), packs, strict=True)},
         "token_bytes": int((lengths * passes).sum()) * TOKEN_BYTES,
         "signal_bytes": int(scores["bytes"].to_numpy()[used].sum()),
+        "bytes_per_judged_token": _per_token(run, plan, scores.filter(pa.array(used))),
         "train_flops": train_flops(run.policies.start(stage), np.repeat(lengths, passes)),
         "snapshot": plan.snapshot.versions,
     }
@@ -84,6 +85,16 @@ def _mixture(domains: pa.ChunkedArray, lengths: NDArray[np.int64]) -> dict[str, 
             "tokens": round(float(lengths[inside].sum() / lengths.sum()), 4),
         }
     return found
+
+
+def _per_token(run: Run, plan: PlanWindow, scores: pa.Table) -> dict[str, float]:
+    """What the objective's signals take, and what the teachers' whole logits in float32 would."""
+    judged = pc.sum(scores["rows"]).as_py()
+    vocabulary = {teacher.name: teacher.vocab_size for teacher in run.store.teachers().values()}
+    if not judged:
+        return {}
+    largest = max(vocabulary[name] for name in plan.teachers)
+    return {"stored": round(pc.sum(scores["bytes"]).as_py() / judged, 1), "as_logits": 4.0 * largest}
 
 
 def _weights(plan: PlanWindow) -> dict[str, Any]:
