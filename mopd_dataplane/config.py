@@ -92,7 +92,8 @@ class Domain(Section):
     """Where the prompts of one domain come from and how an answer is verified."""
 
     source: str
-    """`reasoning-gym` (with `dataset`), or the path of a .jsonl/.parquet file with a column `text`."""
+    """`reasoning-gym` (with `dataset`), the path of a .jsonl/.parquet file with a column `text`, or `store`: only what
+    was imported."""
     dataset: str = ""
     """reasoning-gym dataset name."""
     args: dict[str, Any] = {}

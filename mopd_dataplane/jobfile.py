@@ -46,8 +46,8 @@ class Stage(Section):
     name: Name
     start: str = "init"
     """`init` (the student as configured), or the name of an earlier stage."""
-    data: Literal["reference", "rollout"] = "rollout"
-    """Stored reference answers (off-policy), or rollouts."""
+    data: Literal["reference", "rollout", "stored"] = "rollout"
+    """Reference answers (off-policy), rollouts, or what the store already holds under the stage's name (imports)."""
     domains: tuple[str, ...] = ()
     """Default: every domain of the job."""
     examples: int = Field(default=0, ge=0)
@@ -185,13 +185,13 @@ def _check_references(job: Job, where: str) -> None:
                 "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
             )
         bound = job.retain.hidden_versions
-        if 0 < bound <= stage.plan.max_staleness or (stage.data == "reference" and 0 < bound < stage.iterations):
+        if 0 < bound <= stage.plan.max_staleness or (stage.data != "rollout" and 0 < bound < stage.iterations):
             raise JobFileError(
                 f"{where}: retain.hidden_versions = {bound} frees hidden states that stage {stage.name!r} still needs; "
                 f"set it above {max(stage.plan.max_staleness, stage.iterations - 1)}, or 0"
             )
         passes = stage.iterations * stage.train.epochs
-        if stage.data == "reference" and 0 < job.retain.hidden_passes < passes:
+        if stage.data != "rollout" and 0 < job.retain.hidden_passes < passes:
             raise JobFileError(
                 f"{where}: retain.hidden_passes = {job.retain.hidden_passes} frees hidden states before stage "
                 f"{stage.name!r} has passed over its data {passes} times; set it to at least {passes}, or 0"

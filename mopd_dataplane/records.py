@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FINISH_REASONS = ("stop", "length", "reference", "abandoned")
+FINISH_REASONS = ("stop", "length", "reference", "abandoned", "unknown")
 RESUME_KINDS = ("none", "exact", "statistical")
 SIGNAL_KINDS = ("logprob", "topk", "hidden")
 
@@ -50,7 +50,7 @@ class Prompt:
     answer: str = ""
     """Reference answer; the response of an off-policy (reference) sample."""
     split: str = "train"
-    """train or eval; eval prompts are never trained on."""
+    """train, eval (never trained on) or import (of imported samples: neither sampled nor asked)."""
     effort: str = ""
     """Reasoning-effort mode, a second routing key; empty when the job has none."""
     source: str = ""
@@ -94,7 +94,7 @@ class Sample:
     """[L] prompt then response."""
     logprobs: NDArray[np.float32] | None
     """[R] log-prob of each response token under the sampling distribution; 0 where loss_mask is 0;
-    None when the text was not sampled."""
+    None when the text was not sampled, or its sampler's log-probs were not recorded (imports)."""
     loss_mask: NDArray[np.uint8]
     """[R] 1 on tokens the policy wrote, 0 on tool or environment tokens."""
     version_starts: NDArray[np.int32]

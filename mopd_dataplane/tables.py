@@ -53,7 +53,7 @@ PROMPTS = TableSpec(
         [
             _field("prompt_id", _STRING, "unique name of the prompt"),
             _field("domain", _STRING, "routes samples to their teacher"),
-            _field("split", _STRING, "train or eval"),
+            _field("split", _STRING, "train, eval or import"),
             _field("effort", _STRING, "reasoning-effort mode; empty when unused"),
             _field("source", _STRING, "where the prompt came from"),
             _field("text", _STRING, "what the student sees, before the tokenizer's template"),
@@ -92,7 +92,7 @@ SAMPLES = TableSpec(
             _field("total_len", pa.int32(), "L = P + R", unit="tokens"),
             _field("loss_tokens", pa.int32(), "M, response tokens the policy wrote", unit="tokens"),
             _field("turns", pa.int16(), "assistant turns"),
-            _field("finish_reason", _STRING, "stop, length, reference or abandoned"),
+            _field("finish_reason", _STRING, "stop, length, reference, abandoned, or unknown (imports)"),
             _field("interruptions", pa.int16(), "times the generation was interrupted and continued"),
             _field("resume", _STRING, "none, exact or statistical"),
             _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
@@ -116,7 +116,7 @@ TOKENS = TableSpec(
             _field(
                 "logprobs",
                 pa.list_(pa.field("item", pa.float32(), nullable=False)),
-                "[R] sampler log-prob as sampled; 0 where loss_mask is 0; null when not sampled",
+                "[R] sampler log-prob as sampled; 0 where loss_mask is 0; null when not sampled or not recorded",
                 null=True,
                 unit="nat",
             ),

@@ -14,11 +14,13 @@ def register(
     group: typer.Typer,
     command: Callable[..., Any],
     *examples: str,
+    name: str | None = None,
     panel: str | None = None,
     cls: type[TyperCommand] | None = None,
 ) -> None:
-    """Add a command to a group. The docstring's paragraphs are unwrapped, so that the terminal wraps them."""
+    """Add a command to a group, by default under its function's name. The docstring's paragraphs are unwrapped, so that
+    the terminal wraps them."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     lines = ["Examples:" if len(examples) > 1 else "Example:", *(example.replace("[", r"\[") for example in examples)]
-    group.command(help=text, epilog="\n\n".join(lines), rich_help_panel=panel, cls=cls)(command)
+    group.command(name, help=text, epilog="\n\n".join(lines), rich_help_panel=panel, cls=cls)(command)

@@ -28,7 +28,10 @@ def ensure_prompts(job: Job, store: Store) -> None:
     Raises PromptError when a source is empty or too small.
     """
     for name, domain in job.domains.items():
-        stored = store.table("prompts", columns=["prompt_id"], filter=f"domain = '{name}'").num_rows
+        if domain.source == "store":
+            continue
+        own = f"domain = '{name}' AND split != 'import'"
+        stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
         if stored == 0:
             store.add_prompts(load_prompts(name, domain))
         elif stored != domain.train + domain.eval:

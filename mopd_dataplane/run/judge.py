@@ -168,7 +168,7 @@ def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, 
     if objective.signals:
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
-        kinds = dict.fromkeys((*objective.signals, *ALWAYS)) if stage.data == "rollout" else objective.signals
+        kinds = dict.fromkeys((*objective.signals, *ALWAYS)) if stage.data != "reference" else objective.signals
         wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in kinds}
     wanted |= {(teacher, "logprob"): rows for teacher in _reference(run, stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}

@@ -69,8 +69,7 @@ class Training:
                 report.facts = _summary(done)
             name = f"time/{stage.name}/{plan.window}/train"
             run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
-        if metrics := self._metrics():
-            run.store.add_steps(metrics)
+        self._record_steps()
         free_served(run, stage)
         return version
 
@@ -84,9 +83,11 @@ class Training:
             self._died(trainer.returncode)
 
     def __enter__(self) -> Training:
-        if node_rank() == 0:
+        if node_rank() == 0:  # what a killed run, here or on another node, left undone
             self._publish()
-            free_served(self._run, self._stage)  # what a killed run left undone
+            self._checkpoints.fetch()
+            self._record_steps()
+            free_served(self._run, self._stage)
         return self
 
     def __exit__(
@@ -102,13 +103,16 @@ class Training:
         self._checkpoints.publish()
         self._run.policies.publish(self._stage)
 
+    def _record_steps(self) -> None:
+        if metrics := self._metrics():
+            self._run.store.add_steps(metrics)
+
     def _publish_checkpoint(self) -> None:
         if why_not := self._checkpoints.try_to_publish():
             self._run.progress.say(f"{self._stage.name:<16} train    {why_not}")
 
     def _start(self) -> subprocess.Popen[bytes]:
         run, stage = self._run, self._stage
-        self._checkpoints.fetch()
         run.policies.folder(stage, run.policies.latest(stage))
         check_cursor(run.store, stage.name, self._folder)
         scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))

@@ -92,9 +92,12 @@ def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
-    """The samples of a window: reference answers, or rollouts with their rewards."""
+    """The samples of a window: reference answers, rollouts with their rewards, or what was imported."""
     if stage.data == "reference":
         store_reference(run, stage)
+    elif stage.data == "stored":
+        if run.job.objective(stage).needs_rewards:
+            reward(run, stage)
     else:
         rollout(run, stage, window)
         reward(run, stage, generation=window)
@@ -116,8 +119,8 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     if follow:
         return {"stage": stage.name, "samples": rollout_follow(run, stage)}
     window = run.policies.latest(stage)
-    if stage.data == "reference":
-        store_reference(run, stage)
+    if stage.data != "rollout":
+        produce(run, stage, window)
         return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
     reports = [asdict(report) for report in rollout(run, stage, window)]
     return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": reports}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pyarrow.compute as pc
+
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, columns_from_tables
@@ -20,9 +22,15 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
     if recorded is not None:
         return recorded
     with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report):
-        snapshot = run.store.snapshot(tag=f"{stage.name}-{window}")
+        tag = f"{stage.name}-{window}"
+        snapshot = run.store.snapshot(tag=tag)
+        try:
+            columns = planner_columns(run, stage, generation, snapshot)
+        except InputError:
+            run.store.release(tag)  # what is missing now may be there at the next try
+            raise
         plan = build_window(
-            planner_columns(run, stage, generation, snapshot),
+            columns,
             stage.plan,
             seed=run.job.seed,
             stage=stage.name,
@@ -30,7 +38,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
             snapshot=snapshot,
             teachers=list(run.job.teachers_of(stage)),
             epochs=stage.train.epochs,
-            group_size=stage.rollout.group_size if stage.data == "rollout" else 1,
+            group_size=stage.rollout.group_size if stage.data != "reference" else 1,
             policy_version=window,
             first_step=run.store.steps_before(stage.name, window),
             teacher_weights=run.job.objective(stage).teacher_weights,
@@ -61,7 +69,10 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
     if not len(rows) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(rows):
-        raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: mopd rollout JOB")
+        how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --run {stage.name}"
+        raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
+    if stage.data == "stored":
+        _check_sampler_logprobs(run, stage, generation, snapshot)
     teachers = run.job.teachers_of(stage)
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
     rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
@@ -74,3 +85,16 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
         signals=objective.signals,
         rewards=rewards if objective.needs_rewards else None,
     )
+
+
+def _check_sampler_logprobs(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> None:
+    """Raise InputError when a policy gradient would divide by sampler log-probs that an import did not bring."""
+    if run.job.objective(stage).policy_gradient is None:
+        return
+    rows, samples = stage_samples(run.store, stage, generation, ["mean_logprob", "loss_tokens"], snapshot)
+    lacking = pc.and_(pc.is_null(samples["mean_logprob"]), pc.greater(samples["loss_tokens"], 0))
+    if missing := pc.sum(lacking).as_py():
+        raise InputError(
+            f"stage {stage.name!r}: {missing} of {len(rows)} samples came without the sampler's log-probs, which the "
+            "policy gradient needs; train them with cross_entropy or divergence, or import a format that has them"
+        )

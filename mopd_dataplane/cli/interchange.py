@@ -1,0 +1,114 @@
+"""Rollouts of other frameworks in, samples out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mopd_dataplane.cli.answers import StoreUri
+from mopd_dataplane.cli.output import note, plain, print_facts, print_json, stderr
+from mopd_dataplane.cli.register import register
+
+if TYPE_CHECKING:
+    from mopd_dataplane.interchange.importer import Vocabulary
+
+PANEL = "Exchange"
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def import_(
+    source: Annotated[str, typer.Argument(metavar="FORMAT", help="verl, trl, prime-rl, tinker or plain.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .jsonl or .parquet file, or a folder of them.")],
+    store: Annotated[
+        str, typer.Option("--store", metavar="STORE", help="Store to import into; made when there is none.")
+    ],
+    tokenizer: Annotated[
+        Path, typer.Option("--tokenizer", metavar="DIR", help="Folder with the tokenizer of the model to train.")
+    ],
+    run: Annotated[
+        str, typer.Option("--run", metavar="NAME", help="Job stage that will own the samples; a plain row may say it.")
+    ] = "",
+    domain: Annotated[
+        str, typer.Option("--domain", metavar="NAME", help="Domain of rows that name none; it routes to a teacher.")
+    ] = "",
+    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Policy that sampled them.")] = "imported",
+    template: Annotated[
+        str,
+        typer.Option("--prompt-template", help="How the student reads a prompt text; `chat` is the chat template."),
+    ] = "{prompt}",
+    as_json: AsJson = False,
+) -> None:
+    """Import rollouts of another framework as samples, with their prompts and rewards.
+
+    Token ids and sampler log-probs are kept where the format has them; text is tokenised, and such samples have no
+    log-probs. All rows are checked before anything is written. Importing the same rows again adds nothing.
+    """
+    from mopd_dataplane import create_store
+    from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+    from mopd_dataplane.run.progress import Progress
+
+    settings = ImportSettings(format=source, run=run, domain=domain, policy=policy)
+    with Progress(stderr()).step(run or "import", source, total=None, unit="samples") as (advance, _):
+        report = import_rollouts(
+            create_store(store), path, settings, _vocabulary(tokenizer, template), progress=advance
+        )
+    print_json(report) if as_json else print_facts(plain(report))
+
+
+def export(
+    store: StoreUri,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New file, or folder for --format datasets.")],
+    kind: Annotated[str, typer.Option("--format", metavar="KIND", help="parquet, jsonl or datasets.")] = "parquet",
+    where: Annotated[
+        str | None, typer.Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
+    ] = None,
+) -> None:
+    """Export samples with tokens, log-probs, prompts and rewards.
+
+    `mopd import plain` reads the result back unchanged. Signals of teachers are not exported: score again.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.interchange.exporter import export_samples
+    from mopd_dataplane.run.progress import Progress
+
+    with Progress(stderr()).step("export", kind, total=None, unit="samples") as (advance, _):
+        count = export_samples(open_store(store), out, kind, where=where, progress=advance)
+    note(f"wrote {count:,} samples to {out}")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register import and export."""
+    register(
+        app, import_, "mopd import verl dumps/ --store runs/demo --run student --domain math --tokenizer models/base",
+        name="import", panel=PANEL,
+    )  # fmt: skip
+    register(app, export, "mopd export runs/demo samples.parquet --where \"domain = 'math'\"", panel=PANEL)
+
+
+def _vocabulary(folder: Path, template: str) -> Vocabulary:
+    from mopd_dataplane import models
+    from mopd_dataplane.errors import InputError
+    from mopd_dataplane.rollout.prompts import render
+
+    class FromFolder:
+        """The tokenizer of a model folder."""
+
+        def __init__(self) -> None:
+            self._tokenizer: Any = models.load_tokenizer(folder)
+            self.digest = models.tokenizer_digest(self._tokenizer)
+            self.size = len(self._tokenizer)
+
+        def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
+            if isinstance(text, str):
+                return render(text, self._tokenizer, template=template)
+            if not self._tokenizer.chat_template:
+                raise InputError(f"the prompts are messages, and the tokenizer in {folder} has no chat template")
+            ids = self._tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
+            return list(ids)
+
+        def response(self, text: str) -> list[int]:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    return FromFolder()

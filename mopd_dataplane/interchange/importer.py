@@ -1,0 +1,276 @@
+"""Rows of another framework into a store: checked first, all of them, then written; twice is the same as once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
+from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
+from mopd_dataplane.interchange.rows import files_of, read_rows
+from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.rows import check_sample
+
+BATCH = 1024
+"""Samples committed together."""
+SPLIT = "import"
+"""Split of imported prompts: no rollout samples them, no evaluation asks them."""
+
+
+class Vocabulary(Protocol):
+    """The tokenizer of the model that will be trained on the samples."""
+
+    digest: str
+    size: int
+
+    def prompt(self, text: str | Messages) -> list[int]:
+        """Ids of a prompt as the student reads it."""
+
+    def response(self, text: str) -> list[int]:
+        """Ids of a response, without special tokens of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """What the rows do not say themselves; what a plain row says wins.
+
+    Example: ImportSettings(format="verl", run="student", domain="math").
+    """
+
+    format: str
+    run: str = ""
+    """Stage that will own the samples."""
+    domain: str = ""
+    policy: str = "imported"
+    """Name of the policy that sampled them."""
+    temperature: float = 1.0
+
+
+@dataclass
+class ImportReport:
+    """What an import did.
+
+    Example: ImportReport(rows=2048, samples=2048, inserted=2048, tokenised=2048, with_logprobs=0, rewards=2048).
+    """
+
+    rows: int = 0
+    """Rows read."""
+    samples: int = 0
+    """Samples they make; a trajectory that does not continue itself makes several."""
+    inserted: int = 0
+    """Samples the store did not have."""
+    tokenised: int = 0
+    """Samples whose ids were made here, from text."""
+    with_logprobs: int = 0
+    """Samples that came with the sampler's log-probs; the others have none (null)."""
+    rewards: int = 0
+    """Rewards the store did not have."""
+
+
+def import_rollouts(
+    store: Store,
+    path: Path,
+    settings: ImportSettings,
+    vocabulary: Vocabulary,
+    *,
+    progress: Callable[[int], None] = lambda samples: None,
+) -> ImportReport:
+    """Import a file, or all .jsonl and .parquet files of a folder.
+
+    Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
+    follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
+    Raises InputError naming file and row: not JSON, a field of another type, ids outside the vocabulary, impossible
+    log-probs, no run or domain.
+    """
+    if settings.format not in FORMATS:
+        raise InputError(f"no format {settings.format!r}: {nearest(settings.format, FORMATS)}")
+    files = files_of(path)
+    _check(store, path, _samples(files, settings, vocabulary))
+    report, places = ImportReport(), set[str]()
+    converted = _samples(files, settings, vocabulary)
+    while batch := list(islice(converted, BATCH)):
+        places |= {row.place for row, _, _ in batch}
+        _write(store, batch, report)
+        progress(report.samples)
+    report.rows = len(places)
+    detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
+    first = batch_name(files, settings)
+    store.add_event(f"import/{first}", settings.run, "import", -1, float(report.samples), detail)
+    return report
+
+
+def _check(store: Store, path: Path, converted: Iterator[tuple[Row, Prompt, Sample]]) -> None:
+    """Convert every row, and compare its prompt with what the store and other rows call by that name."""
+    known = {prompt.prompt_id: prompt for prompt in store.prompts()}
+    count = 0
+    for row, prompt, _ in converted:
+        count += 1
+        if known.setdefault(prompt.prompt_id, prompt) != prompt:
+            raise InputError(
+                f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
+                "row before; rename it, or leave prompt_id out"
+            )
+    if not count:
+        raise InputError(f"{path}: no rows")
+
+
+def batch_name(files: Sequence[Path], settings: ImportSettings) -> str:
+    """A name for this import that is the same when it is repeated."""
+    text = "\0".join([settings.format, settings.run, *(file.name for file in files)])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: ImportReport) -> None:
+    store.add_prompts({prompt.prompt_id: prompt for _, prompt, _ in batch}.values())
+    samples = [sample for _, _, sample in batch]
+    receipt = store.commit_samples(samples, writer=samples[0].writer)
+    records: list[dict[str, Any]] = [
+        {
+            "uid": sample.uid,
+            "sample_row": row_number,
+            "verifier": verifier,
+            "verifier_version": version,
+            "reward": value,
+        }
+        for (row, _, sample), row_number in zip(batch, receipt.rows.tolist(), strict=True)
+        for (verifier, version), value in row.rewards.items()
+    ]
+    report.samples += len(samples)
+    report.inserted += receipt.inserted
+    report.tokenised += sum(row.prompt_ids is None for row, _, _ in batch)
+    report.with_logprobs += sum(sample.logprobs is not None for sample in samples)
+    report.rewards += store.add_rewards(records)
+
+
+def _samples(
+    files: Sequence[Path], settings: ImportSettings, vocabulary: Vocabulary
+) -> Iterator[tuple[Row, Prompt, Sample]]:
+    """Every row as prompt and sample, checked."""
+    reader = FORMATS[settings.format]
+    seen: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    ordinal = 0
+    for file in files:
+        for place, fields in read_rows(file):
+            for row in reader(fields, place):
+                try:
+                    yield _converted(row, settings, vocabulary, seen, groups, ordinal)
+                except (MismatchError, EngineError) as error:
+                    raise InputError(f"{place}: {error}") from None
+                ordinal += 1
+
+
+def _converted(
+    row: Row,
+    settings: ImportSettings,
+    vocabulary: Vocabulary,
+    seen: dict[str, int],
+    groups: dict[str, int],
+    ordinal: int,
+) -> tuple[Row, Prompt, Sample]:
+    given = row.sample
+    domain = row.domain or settings.domain
+    run = settings.run or given.get("run", "")
+    for name, value in (("domain", domain), ("run", run)):
+        if not value:
+            raise InputError(f"{row.place}: the row names no {name}; give --{name} NAME")
+    prompt_ids, response_ids = _ids(row, vocabulary)
+    if given.get("tokenizer", vocabulary.digest) != vocabulary.digest:
+        raise InputError(
+            f"{row.place}: token ids of tokenizer {given['tokenizer']!r:.40}, the given one is {vocabulary.digest}; "
+            "give the tokenizer that made them"
+        )
+    prompt = _question(row, domain, settings)
+    prompt_id = prompt.prompt_id
+    length = len(response_ids)
+    mask = np.ones(length, np.uint8) if row.loss_mask is None else np.array(row.loss_mask, np.uint8)
+    logprobs = None if row.logprobs is None else np.array(row.logprobs, np.float32)
+    if logprobs is not None and len(logprobs) == len(mask):
+        logprobs[(mask == 0) & (logprobs != 0)] = 0
+    tokens = np.array(prompt_ids + response_ids, np.int32)
+    group = given.get("group_id", f"{prompt_id}#{row.generation}")
+    index = groups[group] = groups.get(group, -1) + 1
+    sample = Sample(
+        uid=given.get("uid") or _uid(run, row, tokens, logprobs, mask, seen),
+        prompt_id=prompt_id,
+        group_id=group,
+        group_index=given.get("group_index", index),
+        generation=row.generation,
+        domain=domain,
+        effort=given.get("effort", ""),
+        run=run,
+        writer=given.get("writer", f"import-{settings.format}" + ("-text" if row.prompt_ids is None else "")),
+        writer_seq=given.get("writer_seq", ordinal),
+        policy=given.get("policy", settings.policy),
+        temperature=given.get("temperature", settings.temperature),
+        top_p=given.get("top_p", 1.0),
+        top_k=given.get("top_k", 0),
+        prompt_len=len(prompt_ids),
+        tokens=tokens,
+        logprobs=logprobs,
+        loss_mask=mask,
+        version_starts=np.array(given.get("version_starts", [0]), np.int32),
+        versions=np.array(given.get("versions", [row.generation]), np.int32),
+        turns=row.turns,
+        finish_reason=given.get("finish_reason", "unknown"),
+        interruptions=given.get("interruptions", 0),
+        resume=given.get("resume", "none"),
+        tokenizer=vocabulary.digest,
+    )
+    check_sample(sample)
+    return row, prompt, sample
+
+
+def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """Token ids as they came, else of the text."""
+    if row.prompt_ids is not None and row.response_ids is not None:
+        highest = max([*row.prompt_ids, *row.response_ids], default=0)
+        if highest >= vocabulary.size:
+            raise InputError(
+                f"{row.place}: token id {highest}, the tokenizer has {vocabulary.size}; give the right one"
+            )
+        ids = row.prompt_ids, row.response_ids
+    else:
+        assert row.prompt is not None
+        assert row.response is not None
+        ids = vocabulary.prompt(row.prompt), vocabulary.response(row.response)
+    if not ids[0] or not ids[1]:
+        raise InputError(f"{row.place}: the {'response' if ids[0] else 'prompt'} has no tokens")
+    return ids
+
+
+def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
+    """The prompt of a row; its name follows from what it asks, unless the row names it."""
+    asked = row.prompt if isinstance(row.prompt, str) else "" if row.prompt is None else _joined(row.prompt)
+    key = asked or repr(row.prompt_ids)
+    digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
+    stated: dict[str, Any] = {"split": SPLIT, "source": f"import:{settings.format}", **row.question}
+    return Prompt(
+        prompt_id=row.sample.get("prompt_id", f"{domain}-import-{digest}"),
+        domain=domain, text=asked, answer=row.answer, **stated,
+    )  # fmt: skip
+
+
+def _joined(messages: Messages) -> str:
+    """Messages as one text, for people to read."""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _uid(
+    run: str, row: Row, tokens: np.ndarray, logprobs: np.ndarray | None, mask: np.ndarray, seen: dict[str, int]
+) -> str:
+    """128-bit identity of content; equal rows of one import are told apart by how many came before."""
+    whole = hashlib.blake2b(f"{run}\0{row.generation}".encode(), digest_size=16, person=b"mopd-import")
+    for array in (tokens, mask, *(() if logprobs is None else (logprobs,))):
+        whole.update(array.tobytes() + b"\0")
+    before = seen.get(whole.hexdigest(), 0)
+    seen[whole.hexdigest()] = before + 1
+    whole.update(before.to_bytes(8, "little"))
+    return whole.hexdigest()

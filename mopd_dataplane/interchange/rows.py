@@ -1,0 +1,136 @@
+"""JSONL and Parquet files, row by row, each with its place; and what a field may hold."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane.errors import InputError
+
+SUFFIXES = (".jsonl", ".parquet")
+_LINE_BYTES = 256 << 20
+"""Longest line of a JSONL file: about twenty million tokens."""
+_ROWS = 64
+
+Fields = dict[str, Any]
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, or the files with a known suffix under a folder, in the order of their names (numbers by value).
+
+    Raises InputError when there is none.
+    """
+    if path.is_file() and path.suffix in SUFFIXES:
+        return [path]
+    found = [file for file in path.rglob("*") if file.suffix in SUFFIXES] if path.is_dir() else []
+    if not found:
+        raise InputError(f"{path}: no {' or '.join(SUFFIXES)} file there; give a file, or a folder that holds some")
+    return sorted(found, key=lambda file: (len(file.name), file.as_posix()))
+
+
+def read_rows(file: Path) -> Iterator[tuple[str, Fields]]:
+    """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet, from 1.
+
+    Raises InputError with the place of a row that cannot be read.
+    """
+    return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
+
+
+def _jsonl(file: Path) -> Iterator[tuple[str, Fields]]:
+    with file.open("rb") as lines:
+        number = 0
+        while line := lines.readline(_LINE_BYTES + 1):
+            number += 1
+            place = f"{file}:{number}"
+            if len(line) > _LINE_BYTES:
+                raise InputError(f"{place}: longer than {_LINE_BYTES:,} bytes; is this one JSON object a line?")
+            if not line.strip():
+                continue
+            try:
+                fields = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{place}: not JSON ({error})") from None
+            if not isinstance(fields, dict):
+                raise InputError(f"{place}: a {type(fields).__name__}; each line must be one JSON object")
+            yield place, fields
+
+
+def _parquet(file: Path) -> Iterator[tuple[str, Fields]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        with pq.ParquetFile(file) as stored:
+            for batch in stored.iter_batches(batch_size=_ROWS):
+                for fields in batch.to_pylist():
+                    number += 1
+                    yield f"{file}:{number}", fields
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
+
+
+def text(fields: Fields, name: str, place: str, *, default: str | None = None) -> str:
+    """A string field. Raises InputError when it is missing without a default, or something else."""
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, str):
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected text")
+    check_unicode(value, name, place)
+    return value
+
+
+def check_unicode(value: str, name: str, place: str) -> None:
+    """Raise InputError for half a surrogate pair, which JSON can write and no file of ours can hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{place}: field {name!r} is no valid Unicode at character {error.start}") from None
+
+
+def integer(fields: Fields, name: str, place: str, *, default: int = 0) -> int:
+    """An integer field; missing is the default."""
+    value = fields.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected an integer")
+    return int(value)
+
+
+def number(fields: Fields, name: str, place: str) -> float | None:
+    """A finite number, None when the field is missing."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a finite number")
+    return float(value)
+
+
+def integers(value: Any, name: str, place: str) -> list[int]:
+    """A list of integers that fit 32 bits and are not negative."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of token ids")
+    for position, item in enumerate(value):
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 1 << 31:
+            raise InputError(f"{place}: {name}[{position}] is {_shown(item)}, expected an integer from 0 to 2^31 - 1")
+    return list(value)
+
+
+def floats(value: Any, name: str, place: str) -> list[float]:
+    """A list of finite numbers."""
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of numbers")
+    for position, item in enumerate(value):
+        if isinstance(item, bool) or not isinstance(item, int | float) or not math.isfinite(item):
+            raise InputError(f"{place}: {name}[{position}] is {_shown(item)}, expected a finite number")
+    return [float(item) for item in value]
+
+
+def _shown(value: Any) -> str:
+    return "missing" if value is None else f"{value!r:.60}"

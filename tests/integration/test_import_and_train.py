@@ -1,0 +1,78 @@
+"""Rollouts of another framework, imported by the command line, are scored by a teacher and trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mopd_dataplane import open_store
+from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.run.student import make_student
+
+STAGE = """
+[[stages]]
+name = "imported"
+data = "stored"
+domains = ["sums"]
+objective = "full-vocab"
+"""
+
+
+def with_stored_stage(job: Path, objective: str = "full-vocab") -> Path:
+    """The tiny job's file, in which one stage trains on what was imported, with the initial student as the teacher."""
+    text = job.read_text()
+    head = text[: text.index("[[stages]]")].replace('"stage:sums"', '"student"').replace('"stage:words"', '"student"')
+    job.write_text(head.replace("eval = 8", "eval = 1") + STAGE.replace("full-vocab", objective))
+    return job
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    """A verl dump of 32 answers to 16 questions."""
+    file = tmp_path / "dump" / "1.jsonl"
+    file.parent.mkdir()
+    rows = [{"input": f"{i} + 1 = ", "output": str(i + 1 + j), "gts": str(i + 1), "score": 1.0 - j, "step": 1}
+            for i in range(16) for j in range(2)]  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_imported_answers_are_scored_and_trained_on(
+    write_job: Callable[..., Path], mopd: Callable, tmp_path: Path, dump: Path
+) -> None:
+    job = with_stored_stage(write_job(tmp_path))
+    refused = mopd("run", job, check=False)
+    assert refused.returncode == 2
+    assert "mopd import FORMAT PATH --run imported" in " ".join(refused.stderr.split())
+    store = tmp_path / "store"
+    student = make_student(load_job(job).student, tmp_path / "student", seed=7)
+    place = ("--store", store, "--run", "imported", "--domain", "sums", "--tokenizer", student)
+    first = json.loads(mopd("import", "verl", dump, *place, "--json").stdout)
+    again = json.loads(mopd("import", "verl", dump, *place, "--json").stdout)
+    assert (first["inserted"], first["rewards"], again["inserted"], again["rewards"]) == (32, 32, 0, 0)
+    mopd("run", job)
+    opened = open_store(str(store))
+    scores = opened.sql("select kind, count(*) as n from scores group by 1 order by 1").to_pylist()
+    assert scores == [{"kind": "hidden", "n": 32}, {"kind": "logprob", "n": 32}]
+    (steps,) = opened.sql("select count(*) as n, sum(samples) as samples from steps").to_pylist()
+    assert (steps["n"], steps["samples"]) == (2, 32)
+    assert (store / "policies" / "imported" / "v1" / "model.safetensors").is_file()
+    out = tmp_path / "samples.jsonl"
+    mopd("export", store, out, "--format", "jsonl", "--where", "run = 'imported'")
+    assert len(out.read_text().splitlines()) == 32
+
+
+def test_a_policy_gradient_needs_the_samplers_log_probs(
+    write_job: Callable[..., Path], mopd: Callable, tmp_path: Path, dump: Path
+) -> None:
+    job = with_stored_stage(write_job(tmp_path), "sampled")
+    store = tmp_path / "store"
+    student = make_student(load_job(job).student, tmp_path / "student", seed=7)
+    place = ("--store", store, "--run", "imported", "--domain", "sums", "--tokenizer", student)
+    mopd("import", "verl", dump, *place)
+    refused = mopd("run", job, check=False)
+    assert refused.returncode == 2
+    assert "32 of 32 samples came without the sampler's log-probs" in " ".join(refused.stderr.split())

@@ -1,0 +1,252 @@
+"""Rollouts of other frameworks become samples; what is exported comes back equal; what is malformed changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mopd_dataplane import Store, create_store
+from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.interchange.exporter import KINDS, export_samples
+from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
+
+
+@dataclass
+class Letters:
+    """A tokenizer of one token per character; a prompt begins with token 1."""
+
+    digest: str = "letters"
+    size: int = 1000
+
+    def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
+        whole = text if isinstance(text, str) else "".join(f"{m['role']}>{m['content']}" for m in text)
+        return [1, *map(ord, whole)]
+
+    def response(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return create_store(str(tmp_path / "store"))
+
+
+@pytest.fixture
+def bring(store: Store, tmp_path: Path) -> Callable[..., ImportReport]:
+    """bring("verl", rows) imports rows written to a file of that format."""
+
+    def brought(source: str, rows: list[dict[str, Any]], *, name: str = "", **settings: str) -> ImportReport:
+        file = tmp_path / (name or ("1.parquet" if source == "trl" else "1.jsonl"))
+        if file.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), file)
+        else:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        chosen = ImportSettings(**{"format": source, "run": "student", "domain": "sums", **settings})
+        return import_rollouts(store, file, chosen, Letters())
+
+    return brought
+
+
+VERL = [
+    {"input": "3 + 4 =", "output": " 7", "gts": "7", "score": 1.0, "step": 5, "acc": 1.0},
+    {"input": "3 + 4 =", "output": " 8", "gts": "7", "score": 0.0, "step": 5, "acc": 0.0},
+]
+TRL = [
+    {"step": 2, "prompt": "ab", "completion": "c", "exact_match": 1.0, "format": 0.5, "advantage": 0.7},
+    {
+        "step": 2, "prompt": "ab", "completion": "d", "exact_match": 0.0, "format": 0.5, "advantage": -0.7,
+    },
+]  # fmt: skip
+
+
+def turn(prompt: list[int], said: list[int], **more: Any) -> dict[str, Any]:
+    """One step of a prime-rl trajectory."""
+    tokens = {"prompt_ids": prompt, "completion_ids": said, "completion_logprobs": [-0.5] * len(said)}
+    return {"tokens": {**tokens, "completion_mask": [1] * len(said), **more}}
+
+
+PRIME = [
+    {
+        "example_id": 3, "env_name": "tools", "prompt": [{"role": "user", "content": "hi"}], "reward": 0.25,
+        "trajectory": [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9, 9], [5]), turn([7], [8])],
+    }
+]  # fmt: skip
+TINKER = [
+    {
+        "transitions": [
+            {"ob": {"chunks": [{"tokens": [1, 2]}]}, "ac": {"tokens": [3], "maybe_logprobs": [-0.1]}, "reward": 0.5},
+            {"ob": [1, 2, 3, 6], "ac": {"tokens": [4], "maybe_logprobs": [-0.2]}, "reward": 0.25},
+        ],
+        "final_reward": 1.0, "sampling_client_step": 9,
+    }
+]  # fmt: skip
+
+
+def test_verl_text_is_tokenised_and_has_no_logprobs(store: Store, bring: Callable[..., ImportReport]) -> None:
+    report = bring("verl", VERL)
+    assert report == ImportReport(rows=2, samples=2, inserted=2, tokenised=2, with_logprobs=0, rewards=2)
+    samples = store.samples().to_pylist()
+    assert {s["writer"] for s in samples} == {"import-verl-text"}
+    assert {s["finish_reason"] for s in samples} == {"unknown"}
+    assert {(s["generation"], s["policy_version_first"], s["mean_logprob"]) for s in samples} == {(5, 5, None)}
+    assert [s["group_index"] for s in samples] == [0, 1]
+    payload = store.read_tokens([0, 1], verify=True).to_pylist()
+    assert payload[0]["tokens"] == [1, *map(ord, "3 + 4 = 7")]
+    assert (payload[0]["logprobs"], payload[0]["loss_mask"]) == (None, [1, 1])
+    [prompt] = store.prompts()
+    assert (prompt.text, prompt.answer, prompt.split, prompt.source) == ("3 + 4 =", "7", "import", "import:verl")
+    assert store.table("rewards", ["verifier", "reward"]).to_pylist() == [
+        {"verifier": "verl", "reward": 1.0}, {"verifier": "verl", "reward": 0.0},
+    ]  # fmt: skip
+
+
+def test_trl_columns_of_rewards_and_messages(store: Store, bring: Callable[..., ImportReport]) -> None:
+    assert bring("trl", TRL).rewards == 4
+    chat = [{
+        "step": 3, "prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "c"}],
+    }]  # fmt: skip
+    assert bring("trl", chat, name="2.parquet").inserted == 1
+    assert store.read_tokens([2], ["tokens"])["tokens"][0].as_py() == [1, *map(ord, "user>abc")]
+
+
+def test_prime_rl_turns_are_joined_while_the_prompt_continues(store: Store, bring: Callable[..., ImportReport]) -> None:
+    report = bring("prime-rl", PRIME, domain="")
+    assert report == ImportReport(rows=1, samples=2, inserted=2, tokenised=0, with_logprobs=2, rewards=2)
+    first, second = store.read_tokens([0, 1], verify=True).to_pylist()
+    assert first["tokens"] == [1, 2, 3, 4, 9, 9, 5]
+    assert first["loss_mask"] == [1, 1, 0, 0, 1]
+    assert first["logprobs"] == pytest.approx([-0.5, -0.5, 0, 0, -0.5])
+    assert second["tokens"] == [7, 8]
+    assert store.samples(["turns", "domain", "writer"]).to_pylist() == [
+        {"turns": 2, "domain": "tools", "writer": "import-prime-rl"},
+        {"turns": 1, "domain": "tools", "writer": "import-prime-rl"},
+    ]
+
+
+def test_tinker_transitions(store: Store, bring: Callable[..., ImportReport]) -> None:
+    bring("tinker", TINKER)
+    [row] = store.read_tokens([0], verify=True).to_pylist()
+    assert (row["tokens"], row["loss_mask"]) == ([1, 2, 3, 6, 4], [1, 0, 1])
+    assert row["logprobs"] == pytest.approx([-0.1, 0, -0.2])
+    assert store.table("rewards", ["reward"]).to_pylist() == [{"reward": 1.75}]
+    assert store.samples(["generation"])["generation"].to_pylist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("source", "rows"), [("verl", VERL + VERL), ("trl", TRL), ("prime-rl", PRIME), ("tinker", TINKER)]
+)
+def test_importing_twice_adds_nothing(
+    store: Store, bring: Callable[..., ImportReport], source: str, rows: list[dict[str, Any]]
+) -> None:
+    first = bring(source, rows)
+    assert first.inserted == first.samples
+    again = bring(source, rows, name="copy.parquet" if source == "trl" else "copy.jsonl")
+    assert (again.inserted, again.rewards, again.samples) == (0, 0, first.samples)
+    assert store.verify().findings == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_comes_back_equal(demo_store: Store, tmp_path: Path, kind: str) -> None:
+    place = tmp_path / {"parquet": "out.parquet", "jsonl": "out.jsonl", "datasets": "out"}[kind]
+    count = export_samples(demo_store, place, kind)
+    source = place
+    if kind == "datasets":
+        import datasets
+
+        loaded = datasets.load_from_disk(str(place))
+        assert len(loaded) == count
+        source = tmp_path / "again.parquet"
+        loaded.to_parquet(str(source))
+    digest = demo_store.samples(["tokenizer"])["tokenizer"][0].as_py()
+    copy = create_store(str(tmp_path / "copy"))
+    report = import_rollouts(copy, source, ImportSettings(format="plain"), Letters(digest=digest))
+    assert report.inserted == count == len(demo_store.samples(["uid"]))
+    loose = ["payload_row", "created_at"]
+    assert copy.samples().drop_columns(loose).to_pylist() == demo_store.samples().drop_columns(loose).to_pylist()
+    rows = np.arange(count)
+    assert copy.read_tokens(rows, verify=True) == demo_store.read_tokens(rows, verify=True)
+    asked = set(demo_store.samples(["prompt_id"])["prompt_id"].to_pylist())
+    assert {p.prompt_id: p for p in copy.prompts()} == {
+        p.prompt_id: p for p in demo_store.prompts() if p.prompt_id in asked
+    }
+    columns = ["uid", "verifier", "verifier_version", "reward"]
+    assert copy.table("rewards", columns) == demo_store.table("rewards", columns)
+
+
+def test_a_filter_chooses_what_is_exported(demo_store: Store, tmp_path: Path) -> None:
+    count = export_samples(demo_store, tmp_path / "some.parquet", "parquet", where="domain = 'chain_sum'")
+    assert set(pq.read_table(tmp_path / "some.parquet")["domain"].to_pylist()) == {"chain_sum"}
+    assert 0 < count < len(demo_store.samples(["uid"]))
+    with pytest.raises(InputError, match="exists; give a new place"):
+        export_samples(demo_store, tmp_path / "some.parquet", "parquet")
+    with pytest.raises(UnknownNameError, match="no sample fits"):
+        export_samples(demo_store, tmp_path / "none.parquet", "parquet", where="domain = 'x'")
+    with pytest.raises(InputError, match="no predicate over samples"):
+        export_samples(demo_store, tmp_path / "none.parquet", "parquet", where="domain ==== 1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["some.parquet"]
+
+
+GOOD = {"prompt_ids": [1, 2], "response_ids": [3]}
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "id of another vocabulary": ({"prompt_ids": [1], "response_ids": [5000]}, "token id 5000"),
+    "negative id": ({"prompt_ids": [1], "response_ids": [-4]}, r"response_ids\[0\] is -4"),
+    "true is no id": ({"prompt_ids": [1], "response_ids": [True]}, r"response_ids\[0\] is True"),
+    "only half of the ids": ({"prompt_ids": [1]}, "'response_ids' is missing"),
+    "no response": ({"prompt": "a"}, "'response' is None"),
+    "empty response": ({"prompt": "a", "response": ""}, "the response has no tokens"),
+    "positive log-prob": ({**GOOD, "logprobs": [0.5]}, "log-prob 0.5"),
+    "log-probs of another length": ({**GOOD, "logprobs": [-1.0, -1.0]}, "logprobs has 2 values"),
+    "mask of another length": ({**GOOD, "loss_mask": [1, 1]}, "loss_mask has 2 values"),
+    "half a surrogate": ({"prompt": "\ud800", "response": "b"}, "no valid Unicode at character 0"),
+    "reward in words": ({**GOOD, "reward": "high"}, "'reward' is 'high'"),
+    "another tokenizer": ({**GOOD, "tokenizer": "words"}, "tokenizer 'words'"),
+    "a uid that is none": ({**GOOD, "uid": "../../etc"}, "is not 32 hex digits"),
+    "prompt longer than all": ({"tokens": [1], "prompt_len": 2}, "prompt_len is 2"),
+    "a known prompt's name": ({**GOOD, "prompt_id": "taken"}, "'taken' is the name of another prompt"),
+    "fields of fields": ({**GOOD, "question_fields": [1]}, "expected an object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_malformed_row_is_named_and_nothing_is_imported(
+    store: Store, bring: Callable[..., ImportReport], name: str
+) -> None:
+    row, said = BAD[name]
+    with pytest.raises(InputError, match=rf"1\.jsonl:3: .*{said}"):
+        bring("plain", [GOOD, {"prompt": "x", "response": "y", "prompt_id": "taken"}, row])
+    assert store.samples(["uid"]).num_rows == store.table("prompts").num_rows == store.table("rewards").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a", "response": "b"}\n{', r":2: not JSON"),
+        (b"[1]\n", r":1: a list"), (b"\xff\xfe\n", r":1: not JSON"),
+        (b"[" * 100_000, r":1: not JSON"), (b"\n\n", "no rows"), (b'{"prompt": NaN, "response": ""}', "expected text"),
+    ],
+)  # fmt: skip
+def test_hostile_bytes_are_refused(store: Store, tmp_path: Path, content: bytes, said: str) -> None:
+    for suffix in (".jsonl", ".parquet"):
+        (tmp_path / f"bad{suffix}").write_bytes(content)
+        with pytest.raises(InputError, match=said if suffix == ".jsonl" else "cannot be read"):
+            import_rollouts(
+                store, tmp_path / f"bad{suffix}", ImportSettings(format="plain", run="r", domain="d"), Letters()
+            )
+    assert store.samples(["uid"]).num_rows == 0
+
+
+def test_what_a_row_does_not_name_must_be_given(bring: Callable[..., ImportReport]) -> None:
+    with pytest.raises(InputError, match="names no run; give --run"):
+        bring("plain", [GOOD], run="")
+    with pytest.raises(InputError, match="names no domain; give --domain"):
+        bring("verl", VERL, domain="")
+    with pytest.raises(InputError, match=r"no format 'verrl'.*did you mean 'verl'"):
+        bring("verrl", VERL)
