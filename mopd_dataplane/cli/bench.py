@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mopd_dataplane.cli.output import print_facts, print_json
+from mopd_dataplane.cli.output import print_facts, print_json, print_rows
 from mopd_dataplane.cli.register import register
 
 Folder = Annotated[
@@ -139,6 +139,56 @@ def resume(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def size(
+    tokens_per_day: Annotated[float, typer.Option("--tokens-per-day", min=1, help="Prompt and response tokens.")] = 1e8,
+    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens.")] = 500,
+    response: Annotated[int, typer.Option("--response", min=1, help="Mean response tokens.")] = 3500,
+    student: Annotated[float, typer.Option("--student", min=0.001, help="Student parameters, in 10^9.")] = 8.0,
+    teacher: Annotated[float, typer.Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0,
+    teachers: Annotated[float, typer.Option("--teachers", min=0, help="Teachers that judge each sample.")] = 1.0,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Of the teachers.")] = 5120,
+    fidelity: Annotated[str, typer.Option("--fidelity", help="logprob, topk or hidden.")] = "hidden",
+    codec: Annotated[str, typer.Option("--codec", help="Of hidden states: fp32, bf16, int8, fp8 or mxfp4.")] = "int8",
+    topk: Annotated[int, typer.Option("--topk", min=1, help="K of the top-k.")] = 64,
+    hidden_days: Annotated[float, typer.Option("--hidden-days", min=0, help="Days that hidden states are kept.")] = 1.0,
+    days: Annotated[float, typer.Option("--days", min=0, help="Days that everything else is kept.")] = 30.0,
+    passes: Annotated[float, typer.Option("--passes", min=0, help="How often a sample is trained on.")] = 1.0,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")] = 8,
+    gpu_tflops: Annotated[float, typer.Option("--gpu-tflops", min=0.001, help="Dense bf16 peak of a GPU.")] = 990.0,
+    gpu_hour: Annotated[float, typer.Option("--gpu-hour", min=0, help="Price of a GPU, dollars an hour.")] = 2.5,
+    gb_month: Annotated[float, typer.Option("--gb-month", min=0, help="Price of storage, dollars a GB-month.")] = 0.023,
+    ladder: Annotated[
+        bool, typer.Option("--ladder", help="A table from one laptop to 10^10 tokens a day instead.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """How large a run is: bytes by table, bandwidth by stage, requests, GPUs, nodes and cost. Nothing is run.
+
+    Arithmetic on constants that are measured on real stores; docs/scale.md says which, and how to read the figures.
+    """
+    from mopd_dataplane.bench import size as sizes
+    from mopd_dataplane.errors import UnknownNameError, nearest
+
+    for value, known in ((fidelity, ("logprob", "topk", "hidden")), (codec, ("fp32", "bf16", "int8", "fp8", "mxfp4"))):
+        if value not in known:
+            raise UnknownNameError(f"{value!r}: {nearest(value, known)}")
+    chosen: Any = fidelity
+    if ladder:
+        rows = sizes.ladder(chosen, codec, topk)
+        print_json(rows) if as_json else print_rows(rows[0], (row.values() for row in rows))
+        return
+    workload = sizes.Workload(
+        tokens_per_day=tokens_per_day, prompt_tokens=prompt, response_tokens=response, student_b=student,
+        teacher_b=teacher, teachers_per_sample=teachers, hidden_size=hidden_size, fidelity=chosen, codec=codec,
+        topk=topk, hidden_days=hidden_days, days=days, passes=passes, gpus_per_node=gpus_per_node,
+    )  # fmt: skip
+    machine = sizes.Machine(gpu_tflops=gpu_tflops, gpu_hour=gpu_hour, gb_month=gb_month)
+    figures = sizes.size(workload, machine)
+    print_json({"inputs": sizes.inputs(workload, machine), **figures}) if as_json else print_facts(
+        sizes.readable(figures)
+    )
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `bench` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -148,4 +198,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
+    register(
+        group, size, "mopd bench size --tokens-per-day 1e10 --fidelity hidden --codec int8", "mopd bench size --ladder"
+    )
     app.add_typer(group, name="bench", rich_help_panel="Measurements", help="Measure this machine and the data plane.")

@@ -1,0 +1,263 @@
+"""How large a run is: bytes, requests, bandwidth, nodes and money, from what is sampled and what teachers say of it.
+
+Arithmetic on measured constants; nothing is run. A test writes a real store and holds the bytes to what stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from mopd_kernels import row_bytes
+
+Fidelity = Literal["logprob", "topk", "hidden"]
+
+TOKEN_BYTES = 4
+"""Token id, stored as it is."""
+RESPONSE_BYTES = 5
+"""Sampler log-prob and loss mask of a response token."""
+SAMPLE_BYTES = 250
+"""A row of `samples`, compressed."""
+SCORE_BYTES = 70
+"""A row of `scores`, compressed."""
+LIST_OVERHEAD = 1.06
+"""Bytes on disk over bytes of the lists: offsets, uid, statistics."""
+LOG_BYTES = 17
+"""A decoded token in the token log: its share of a step record."""
+OBJECTS_PER_COMMIT = 6
+"""Data file, transaction and manifest, of the payload table and of the metadata table: one PUT each."""
+READS_PER_ROW = 3.1
+"""Range reads of one sample's token lists (Lance 2.0 lists, measured)."""
+RANGE_BYTES = 4 << 20
+"""One read of hidden states."""
+COMMIT_WINDOW_S = 0.2
+COMMIT_SAMPLES = 64
+"""An engine commits what has finished, this often and this much at a time."""
+COMMIT_S = 0.1
+"""One commit on an object store: twelve round trips of a few milliseconds. Commits of one table come one by one."""
+DAY_S = 86_400.0
+MONTH_DAYS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is run.
+
+    Example: Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120, fidelity="hidden").
+    """
+
+    tokens_per_day: float = 1e8
+    """Prompt and response tokens of new samples."""
+    prompt_tokens: int = 500
+    response_tokens: int = 3500
+    """Means."""
+    student_b: float = 8.0
+    """Parameters that multiply, in 10^9."""
+    teacher_b: float = 32.0
+    """Of each teacher."""
+    teachers_per_sample: float = 1.0
+    """How many judge a sample: 1 when domains are routed."""
+    hidden_size: int = 5120
+    """Of the teachers."""
+    fidelity: Fidelity = "hidden"
+    codec: str = "int8"
+    topk: int = 64
+    hidden_days: float = 1.0
+    """How long hidden states are kept; all else is kept `days`."""
+    days: float = 30.0
+    passes: float = 1.0
+    """How often a sample is trained on."""
+    gpus_per_node: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What it runs on: rates reached, not peaks, and prices in US dollars. Put your own in."""
+
+    gpu_tflops: float = 990.0
+    """Dense bf16 of one GPU (H100 SXM)."""
+    decode_share: float = 0.05
+    score_share: float = 0.4
+    train_share: float = 0.35
+    """Share of it that decoding, scoring and training reach."""
+    gpu_hour: float = 2.5
+    gb_month: float = 0.023
+    million_puts: float = 5.0
+    million_gets: float = 0.4
+
+
+def size(workload: Workload, machine: Machine | None = None) -> dict[str, Any]:
+    """Every figure by name; bytes are bytes, rates are per second and averages over a day."""
+    rates = machine or Machine()
+    length = workload.prompt_tokens + workload.response_tokens
+    samples = workload.tokens_per_day / length
+    responses = samples * workload.response_tokens
+    payload = LIST_OVERHEAD * (TOKEN_BYTES * workload.tokens_per_day + RESPONSE_BYTES * responses)
+    judged = responses * workload.teachers_per_sample
+    signals = {"logprob": LIST_OVERHEAD * 4 * judged}
+    if workload.fidelity != "logprob":
+        signals[workload.fidelity] = judged * signal_bytes(workload)
+    scores = SCORE_BYTES * samples * workload.teachers_per_sample * len(signals)
+    per_day = {"tokens": payload, "samples": SAMPLE_BYTES * samples, "scores": scores, **signals}
+    held = {
+        name: daily * (workload.hidden_days if name == "hidden" else workload.days) for name, daily in per_day.items()
+    }
+    compute = _compute(workload, rates, responses, judged, length)
+    return {
+        "samples_per_day": samples,
+        "bytes_per_token": {name: daily / workload.tokens_per_day for name, daily in per_day.items()},
+        "bytes_per_day": {**per_day, "all": sum(per_day.values())},
+        "bytes_held": {**held, "all": sum(held.values())},
+        "bandwidth": _bandwidth(workload, per_day, responses, compute),
+        "requests": _requests(workload, samples, compute),
+        "compute": compute,
+        "cost": _cost(workload, rates, held, samples, compute),
+    }
+
+
+def signal_bytes(workload: Workload) -> int:
+    """Stored bytes of the chosen fidelity for one response token."""
+    if workload.fidelity == "logprob":
+        return 4
+    return 8 * workload.topk if workload.fidelity == "topk" else row_bytes(workload.codec, workload.hidden_size)
+
+
+def _compute(workload: Workload, rates: Machine, responses: float, judged: float, length: int) -> dict[str, float]:
+    """GPUs kept busy all day. 2 N FLOPs a token forwards, 6 N forwards and backwards (attention is left out)."""
+    all_day = rates.gpu_tflops * 1e12 * DAY_S
+    read = judged * length / workload.response_tokens
+    gpus = {
+        "rollout": 2e9 * workload.student_b * responses / (all_day * rates.decode_share),
+        "score": 2e9 * workload.teacher_b * read / (all_day * rates.score_share),
+        "train": 6e9 * workload.student_b * workload.tokens_per_day * workload.passes / (all_day * rates.train_share),
+    }
+    whole = sum(math.ceil(share) for share in gpus.values())
+    return {
+        **{f"{name}_gpus": share for name, share in gpus.items()},
+        "gpus": whole,
+        "nodes": math.ceil(whole / workload.gpus_per_node),
+    }
+
+
+def _bandwidth(
+    workload: Workload, per_day: Mapping[str, float], responses: float, compute: Mapping[str, float]
+) -> dict[str, float]:
+    """Bytes per second of each stage."""
+    wanted = workload.fidelity
+    train_nodes = max(1, math.ceil(compute["train_gpus"] / workload.gpus_per_node))
+    read = (per_day["tokens"] + per_day[wanted]) * workload.passes / DAY_S
+    return {
+        "rollout_log": LOG_BYTES * responses / DAY_S,
+        "rollout_write": (per_day["tokens"] + per_day["samples"]) / DAY_S,
+        "score_read": per_day["tokens"] * workload.teachers_per_sample / DAY_S,
+        "score_write": sum(per_day[name] for name in {"logprob", wanted, "scores"}) / DAY_S,
+        "train_read": read,
+        "train_read_per_node": read / train_nodes,
+    }
+
+
+def _requests(workload: Workload, samples: float, compute: Mapping[str, float]) -> dict[str, float]:
+    """Object-store requests per second, and how busy the commits of `samples` keep their table."""
+    writers = max(1.0, math.ceil(compute["rollout_gpus"]))
+    finished = samples / DAY_S / writers
+    rollout = writers * min(finished, max(1 / COMMIT_WINDOW_S, finished / COMMIT_SAMPLES))
+    kinds = 1 if workload.fidelity == "logprob" else 2
+    judged = samples / DAY_S * workload.teachers_per_sample * kinds / 512
+    ranges = math.ceil(workload.response_tokens * signal_bytes(workload) / RANGE_BYTES)
+    reads = (
+        samples / DAY_S * (READS_PER_ROW * workload.teachers_per_sample + workload.passes * (READS_PER_ROW + ranges))
+    )
+    return {
+        "puts_per_s": OBJECTS_PER_COMMIT * (rollout + judged),
+        "gets_per_s": reads + 6 * (rollout + judged),
+        "commits_per_s": rollout,
+        "commit_load": rollout * COMMIT_S,
+        "samples_per_commit": samples / DAY_S / rollout,
+        "samples_per_commit_needed": max(1.0, 2 * COMMIT_S * samples / DAY_S),
+    }
+
+
+def _cost(
+    workload: Workload, rates: Machine, held: Mapping[str, float], samples: float, compute: Mapping[str, float]
+) -> dict[str, float]:
+    """Dollars a day."""
+    requests = _requests(workload, samples, compute)
+    storage = sum(held.values()) / 1e9 * rates.gb_month / MONTH_DAYS
+    asked = (requests["puts_per_s"] * rates.million_puts + requests["gets_per_s"] * rates.million_gets) * DAY_S / 1e6
+    gpus = compute["gpus"] * 24 * rates.gpu_hour
+    return {
+        "gpus_per_day": gpus,
+        "storage_per_day": storage,
+        "requests_per_day": asked,
+        "data_share": (storage + asked) / max(gpus + storage + asked, 1e-12),
+    }
+
+
+_LADDER: dict[str, Workload] = {
+    "laptop": Workload(tokens_per_day=1e6, prompt_tokens=100, response_tokens=400, student_b=0.1, teacher_b=0.1,
+                       hidden_size=576, gpus_per_node=1),
+    "one node": Workload(tokens_per_day=1e8, student_b=4, teacher_b=8, hidden_size=4096),
+    "64 GPUs": Workload(tokens_per_day=1e9, student_b=8, teacher_b=32),
+    "1,000 GPUs": Workload(tokens_per_day=1e10, student_b=8, teacher_b=70, hidden_size=8192),
+}  # fmt: skip
+"""From one laptop to ten billion tokens a day."""
+
+
+def ladder(fidelity: Fidelity, codec: str, topk: int) -> list[dict[str, Any]]:
+    """One row for each rung: what it takes at one fidelity."""
+    rows = []
+    for name, workload in _LADDER.items():
+        found = size(replace(workload, fidelity=fidelity, codec=codec, topk=topk))
+        rows.append(
+            {
+                "rung": name,
+                "tokens/day": f"{workload.tokens_per_day:.0e}",
+                "signal B/token": signal_bytes(replace(workload, fidelity=fidelity, codec=codec, topk=topk)),
+                "written/day": human(found["bytes_per_day"]["all"]),
+                "held": human(found["bytes_held"]["all"]),
+                "read by a training node": human(found["bandwidth"]["train_read_per_node"]) + "/s",
+                "PUT/s": round(found["requests"]["puts_per_s"], 2),
+                "GET/s": round(found["requests"]["gets_per_s"], 2),
+                "commit load": round(found["requests"]["commit_load"], 3),
+                "GPUs": int(found["compute"]["gpus"]),
+                "data share of cost": f"{100 * found['cost']['data_share']:.1f} %",
+            }
+        )
+    return rows
+
+
+def human(count: float) -> str:
+    """Bytes for people, in powers of ten.
+
+    >>> human(3.2e12)
+    '3.2 TB'
+    """
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if count < 999.5 or unit == "PB":
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def readable(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of `size` with bytes for people."""
+    shown: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            shown[name] = {
+                key: human(item) + ("/s" if name == "bandwidth" else "") if name in _BYTES else item
+                for key, item in value.items()
+            }
+        else:
+            shown[name] = value
+    return shown
+
+
+_BYTES = ("bytes_per_day", "bytes_held", "bandwidth")
+
+
+def inputs(workload: Workload, machine: Machine) -> dict[str, Any]:
+    """What the figures were made from."""
+    return {**asdict(workload), **asdict(machine)}
