@@ -18,7 +18,7 @@ TOKEN_BYTES = 4
 """Token id, stored as it is."""
 RESPONSE_BYTES = 5
 """Sampler log-prob and loss mask of a response token."""
-SAMPLE_BYTES = 250
+SAMPLE_BYTES = 100
 """A row of `samples`, compressed."""
 SCORE_BYTES = 70
 """A row of `scores`, compressed."""
@@ -133,7 +133,7 @@ def _compute(workload: Workload, rates: Machine, responses: float, judged: float
         "score": 2e9 * workload.teacher_b * read / (all_day * rates.score_share),
         "train": 6e9 * workload.student_b * workload.tokens_per_day * workload.passes / (all_day * rates.train_share),
     }
-    whole = sum(math.ceil(share) for share in gpus.values())
+    whole = math.ceil(sum(gpus.values()))
     return {
         **{f"{name}_gpus": share for name, share in gpus.items()},
         "gpus": whole,
@@ -198,9 +198,9 @@ def _cost(
 _LADDER: dict[str, Workload] = {
     "laptop": Workload(tokens_per_day=1e6, prompt_tokens=100, response_tokens=400, student_b=0.1, teacher_b=0.1,
                        hidden_size=576, gpus_per_node=1),
-    "one node": Workload(tokens_per_day=1e8, student_b=4, teacher_b=8, hidden_size=4096),
-    "64 GPUs": Workload(tokens_per_day=1e9, student_b=8, teacher_b=32),
-    "1,000 GPUs": Workload(tokens_per_day=1e10, student_b=8, teacher_b=70, hidden_size=8192),
+    "one node": Workload(tokens_per_day=1e8, student_b=70, teacher_b=70, hidden_size=8192),
+    "64 GPUs": Workload(tokens_per_day=1e9, student_b=70, teacher_b=200, hidden_size=8192),
+    "1,000 GPUs": Workload(tokens_per_day=1e10, student_b=100, teacher_b=400, hidden_size=12288),
 }  # fmt: skip
 """From one laptop to ten billion tokens a day."""
 
