@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+WORKERS := -n logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help run run-sampled seeds recipes smollm2 test test-slow faults faults-long coverage mutations lint format schemas docs bench clean
@@ -32,8 +33,8 @@ smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation 
 	$(BIN)/mopd run jobs/smollm2
 
 test: $(INSTALLED)  ## the tests
-	$(BIN)/python -m pytest -q
-	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
+	$(BIN)/python -m pytest -q $(WORKERS)
+	$(BIN)/python -m pytest -q $(WORKERS) tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
 test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow

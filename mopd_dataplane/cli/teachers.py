@@ -1,0 +1,59 @@
+"""The command that compares teachers on the same answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.jobs import AsJson, JobFile, Overrides, Seed, StageName, StoreUri, choose_stage, load
+from mopd_dataplane.cli.output import note, print_json, print_rows, stderr
+from mopd_dataplane.cli.register import register
+
+PANEL = "Answers"
+COLUMNS = {
+    "domain": "domain",
+    "teacher": "teacher",
+    "accuracy": "accuracy",
+    "support": "log-prob",
+    "reverse_kl": "KL",
+    "entropy": "entropy",
+    "overlap": "overlap",
+    "discrimination": "right > wrong",
+    "calibration_error": "calib. error",
+    "gradient_agreement": "with verifier",
+}
+
+
+def teachers(
+    job: JobFile,
+    stage: StageName = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers of each domain that are judged.")] = 200,
+    topk: Annotated[int, typer.Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which teacher suits which domain: all of them on the same answers of a stage.
+
+    Mean teacher log-prob of the student's tokens, exact reverse KL, entropy, overlap of the likeliest tokens, how often
+    a right answer is preferred to a wrong one, calibration on right answers, and whether following the teacher pushes
+    the student where the verifier would (cosine of gradients), next to the teacher's own held-out accuracy.
+    """
+    loaded = load(job, set_, seed, store)
+    chosen = choose_stage(loaded, stage, sampled=True)
+
+    from mopd_dataplane.run.compare import compare_teachers
+
+    rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
+    if as_json:
+        print_json(rows)
+        return
+    print_rows(COLUMNS.values(), ([row[name] for name in COLUMNS] for row in rows))
+    note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    register(app, teachers, "mopd teachers jobs/quickstart --stage student", panel=PANEL)

@@ -1,0 +1,123 @@
+"""`mopd teachers`: every teacher of a job on the same answers of a stage, domain by domain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from rich.console import Console
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.models import load_model
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout.prompts import render
+from mopd_dataplane.run.context import Run, open_run
+from mopd_dataplane.run.evaluate import accuracy
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.rows import stage_samples
+from mopd_dataplane.score.compare import Answer, compare
+from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+
+
+def compare_teachers(
+    job: Job, stage: Stage, *, samples: int = 200, topk: int = 16, console: Console | None = None
+) -> list[dict[str, Any]]:
+    """One row for each domain of the stage and teacher of the job, over the first generation's first answers.
+
+    Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: see score.compare.Comparison,
+    and `accuracy`, the teacher's own on held-out prompts of the domain where it was evaluated.
+    Raises InputError when the stage has no rewarded answers.
+    """
+    run = open_run(job, Progress(console))
+    answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
+    if not any(answers.values()):
+        raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
+    student = Judge((load_model(run.policies.folder(stage, 0)),))
+    names = [name for name in job.teachers if _is_there(run, name)]
+    pool = _pool(run, stage, names)
+    rows = []
+    total = len(names) * sum(map(len, answers.values()))
+    with run.progress.step(stage.name, "compare", total=total, unit="answers") as (advance, report):
+        done = 0
+        for name in names:
+            teacher, template = pool.judge(name), job.teachers[name].prompt_template
+            for domain, chosen in answers.items():
+                if not chosen:
+                    continue
+                read = [_answer(run, *one, template) for one in chosen]
+                found = compare(student, teacher, read, k=topk)
+                rows.append(
+                    {"domain": domain, "teacher": name, **asdict(found), "accuracy": _accuracy(run, name, domain)}
+                )
+                done += len(chosen)
+                advance(done, teacher=name)
+        report.facts = {"teachers": str(len(names)), "answers": f"{sum(map(len, answers.values())):,}"}
+    return sorted(rows, key=lambda row: (list(answers).index(row["domain"]), list(job.teachers).index(row["teacher"])))
+
+
+_Chosen = tuple[Prompt, list[int], list[int], float]
+"""Prompt, response tokens, loss mask, reward."""
+
+
+def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[_Chosen]:
+    """The first answers of a domain that have a reward."""
+    every, table = stage_samples(run.store, stage, 0, ["domain", "prompt_id", "prompt_len"])
+    rewards = run.store.table("rewards", columns=["sample_row", "reward"])
+    value = dict(zip(rewards["sample_row"].to_pylist(), rewards["reward"].to_pylist(), strict=True))
+    inside = pc.equal(table["domain"], domain).to_numpy() & np.isin(every, rewards["sample_row"].to_numpy())
+    rows, table = every[inside][:count], table.filter(inside).slice(0, count)
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(split="train", domains=[domain])}
+    payload = run.store.read_tokens(rows, columns=["tokens", "loss_mask"])
+    return [
+        (prompts[prompt_id], tokens.as_py()[prompt_len:], mask.as_py(), value[row])
+        for row, prompt_id, prompt_len, tokens, mask in zip(
+            rows.tolist(), table["prompt_id"].to_pylist(), table["prompt_len"].to_pylist(),
+            payload["tokens"], payload["loss_mask"], strict=True,
+        )
+    ]  # fmt: skip
+
+
+def _answer(run: Run, prompt: Prompt, ids: list[int], mask: list[int], reward: float, template: str) -> Answer:
+    own = run.job.student.prompt_template
+    seen = render(prompt.text, run.tokenizer, template=own)
+    told = render(prompt.text, run.tokenizer, template=template or own, context=prompt.teacher_context)
+    return Answer(
+        student_tokens=np.array(seen + ids, np.int64),
+        teacher_tokens=np.array(told + ids, np.int64),
+        response=np.flatnonzero(mask),
+        response_len=len(ids),
+        reward=reward,
+    )
+
+
+def _is_there(run: Run, teacher: str) -> bool:
+    """Whether a teacher's weights exist: a stage of this job has produced them, or they are a folder."""
+    sources = [run.job.teachers[member].source for member in run.job.members_of(teacher)]
+    names = [source.removeprefix("stage:") for source in sources if source.startswith("stage:")]
+    stages = {stage.name: stage for stage in run.job.stages}
+    return all(name in stages and run.policies.latest(stages[name]) for name in names)
+
+
+def _pool(run: Run, stage: Stage, names: list[str]) -> TeacherPool:
+    every = dict.fromkeys([*names, *(member for name in names for member in run.job.members_of(name))])
+    specs = {}
+    for name in every:
+        settings = run.job.teachers[name]
+        specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
+    widest = max((len(run.job.members_of(name)) for name in names), default=1)
+    return TeacherPool(
+        specs, student_tokenizer=run.tokenizer_digest, max_resident=max(widest, stage.score.max_resident)
+    )
+
+
+def _accuracy(run: Run, teacher: str, domain: str) -> float | None:
+    """Held-out accuracy of the stage that a teacher comes from, where it was evaluated."""
+    source = run.job.teachers[teacher].source
+    if not source.startswith("stage:"):
+        return None
+    stage = run.job.stage(source.removeprefix("stage:"))
+    return accuracy(run, stage.name, run.policies.latest(stage)).get(domain)

@@ -1,0 +1,121 @@
+"""Teachers on the same answers: each figure where it is known by construction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mopd_dataplane import models
+from mopd_dataplane.config import Student
+from mopd_dataplane.run.student import make_student
+from mopd_dataplane.score.compare import Answer, auroc, calibration_error, compare
+from mopd_dataplane.score.judge import Judge
+
+CONFIG = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_student(Student(config=CONFIG), tmp_path_factory.mktemp("student") / "policy", seed=0)
+
+
+@pytest.fixture
+def student(folder: Path) -> Judge:
+    return Judge((models.load_model(folder),))
+
+
+def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
+    """Answers of mixed lengths behind prompts; those with an even number are right. shift: longer teacher prompts."""
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(count):
+        length = int(rng.integers(2, 9))
+        tokens = rng.integers(4, 90, 5 + length)
+        told = np.concatenate([rng.integers(4, 90, shift), tokens])
+        mask = np.flatnonzero(rng.random(length) < 0.8)
+        mask = mask if len(mask) else np.array([0])
+        made.append(
+            Answer(
+                student_tokens=tokens, teacher_tokens=told, response=mask, response_len=length, reward=1.0 - number % 2
+            )
+        )
+    return made
+
+
+def logprobs(judge: Judge, answer: Answer) -> torch.Tensor:
+    """[M, V] from one plain forward pass."""
+    with torch.no_grad():
+        logits = judge.models[0](torch.from_numpy(answer.teacher_tokens)[None]).logits[0]
+    places = torch.from_numpy(answer.response) + len(answer.teacher_tokens) - answer.response_len
+    return logits[places - 1].log_softmax(-1)
+
+
+def test_the_student_itself_has_nothing_to_teach(student: Judge) -> None:
+    found = compare(student, student, answers(), k=8)
+    assert found.answers == 24
+    assert found.tokens == sum(len(answer.response) for answer in answers())
+    assert found.reverse_kl == pytest.approx(0, abs=1e-5)
+    assert (found.overlap, found.top1_agreement) == (1.0, 1.0)
+
+
+def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Path) -> None:
+    model = models.load_model(folder)
+    with torch.no_grad():
+        models.head_weight(model).add_(0.05 * torch.randn_like(models.head_weight(model)))
+    teacher = Judge((model,))
+    given = answers(shift=3)
+    found = compare(student, teacher, given, k=8, batch=7)
+    said = [logprobs(teacher, answer) for answer in given]
+    written = [
+        torch.from_numpy(answer.student_tokens[answer.response + len(answer.student_tokens) - answer.response_len])
+        for answer in given
+    ]
+    support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(said, written, strict=True)]
+    assert found.support == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
+    entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in said])
+    assert found.entropy == pytest.approx(float(entropy.mean()), abs=1e-5)
+    means = np.array([float(values.mean()) for values in support])
+    assert found.discrimination == pytest.approx(auroc(means, np.array([answer.reward >= 1 for answer in given])))
+    assert 0 < found.overlap < 1
+
+
+def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: Judge, folder: Path) -> None:
+    """Right answers end in token 7, wrong ones in 8; one teacher raises 7 and lowers 8, the other does the opposite."""
+
+    def leaning(sign: float) -> Judge:
+        model = models.load_model(folder)
+        weight = models.head_weight(model)
+        with torch.no_grad():
+            direction = weight[7] - weight[8]
+            weight[7] += sign * direction
+            weight[8] -= sign * direction
+        return Judge((model,))
+
+    given = []
+    for number, answer in enumerate(answers()):
+        tokens = answer.student_tokens.copy()
+        tokens[-1] = 8 if number % 2 else 7
+        given.append(
+            Answer(
+                student_tokens=tokens, teacher_tokens=tokens, response=np.array([answer.response_len - 1]),
+                response_len=answer.response_len, reward=answer.reward,
+            )
+        )  # fmt: skip
+    with_it, against_it = (compare(student, leaning(sign), given, k=4).gradient_agreement for sign in (0.5, -0.5))
+    assert with_it > 0.1
+    assert against_it < with_it
+
+
+def test_calibration_error_is_the_gap_between_confidence_and_hits() -> None:
+    sure = torch.tensor([0.95, 0.95, 0.95, 0.95, 0.15, 0.15])
+    hit = torch.tensor([True, True, True, False, False, False])
+    assert calibration_error([sure], [hit]) == pytest.approx((4 * 0.2 + 2 * 0.15) / 6, abs=1e-6)
+    assert np.isnan(calibration_error([], []))
+    assert np.isnan(auroc(np.array([1.0]), np.array([True])))
