@@ -14,7 +14,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Literal
 
 KEY, SECRET = "test-key", "test-secret-4711"
 READY_S = 60.0
@@ -128,3 +134,62 @@ def rclone(folder: Path) -> Server:
         "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "off", "--config", str(folder / "rclone.conf"),
     ]  # fmt: skip
     return Server(folder, command, port, "/")
+
+
+Mood = Literal["pass", "throttle", "cut", "lose reply"]
+
+
+@contextmanager
+def bad_network(server: Server, mood: Callable[[str, str], Mood]) -> Iterator[str]:
+    """A proxy in front of a server; its endpoint.
+
+    mood(method, path) decides on each request: answer 503 SlowDown instead, cut the connection before the server hears
+    of it, or cut it after the server has done what was asked.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            chosen = mood(self.command, self.path)
+            if chosen == "cut":
+                self.close_connection = True
+                return
+            if chosen == "throttle":
+                content = b"<Error><Code>SlowDown</Code></Error>"
+                self.send_response(503, "Slow Down")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(b"" if self.command == "HEAD" else content)
+                return
+            upstream = HTTPConnection(server.endpoint.removeprefix("http://"), timeout=30)
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                upstream.putheader(name, value)
+            upstream.endheaders(body)
+            reply = upstream.getresponse()
+            content = reply.read()
+            if chosen == "lose reply":
+                self.close_connection = True
+                return
+            self.send_response(reply.status, reply.reason)
+            for name, value in reply.headers.items():
+                if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+                    self.send_header(name, value)
+            self.send_header("Content-Length", reply.headers.get("Content-Length", str(len(content))))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing."""
+
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=proxy.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{proxy.server_address[1]}"
+    finally:
+        proxy.shutdown()
+        proxy.server_close()

@@ -21,6 +21,7 @@ from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes,
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.files import full_disk_named
+from mopd_dataplane.store.network import answering
 
 INTERRUPTED = 130
 _BY_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -33,7 +34,7 @@ class Flow(TyperGroup):
         """Run the command; raises typer.Exit with the exit code of the error tree."""
         with _recorded_interrupts() as interrupts:
             try:
-                with full_disk_named():
+                with full_disk_named(), answering("the store"):
                     return super().invoke(ctx)
             except BaseException as error:
                 if interrupts or isinstance(error, KeyboardInterrupt):

@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.network import network_failure
 
 OPEN_BLOBS = 64
 """Blob handles of Lance kept open."""
@@ -73,6 +74,8 @@ class HiddenReader:
         try:
             piece: bytes = self._blob(payload_row).read_range(start_byte, nbytes)
         except (ValueError, OSError) as error:
+            if failure := network_failure(self._dataset.uri, error):
+                raise failure from None
             raise self._damage(payload_row, start_byte, nbytes, str(error)) from error
         return piece
 

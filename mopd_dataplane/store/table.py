@@ -28,7 +28,7 @@ from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.layout import blob_columns, check_schema, lance_schema, spec_of
-from mopd_dataplane.store.network import network_failure
+from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
 
 ATTEMPTS = 64
@@ -123,7 +123,7 @@ class Table:
 
     def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
         """[n] row of each key in the newest version, -1 where the table does not have it; and that version."""
-        with self._keys_lock:
+        with self._keys_lock, answering(self.uri):
             dataset = self.open()
             return self._keys.find(dataset, keys), dataset
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_builders as build
-from objectservers import KEY, SECRET, Server, rclone, seaweedfs
+from objectservers import KEY, SECRET, Mood, Server, bad_network, rclone, seaweedfs
 
 from mopd_dataplane.errors import DeadlineError, InputError, ResourceError, UnknownNameError
 from mopd_dataplane.store import objects
@@ -119,6 +119,35 @@ def wait_for(work: Callable[[], int]) -> int:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.5)
+
+
+@pytest.mark.parametrize("trouble", ["throttle", "cut", "lose reply"])
+def test_a_bad_network_loses_and_doubles_nothing(
+    s3: str, object_server: Server, monkeypatch: pytest.MonkeyPatch, trouble: Mood
+) -> None:
+    """Every third request meets trouble once; of PUTs also the reply of one that was carried out is lost."""
+    Store.create(s3)
+    asked = {"all": 0, "troubled": 0}
+
+    def mood(method: str, path: str) -> Mood:
+        asked["all"] += 1
+        if asked["all"] % 3 or (trouble == "lose reply" and method != "PUT"):
+            return "pass"
+        asked["troubled"] += 1
+        return trouble
+
+    with bad_network(object_server, mood) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        store = Store.open(s3)
+        inserted = [store.commit_samples([build.sample(i)], writer="w").inserted for i in range(4)]
+        store.write_json("note.json", {"kept": True})
+        assert store.read_json("note.json") == {"kept": True}
+    assert asked["troubled"] > 3
+    assert inserted == [1, 1, 1, 1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", object_server.endpoint)
+    again = Store.open(s3)
+    assert again.samples(["uid"])["uid"].to_pylist() == [build.sample(i).uid for i in range(4)]
+    assert again.verify().findings == []
 
 
 def test_refused_credentials_are_named_and_not_shown(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Folders on a real object store: whole or not at all, the first under a name, the bytes that were published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mopd_dataplane import faultpoints
+from mopd_dataplane.errors import DamagedError, MismatchError
+from mopd_dataplane.run.work import open_work
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.shelf import Shelf
+
+
+class Died(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture
+def files(s3: str) -> ObjectFiles:
+    return ObjectFiles(s3, {})
+
+
+def policy(folder: Path, content: str) -> Path:
+    (folder / "sub").mkdir(parents=True)
+    (folder / "model.bin").write_text(content)
+    (folder / "sub" / "config.json").write_text("{}")
+    return folder
+
+
+def test_what_is_published_is_fetched(files: ObjectFiles, tmp_path: Path) -> None:
+    shelf = Shelf(files)
+    assert not shelf.fetch("policies/a/v1", tmp_path / "none")
+    shelf.publish("policies/a/v1", policy(tmp_path / "v1", "one"))
+    assert Shelf(files).names("policies/a") == ["v1"]
+    assert shelf.fetch("policies/a/v1", tmp_path / "copy")
+    assert (tmp_path / "copy" / "model.bin").read_text() == "one"
+    assert (tmp_path / "copy" / "sub" / "config.json").read_text() == "{}"
+    shelf.drop("policies/a/v1")
+    assert Shelf(files).names("policies/a") == []
+    assert files.under("policies") == []
+
+
+def test_the_first_of_two_wins_and_the_other_leaves_nothing(files: ObjectFiles, tmp_path: Path) -> None:
+    first, second = policy(tmp_path / "first", "one"), policy(tmp_path / "second", "two")
+
+    def overtake(point: str) -> None:
+        if point == "shelf.uploaded":
+            faultpoints.observe(None)
+            Shelf(files).publish("policies/a/v1", first)
+
+    faultpoints.observe(overtake)
+    try:
+        Shelf(files).publish("policies/a/v1", second)
+    finally:
+        faultpoints.observe(None)
+    assert Shelf(files).fetch("policies/a/v1", tmp_path / "copy")
+    assert (tmp_path / "copy" / "model.bin").read_text() == "one"
+    assert len(files.under("policies")) == 3
+
+
+def test_a_publisher_that_dies_has_published_nothing(files: ObjectFiles, tmp_path: Path) -> None:
+    def die(point: str) -> None:
+        if point == "shelf.uploaded":
+            raise Died
+
+    faultpoints.observe(die)
+    try:
+        with pytest.raises(Died):
+            Shelf(files).publish("policies/a/v1", policy(tmp_path / "v1", "one"))
+    finally:
+        faultpoints.observe(None)
+    assert not Shelf(files).has("policies/a/v1")
+    Shelf(files).publish("policies/a/v1", tmp_path / "v1")
+    assert Shelf(files).fetch("policies/a/v1", tmp_path / "copy")
+
+
+def test_other_bytes_and_other_places_are_refused(files: ObjectFiles, tmp_path: Path) -> None:
+    shelf = Shelf(files)
+    shelf.publish("heads/a", policy(tmp_path / "v1", "one"))
+    content = files.read("heads/a.json")
+    assert content is not None
+    listing = json.loads(content)
+    files.write(f"{listing['folder']}/model.bin", b"two")
+    with pytest.raises(DamagedError, match=r"model\.bin is not the file that was published"):
+        shelf.fetch("heads/a", tmp_path / "copy")
+    files.remove([f"{listing['folder']}/model.bin"])
+    with pytest.raises(DamagedError, match=r"model\.bin is missing"):
+        shelf.fetch("heads/a", tmp_path / "copy")
+    listing["files"]["../../outside"] = {"bytes": 1, "sha256": "0"}
+    files.write("heads/a.json", json.dumps({**listing, "files": {"../../outside": {"sha256": "0"}}}).encode())
+    with pytest.raises(DamagedError, match="outside its folder"):
+        shelf.fetch("heads/a", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_work_folder_of_another_store_is_refused(s3: str, tmp_path: Path) -> None:
+    first = Store.create(f"{s3}/one")
+    assert open_work(first, str(tmp_path / "work")).root == tmp_path / "work"
+    open_work(first, str(tmp_path / "work"))
+    with pytest.raises(MismatchError, match="belongs to store"):
+        open_work(Store.create(f"{s3}/two"), str(tmp_path / "work"))
