@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow faults faults-long coverage mutations lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-transferqueue faults faults-long coverage mutations lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -39,6 +39,13 @@ test: $(INSTALLED)  ## the tests
 test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
 	$(BIN)/python -m pytest -q -m slow tests/kernels
+
+test-transferqueue: $(INSTALLED)  ## this store behind TransferQueue: its own end-to-end tests, and ours
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[transferqueue]"
+	$(BIN)/python -m pytest -q tests/transferqueue
+	TQ_TEST_BACKEND=MopdStore PYTHONPATH=tests/transferqueue $(BIN)/python -m pytest -q -p upstream --pyargs \
+	  tests.e2e.test_kv_interface_e2e tests.e2e.test_checkpoint_e2e tests.e2e.test_e2e_lifecycle_consistency \
+	  tests.test_kv_storage_manager tests.test_storage_client_factory
 
 faults: $(INSTALLED)  ## inject faults and print the figures
 	$(BIN)/python tests/faults/figures.py

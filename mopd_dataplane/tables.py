@@ -343,6 +343,26 @@ EVENTS = TableSpec(
     key=("event_id",),
 )
 
+QUEUE = TableSpec(
+    "queue",
+    "One row is one write to a queue that another framework puts its data through: the last row of a key is its value.",
+    pa.schema(
+        [
+            _field("sample", pa.int64(), "the framework's number of the sample"),
+            _field("field", _STRING, "name of the value"),
+            _field("kind", _STRING, "tensor, msgpack, or cleared: the key has no value any more"),
+            _field("dtype", _STRING, "of a tensor, as torch names it; else empty"),
+            _field("shape", pa.list_(pa.int64()), "of a tensor; else empty"),
+            _field("value", pa.large_binary(), "a tensor's bytes in row-major order, or a msgpack document"),
+            _field("crc", pa.uint32(), "crc32c of value"),
+            _field("put_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
+    key=(),
+    heavy=True,
+)
+"""One dataset per queue, at queues/<name>."""
+
 TABLES: dict[str, TableSpec] = {
     spec.name: spec for spec in (PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, EVALS, EVENTS)
 }

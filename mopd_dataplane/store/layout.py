@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import Teacher
-from mopd_dataplane.tables import FORMAT_VERSION, SIGNALS, TABLES, TableSpec
+from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec
 
 FORMAT_KEY = b"mopd:format_version"
 TABLE_KEY = b"mopd:table"
@@ -29,7 +29,9 @@ def spec_of(name: str) -> TableSpec:
     teacher, _, kind = rest.partition("/")
     if folder == "signals" and TEACHER_NAME.fullmatch(teacher) and kind in SIGNALS:
         return SIGNALS[kind]
-    known = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS)]
+    if folder == "queues" and TEACHER_NAME.fullmatch(rest):
+        return QUEUE
+    known = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS), "queues/<name>"]
     raise UnknownNameError(f"no table {name!r}: {nearest(name, known)}")
 
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from mopd_dataplane.tables import FORMAT_VERSION, SIGNALS, TABLES, TableSpec
+from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec
 
 
 def published() -> dict[str, dict[str, Any]]:
     """Contract of every table by folder name; signals/*/topk lies in the folder signals_topk."""
     signals = {f"signals_{kind}": spec for kind, spec in SIGNALS.items()}
-    return {folder: contract(spec) for folder, spec in (TABLES | signals).items()}
+    return {folder: contract(spec) for folder, spec in (TABLES | signals | {"queue": QUEUE}).items()}
 
 
 def contract(spec: TableSpec) -> dict[str, Any]:

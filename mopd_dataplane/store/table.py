@@ -138,6 +138,11 @@ class Table:
         checkpoint(f"{self.name}.append.committed")
         return _first_row(dataset, fragments), self._tidied(dataset)
 
+    def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
+        """Append rows on exactly this version; None, with nothing changed, when another commit came first."""
+        with writing(self.uri):
+            return self._swap(dataset, self._write(dataset, rows))
+
     def insert(self, rows: pa.Table, admit: Callable[[lance.LanceDataset], None] | None = None) -> Inserted:
         """Insert the rows whose key the table does not have; the keys decide, other columns are not compared.
 

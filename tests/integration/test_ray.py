@@ -26,7 +26,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray import pool
 from mopd_dataplane.run.ray.cluster import LOOPBACK, ray_fleet
 
-DEADLINE_S = 120.0
+DEADLINE_S = 400.0
 STAGE = """
 [scale]
 engines = 2
@@ -175,10 +175,10 @@ def test_a_task_that_kills_every_worker_is_given_up(
         pytest.raises(EngineError, match=r"2 workers of trial died over one task"),
     ):
         pool.drive([group(Dies)], done=lambda group, task, result: None, say=said.append)
-    assert len(said) == 2
-    assert "a worker of trial is gone" in said[0]
+    assert sum("a worker of trial is gone" in line for line in said) == 2
 
 
+@pytest.mark.slow  # Ray tries for a minute
 def test_a_cluster_that_is_not_there_is_named(make_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with (

@@ -62,7 +62,7 @@ def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
     alone = {"include_dashboard": False} if address == ON_THIS_MACHINE else {}
     try:
         ray.init(address=address, **alone)
-    except ConnectionError as error:
+    except (ConnectionError, ray.exceptions.RayError) as error:
         raise ResourceError(f"no Ray cluster answers at {address} ({error}); start one, or leave ADDRESS out") from None
     try:
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())

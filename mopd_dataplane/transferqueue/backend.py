@@ -1,0 +1,120 @@
+"""The classes TransferQueue asks for: a key-value client, its manager, and what is done once at the start.
+
+TransferQueue numbers samples and knows which fields of them are there; that is its controller's memory, and its own
+checkpoint saves it. The values lie in the store the moment they are put, so a checkpoint of this backend copies
+nothing: it names a version of the queue.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from omegaconf import DictConfig
+from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
+from transfer_queue.storage.clients.base import StorageClientFactory, StorageKVClient
+from transfer_queue.storage.managers.base import KVStorageManager, StorageManagerFactory
+from transfer_queue.utils.logging_utils import get_logger
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.files import publish_file
+from mopd_dataplane.store.queue import Key, Queue
+from mopd_dataplane.transferqueue.codec import decode, encode
+
+NAME = "MopdStore"
+CLIENT = "MopdStorageClient"
+CHECKPOINT = "mopd-queue.json"
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Lies in the configuration that TransferQueue sends to every process: receiving it imports this module there,
+    and so registers the classes."""
+
+    store: str
+    queue: str = "queue"
+
+
+def opened(config: Any) -> Queue:
+    """The queue that a backend section names. Raises InputError for an unknown or missing key."""
+    keys = {key: value for key, value in dict(config).items() if key not in ("client_name", "zmq_info", "backend")}
+    try:
+        backend = Backend(**keys)
+    except TypeError as error:
+        raise InputError(f"backend.{NAME} = {keys}: {error}; give store, and queue for a name of its own") from None
+    return Queue(backend.store, backend.queue)
+
+
+@StorageClientFactory.register(CLIENT)
+class MopdStorageClient(StorageKVClient):  # type: ignore[misc]
+    """Values of `sample@field` keys in a queue of a store."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.queue = opened(config)
+
+    def put(self, keys: list[str], values: list[Any]) -> list[Any] | None:
+        """Store values, durable on return; a key that has one gets the new one. Raises InputError, ResourceError."""
+        _check_lists(keys, values)
+        self.queue.put([_parsed(key) for key in keys], [encode(value) for value in values])
+        return None
+
+    def get(
+        self, keys: list[str], shapes: Any = None, dtypes: Any = None, custom_backend_meta: Any = None
+    ) -> list[Any]:
+        """Values in the asked order; their shapes and dtypes are stored with them. Raises UnknownNameError."""
+        _check_lists(keys)
+        return [decode(value) for value in self.queue.get([_parsed(key) for key in keys])]
+
+    def clear(self, keys: list[str], custom_backend_meta: Any = None) -> None:
+        """Forget values."""
+        _check_lists(keys)
+        self.queue.clear([_parsed(key) for key in keys])
+
+
+@StorageManagerFactory.register(NAME)
+class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
+    """TransferQueue's manager over a store."""
+
+    def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
+        super().__init__(controller_info, {**dict(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
+
+    async def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Pin the values there are."""
+        place, pin = Path(checkpoint_dir), uuid4().hex
+        self.storage_client.queue.pin(pin)
+        place.mkdir(parents=True, exist_ok=True)
+        publish_file(place / CHECKPOINT, json.dumps({"pin": pin}).encode())
+
+    async def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Have the values there were, and nothing else. Raises UnknownNameError when they are not kept any more."""
+        self.storage_client.queue.restore(json.loads((Path(checkpoint_dir) / CHECKPOINT).read_text())["pin"])
+
+
+@StorageBootstrapProvider.register_provider(NAME)  # type: ignore[untyped-decorator]
+def initialize(conf: DictConfig) -> dict[str, Any]:
+    """Once, in the process that starts TransferQueue: open the queue, and have every other process know the backend."""
+    section = conf.backend[NAME]
+    held = opened(section).keys()
+    if held:
+        _log.warning(f"{section.store} holds {len(held)} values of an earlier run; load a checkpoint to go on with it")
+    section.backend = Backend(str(section.store), str(section.get("queue", "queue")))
+    return {}
+
+
+def _parsed(key: str) -> Key:
+    sample, _, field = key.partition("@")
+    return int(sample), field
+
+
+def _check_lists(keys: Any, values: Any = None) -> None:
+    for name, given in (("keys", keys), ("values", values)):
+        if given is not None and not isinstance(given, list):
+            raise InputError(f"{name} must be a list, found {type(given).__name__}")
+    if values is not None and len(keys) != len(values):
+        raise InputError(f"{len(keys)} keys for {len(values)} values; give one value a key")

@@ -1,0 +1,95 @@
+"""Values of a queue as bytes, and back: tensors raw, everything else as msgpack. Nothing is pickled.
+
+msgpack carries None, bool, int, float, str, bytes, lists and dicts; extension types carry what it lacks, at any depth:
+
+    1 tensor     2 numpy array or scalar     3 tuple
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from mopd_dataplane.errors import DamagedError, InputError
+from mopd_dataplane.store.queue import Value
+
+_TENSOR, _ARRAY, _TUPLE = 1, 2, 3
+
+
+def encode(value: Any) -> Value:
+    """Raises InputError naming the type of a value that cannot be stored."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.is_sparse:
+            raise InputError("a nested or sparse tensor is no value of one sample; put its rows")
+        return Value("tensor", _bytes_of(value), str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    return Value("msgpack", msgspec.msgpack.encode(_plain(value)))
+
+
+def decode(value: Value) -> Any:
+    """The value that was encoded; a tensor owns its memory and lies on the CPU. Raises DamagedError."""
+    try:
+        if value.kind == "tensor":
+            return _tensor(value.dtype, value.shape, value.data)
+        return msgspec.msgpack.decode(value.data, ext_hook=_from_extension, strict=False)
+    except (msgspec.DecodeError, ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise DamagedError(f"a {value.kind} of {len(value.data)} bytes cannot be decoded: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str | bytes):
+        return value
+    if isinstance(value, np.generic | np.ndarray):
+        if value.dtype.hasobject:
+            raise InputError(f"a numpy array of {value.dtype} cannot be stored; give numbers, strings or lists")
+        header = [value.dtype.str, list(value.shape), isinstance(value, np.generic)]
+        return _extension(_ARRAY, [header, np.ascontiguousarray(value).tobytes()])
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, torch.Tensor):
+        stored = encode(value)
+        return _extension(_TENSOR, [stored.dtype, list(stored.shape), stored.data])
+    if isinstance(value, tuple):
+        return _extension(_TUPLE, [_plain(item) for item in value])
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    raise InputError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be stored; give tensors, arrays, numbers, "
+        "strings, bytes, and lists, tuples or dicts of these"
+    )
+
+
+def _extension(code: int, content: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content))
+
+
+def _from_extension(code: int, data: memoryview) -> Any:
+    content = msgspec.msgpack.decode(data, ext_hook=_from_extension, strict=False)
+    if code == _TENSOR:
+        dtype, shape, raw = content
+        return _tensor(dtype, tuple(shape), raw)
+    if code == _ARRAY:
+        (kind, shape, scalar), raw = content
+        array = np.frombuffer(raw, np.dtype(kind)).reshape(shape).copy()
+        return array[()] if scalar else array
+    if code == _TUPLE:
+        return tuple(content)
+    raise ValueError(f"extension type {code} is unknown")
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _tensor(name: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"no torch dtype {name!r}")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
