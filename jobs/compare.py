@@ -66,7 +66,7 @@ def run(recipe: str, seed: int) -> None:
     if starts_shared and not store.exists():
         staging = store.with_name(f".{store.name}.tmp")
         shutil.rmtree(staging, ignore_errors=True)
-        shutil.copytree(STORES / f"shared-{seed}", staging)
+        shutil.copytree(STORES / f"shared-{seed}", staging, symlinks=True)
         staging.rename(store)
     mopd("run", str(JOBS / recipe), "--seed", str(seed), "--store", str(store))
 

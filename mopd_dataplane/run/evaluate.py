@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
-    """Answer every held-out prompt with one policy version and verify it; results go to `evals` once.
+    """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once.
 
     Returns accuracy by domain; empty when the job holds out no prompts.
     """
-    prompts = run.store.prompts(split="eval")
+    prompts = run.store.prompts(split="eval", domains=list(run.job.domains))
     label = policy_label(stage, version)
     stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
     known = set(stored["prompt_id"].to_pylist())

@@ -62,8 +62,7 @@ def run_stage(run: Run, stage: Stage) -> None:
     if run.is_done(stage):
         run.progress.say(f"{stage.name:<16} done")
         return
-    if stage.start == "init" and stage.data == "rollout":
-        evaluate(run, stage, 0)
+    _evaluate_start(run, stage)
     if stage.overlap:
         run_overlapped(run, stage)
         for version in range(1, run.policies.latest(stage) + 1):
@@ -72,6 +71,15 @@ def run_stage(run: Run, stage: Stage) -> None:
     else:
         run_in_turn(run, stage)
     run.mark_done(stage)
+
+
+def _evaluate_start(run: Run, stage: Stage) -> None:
+    """What a stage starts from is its first point of comparison, also on domains that came after it was trained."""
+    if stage.start != "init":
+        start = run.job.stage(stage.start)
+        evaluate(run, start, run.policies.latest(start))
+    elif stage.data == "rollout":
+        evaluate(run, stage, 0)
 
 
 def run_in_turn(run: Run, stage: Stage) -> None:
