@@ -174,6 +174,14 @@ class Rollout(Section):
     """0 takes every training prompt of the stage's domains once per iteration."""
     weight_change: Literal["pin", "span"] = "pin"
     """Which policy finishes a sample that a weight change interrupts."""
+    teacher_mix: float = Field(default=0.0, ge=0, lt=1)
+    """alpha: each token is drawn from alpha p_T + (1 - alpha) p_S of the prompt's own teacher and the student, and its
+    log-prob is the mixture's (MiniLLM, arXiv 2306.08543). 0 is the student alone."""
+    student_share: Fraction = 1.0
+    """lambda of GKD (arXiv 2306.13649): share of an iteration's prompts that `policy` answers, drawn prompt by prompt.
+    """
+    rest: str = "reference"
+    """Who answers the others: `reference` for the stored answers, the name of a teacher, or `routed`."""
     policy: str = "self"
     """Who samples: `self`, the name of a teacher (off-policy data), or `routed`, each prompt's own teacher."""
 
@@ -247,6 +255,20 @@ class Scale(Section):
         if self.ranks % self.context_parallel:
             raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
         return self
+
+
+class Discriminator(Section):
+    """A critic that tells a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
+
+    text: str = "reference"
+    """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    batch_pairs: int = Field(default=32, ge=1)
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each window's pairs, before the window is judged."""
+    warmup_epochs: int = Field(default=0, ge=0)
+    """Further passes over the first window's."""
+    grad_clip: float = Field(default=1.0, gt=0)
 
 
 class Retain(Section):

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 
 from mopd_dataplane.config import (
     CrossEntropyTerm,
+    Discriminator,
     Domain,
     Engine,
     Eval,
@@ -63,6 +64,13 @@ class Stage(Section):
     train: Train = Train()
     overlap: bool = False
     """Rollout, scoring and training run at once, each in a process of its own; `plan.max_staleness` bounds how far."""
+    discriminator: Discriminator | None = None
+    """Where the outcome rewards that are trained on come from, instead of the domains' verifiers."""
+
+    @property
+    def verifier(self) -> str:
+        """Whose rewards are trained on; empty for the domains' verifiers."""
+        return "discriminator" if self.discriminator else ""
 
 
 class Job(Section):
@@ -122,10 +130,9 @@ class Job(Section):
         """Teachers with weights of their own that a teacher is made of: itself, or the members of its blend."""
         return tuple(self.teachers[teacher].blend) or (teacher,)
 
-    def sampler_of(self, stage: Stage, domain: str, effort: str = "") -> str:
-        """Who answers the prompts of a domain: `self`, or a teacher."""
-        policy = stage.rollout.policy
-        return self.teacher_of(stage, domain, effort) if policy == "routed" else policy
+    def sampler_of(self, stage: Stage, who: str, domain: str, effort: str = "") -> str:
+        """Who `rollout.policy` or `rollout.rest` means for a domain's prompts: `self`, `reference`, or a teacher."""
+        return self.teacher_of(stage, domain, effort) if who == "routed" else who
 
     def teachers_of(self, stage: Stage) -> tuple[str, ...]:
         """Teachers that judge some domain of a stage, in order of first use; empty when no signal is needed."""
@@ -174,16 +181,8 @@ def _check_references(job: Job, where: str) -> None:
         if stage.objective != "cross-entropy" and stage.objective not in job.objectives:
             known = [*job.objectives, "cross-entropy"]
             raise JobFileError(f"{at}.objective: no objective {stage.objective!r}: {nearest(stage.objective, known)}")
-        if stage.rollout.policy not in ("self", "routed", *job.teachers):
-            hint = nearest(stage.rollout.policy, ["self", "routed", *job.teachers])
-            raise JobFileError(f"{at}.rollout.policy: no teacher {stage.rollout.policy!r}: {hint}")
         if stage.overlap and stage.data != "rollout":
             raise JobFileError(f'{at}.overlap: stored reference data has nothing to overlap; set data = "rollout"')
-        if stage.data == "rollout" and stage.rollout.group_size > 1 and not stage.plan.strict_batches:
-            raise JobFileError(
-                f"{at}: rollout.group_size = {stage.rollout.group_size} keeps groups in one step, which "
-                "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
-            )
         bound = job.retain.hidden_versions
         if 0 < bound <= stage.plan.max_staleness or (stage.data != "rollout" and 0 < bound < stage.iterations):
             raise JobFileError(
@@ -202,6 +201,9 @@ def _check_references(job: Job, where: str) -> None:
                 f"{at}: objective {stage.objective!r} sums over later tokens (discount = {term.discount}), which the "
                 "ranks of scale.context_parallel do not share; set scale.context_parallel = 1, or discount = 0"
             )
+        if stage.data == "rollout":
+            _check_rollout(job, stage, at)
+        _check_discriminator(job, stage, at)
         _check_weights(job, stage, at)
         _check_routing(job, stage, at)
         known_starts.add(stage.name)
@@ -215,6 +217,47 @@ def _check_blends(job: Job, where: str) -> None:
                 raise JobFileError(f"{where}: teachers.{name}.blend names no teacher {member!r}: {hint}")
             if job.teachers[member].blend:
                 raise JobFileError(f"{where}: teachers.{name}.blend: {member!r} is a blend itself; name its members")
+
+
+def _check_rollout(job: Job, stage: Stage, at: str) -> None:
+    rollout, gradient = stage.rollout, job.objective(stage).policy_gradient
+    for key, others in (("policy", ("self",)), ("rest", ("reference",))):
+        known = [*others, "routed", *job.teachers]
+        if (who := getattr(rollout, key)) not in known:
+            raise JobFileError(f"{at}.rollout.{key}: no teacher {who!r}: {nearest(who, known)}")
+    if rollout.group_size > 1 and not stage.plan.strict_batches:
+        raise JobFileError(
+            f"{at}: rollout.group_size = {rollout.group_size} keeps groups in one step, which "
+            "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
+        )
+    if rollout.teacher_mix and rollout.policy != "self":
+        raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')
+    if rollout.teacher_mix and gradient and gradient.teacher_coef and gradient.student_logprob == "sampler":
+        raise JobFileError(
+            f"{at}: under rollout.teacher_mix the sampler's log-prob is the mixture's, not the student's; set "
+            f'objectives.{stage.objective}.policy_gradient.student_logprob = "current"'
+        )
+    if rollout.student_share < 1 and rollout.rest == "reference":
+        if gradient:
+            raise JobFileError(
+                f"{at}: reference answers have no sampler log-prob for a policy gradient; set rollout.student_share = "
+                "1, or rollout.rest to a teacher"
+            )
+        if rollout.group_size > 1:
+            raise JobFileError(f"{at}: a prompt has one reference answer, not {rollout.group_size}: set group_size = 1")
+
+
+def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
+    if stage.discriminator is None:
+        return
+    earlier = ["reference", *(s.name for s in job.stages[: job.stages.index(stage)])]
+    if (text := stage.discriminator.text) not in earlier:
+        raise JobFileError(f"{at}.discriminator.text: no earlier stage {text!r}: {nearest(text, earlier)}")
+    if stage.data != "rollout" or not job.objective(stage).needs_rewards:
+        raise JobFileError(
+            f'{at}: a discriminator rewards rollouts; set data = "rollout", and reward_coef in objective '
+            f"{stage.objective!r}"
+        )
 
 
 def _check_weights(job: Job, stage: Stage, at: str) -> None:
@@ -231,6 +274,18 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
             raise JobFileError(f"{at}: objective {stage.objective!r} weighs no teacher {teacher!r}: {hint}")
 
 
+def _samplers(job: Job, stage: Stage) -> set[str]:
+    """Teachers that write, or help to write, some sample of a stage."""
+    rollout = stage.rollout
+    if stage.data != "rollout":
+        return set()
+    writers = [rollout.policy] if rollout.student_share else []
+    writers += [rollout.rest] if rollout.student_share < 1 else []
+    writers += ["routed"] if rollout.teacher_mix else []
+    found = {job.sampler_of(stage, who, d, job.domains[d].effort) for who in writers for d in job.domains_of(stage)}
+    return found - {"self", "reference"}
+
+
 def _check_routing(job: Job, stage: Stage, at: str) -> None:
     earlier = [s.name for s in job.stages[: job.stages.index(stage)]]
     for key, teacher in (stage.routing or job.routing).items():
@@ -241,13 +296,13 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
                 f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
             )
     try:
-        samplers = {job.sampler_of(stage, domain, job.domains[domain].effort) for domain in job.domains_of(stage)}
-        teachers = {*job.teachers_of(stage), *(samplers - {"self"} if stage.data == "rollout" else ())}
+        samplers = _samplers(job, stage)
+        teachers = {*job.teachers_of(stage), *samplers}
     except JobFileError as error:
         raise JobFileError(f"{at}: {error}") from None
-    for sampler in sorted(samplers - {"self"}):
+    for sampler in sorted(samplers):
         if job.teachers[sampler].blend:
-            raise JobFileError(f"{at}.rollout.policy: teacher {sampler!r} is a blend and cannot answer; name a member")
+            raise JobFileError(f"{at}.rollout: teacher {sampler!r} is a blend and cannot answer; name a member")
     reference = job.objective(stage).policy_gradient
     teachers |= {reference.reference} & set(job.teachers) if reference else set()
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):

@@ -33,22 +33,23 @@ def group_outcomes(
 ) -> Outcomes:
     """Rewards and group-relative advantages of given samples.
 
-    rewards: columns sample_row, verifier, reward. groups: group_id of every sample of the store, in row order.
+    rewards: columns sample_row, verifier, reward. groups: group of every sample of the store, in row order.
     A group is every rewarded sample with one group_id, whether or not it is planned, so leaving a sample out of
     training does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its
     division unless `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
-    Raises MismatchError when several verifiers rewarded these samples and none is named.
+    Raises MismatchError when several verifiers rewarded one sample of these groups and none is named.
     """
+    codes = pc.dictionary_encode(groups).combine_chunks().indices.to_numpy()
+    rewards = rewards.filter(np.isin(codes[rewards["sample_row"].to_numpy()], codes[sample_rows]))
     names = sorted(pc.unique(rewards["verifier"]).to_pylist())
     if verifier:
         if verifier not in names:
             raise MismatchError(f"no rewards by verifier {verifier!r}: {nearest(verifier, names)}")
         rewards = rewards.filter(pc.equal(rewards["verifier"], verifier))
-    elif len(names) > 1:
+    elif pc.count_distinct(rewards["sample_row"]).as_py() < len(rewards):
         raise MismatchError(f"samples are rewarded by several verifiers: {', '.join(names)}; name the one to train on")
     value = np.full(len(groups), np.nan, dtype=np.float64)
     value[rewards["sample_row"].to_numpy()] = rewards["reward"].to_numpy()
-    codes = pc.dictionary_encode(groups).combine_chunks().indices.to_numpy()
     has = ~np.isnan(value)
     size = int(codes.max(initial=-1)) + 1
     count = np.bincount(codes[has], minlength=size)

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
@@ -166,7 +167,9 @@ class WindowSource:
 
     def _rewards(self) -> Outcomes:
         table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)
-        groups = self._store.samples(["group_id"], snapshot=self.plan.snapshot)["group_id"]
+        samples = self._store.samples(["run", "group_id"], snapshot=self.plan.snapshot)
+        # A group is named after its prompt and iteration: two stages that ask one prompt have two groups.
+        groups = pc.binary_join_element_wise(samples["run"], samples["group_id"], "\0")
         return group_outcomes(
             table, groups, self.plan.sample_rows, verifier=self._spec.verifier, divide_by_std=self._spec.reward_std
         )

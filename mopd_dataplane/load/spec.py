@@ -41,8 +41,13 @@ class LoadSpec(Section):
     """Overwrite released slots, so that a late reader sees nonsense instead of plausible old data."""
 
     @classmethod
-    def for_stage(cls, stage: str, load: Load, objective: Objective, *, topk_support: str = "") -> LoadSpec:
-        """What a stage's objective needs, under the job's [load] settings and the stage's `score.topk_support`."""
+    def for_stage(
+        cls, stage: str, load: Load, objective: Objective, *, topk_support: str = "", verifier: str = ""
+    ) -> LoadSpec:
+        """What a stage's objective needs, under the job's [load] settings.
+
+        topk_support: the stage's `score.topk_support`. verifier: whose rewards, where a stage has several.
+        """
         gradient = objective.policy_gradient
         return cls(
             stage=stage,
@@ -50,6 +55,7 @@ class LoadSpec(Section):
             topk_support=topk_support if "topk" in objective.signals else "",
             reference=gradient.reference if gradient else "",
             rewards=objective.needs_rewards,
+            verifier=verifier,
             reward_std=bool(gradient and gradient.reward_std),
             slots=load.slots,
             slot_bytes=load.slot_bytes,

@@ -8,14 +8,17 @@ from pathlib import Path
 
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.hf import HfEngine, Partner
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.run.adversary import answered_by_teacher
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.data import store_reference
 from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.prompt_order import iteration_prompts
 from mopd_dataplane.run.rows import stage_samples
+from mopd_dataplane.run.samplers import Sampler, sampler_of
 from mopd_dataplane.store.dataset import Store
 
 
@@ -28,11 +31,13 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
     prompts = generation_prompts(run, stage, generation)
     _, stored = stage_samples(run.store, stage, generation, ["uid"])
     already = set(stored["uid"].to_pylist())
-    samplers = [run.job.sampler_of(stage, prompt.domain, prompt.effort) for prompt in prompts]
+    samplers = [sampler_of(run.job, stage, prompt, generation) for prompt in prompts]
     reports = []
     for sampler in dict.fromkeys(samplers):
         own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
-        if not already.issuperset(uids_of(run, stage, generation, own)):
+        if sampler.policy == "reference":
+            store_reference(run, stage, own, generation=generation)
+        elif not already.issuperset(uids_of(run, stage, generation, own)):
             reports.append(_sample(run, stage, generation, sampler, own, already, follow=follow))
     if not reports:
         return []
@@ -44,7 +49,7 @@ def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) ->
 
 
 def _sample(
-    run: Run, stage: Stage, generation: int, sampler: str, prompts: list[Prompt], already: set[str], *, follow: bool
+    run: Run, stage: Stage, generation: int, sampler: Sampler, prompts: list[Prompt], already: set[str], *, follow: bool
 ) -> RolloutReport:
     """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
     version = run.policies.latest(stage) if follow else generation
@@ -66,7 +71,7 @@ def _sample(
         else:
             engine = open_engine(run, part)
             try:
-                done = roll_out(run, engine, part, f"{writers_of(sampler)}0", already, show, follow=follow)
+                done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
             finally:
                 engine.close()
         report.facts = _facts(done)
@@ -79,8 +84,7 @@ class Part:
 
     stage: Stage
     generation: int
-    sampler: str
-    """`self`, or a teacher."""
+    sampler: Sampler
     version: int
     """Policy version that samples."""
     prompts: list[Prompt]
@@ -90,11 +94,12 @@ class Part:
 def open_engine(run: Run, part: Part) -> HfEngine:
     """An engine that holds the part's policy."""
     return HfEngine(
-        sampling_policy(run, part.stage, part.sampler, part.version),
+        sampling_policy(run, part.stage, part.sampler.policy, part.version),
         slots=run.job.engine.slots,
         policy_version=part.version,
         dtype=run.job.engine.dtype or run.job.student.dtype,
         threads=run.job.engine.threads,
+        partner=_partner(run, part),
     )
 
 
@@ -110,7 +115,7 @@ def roll_out(
     share: Collection[str] | None = None,
 ) -> RolloutReport:
     """Sample a part, or a share of it, into the store through the token log of `writer`; or finish what it holds."""
-    stage, sampler = part.stage, part.sampler
+    stage, sampler = part.stage, part.sampler.policy
 
     def commit(samples: list[Sample]) -> object:
         record_abandoned(run.store, samples)
@@ -144,15 +149,20 @@ def roll_out(
     )
 
 
-def writers_of(sampler: str) -> str:
-    """What the writers' names of a sampling policy begin with; a number follows."""
-    return "engine-" if sampler == "self" else f"teacher-{sampler}-"
+def _partner(run: Run, part: Part) -> Partner | None:
+    """The teacher that is mixed into every draw."""
+    if not part.sampler.mixed_in:
+        return None
+    return Partner(run.policies.teacher(part.sampler.mixed_in, part.stage), part.stage.rollout.teacher_mix)
 
 
 def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
     """Prompts of one iteration, in admission order."""
+    prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
+    if stage.discriminator:
+        prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
     return iteration_prompts(
-        run.store.prompts(split="train", domains=run.job.domains_of(stage)),
+        prompts,
         count=stage.rollout.prompts_per_iteration,
         generation=generation,
         seed=run.job.seed,

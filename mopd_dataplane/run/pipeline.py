@@ -18,6 +18,7 @@ from rich.console import Console
 
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.query.report import write_report
+from mopd_dataplane.run.adversary import judge_text
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.data import store_reference
 from mopd_dataplane.run.evaluate import accuracy, evaluate
@@ -109,6 +110,8 @@ def produce(run: Run, stage: Stage, window: int) -> None:
     else:
         rollout(run, stage, window)
         reward(run, stage, generation=window)
+        if stage.discriminator:
+            judge_text(run, stage, window)
 
 
 def accuracy_table(run: Run) -> dict[str, dict[str, float]]:
@@ -137,7 +140,10 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
 def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> Summary:
     """Verify every answer of a stage that has no reward."""
     run = open_run(job, Progress(console))
-    return {"stage": stage.name, **reward(run, stage)}
+    found = {"stage": stage.name, **reward(run, stage)}
+    return (
+        {**found, "discriminator": judge_text(run, stage, run.policies.latest(stage))} if stage.discriminator else found
+    )
 
 
 def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:

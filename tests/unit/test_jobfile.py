@@ -252,6 +252,6 @@ def test_routed_answers_come_from_each_domains_teacher() -> None:
         + 'rollout = { policy = "routed" }\n'
     )  # fmt: skip
     student = routed.stage("student")
-    assert [routed.sampler_of(student, domain) for domain in ("sums", "words")] == ["summer", "poet"]
+    assert [routed.sampler_of(student, "routed", domain) for domain in ("sums", "words")] == ["summer", "poet"]
     with pytest.raises(JobFileError, match=r"no teacher 'rooted'.*'routed'"):
         job(text=JOB + 'rollout = { policy = "rooted" }\n')

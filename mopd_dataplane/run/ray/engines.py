@@ -20,7 +20,7 @@ from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.run.context import Run, open_existing
-from mopd_dataplane.run.generate import Part, generation_prompts, open_engine, roll_out, writers_of
+from mopd_dataplane.run.generate import Part, generation_prompts, open_engine, roll_out
 from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
@@ -43,7 +43,7 @@ def roll_out_on_replicas(run: Run, part: Part, already: set[str], show: Callable
         task = group.tasks.popleft()
         writer, *rest = task.arguments
         if not writer:
-            names = (f"{writers_of(part.sampler)}{number}" for number in count())
+            names = (f"{part.sampler.writers}{number}" for number in count())
             writer = next(name for name in names if name not in busy | owners)
             task.arguments = (writer, *rest)
         busy.add(writer)

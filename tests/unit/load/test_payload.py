@@ -141,3 +141,38 @@ def test_a_window_of_the_other_support_than_the_stage_asks_for_is_refused(source
     with pytest.raises(MismatchError, match=r"the likeliest 4 of the teacher, .* of the student"):
         WindowSource(source._store, source.plan, spec)
     WindowSource(source._store, source.plan, spec.model_copy(update={"topk_support": "teacher"}))
+
+
+def test_a_group_is_of_one_stage(tmp_path, monkeypatch):
+    """Two stages ask the same prompts in the same iteration; neither's rewards count in the other's advantages."""
+    lengths = lengths_of(8, mean_log=3.0, shortest=4, longest=40)
+    store = make_store(tmp_path / "s", lengths, teachers=["adder"], group_size=4, rewards=True)
+    plan = build_window(
+        plan_columns(store, ["adder"]), config.Plan(pack_tokens=512, batch_samples=4), seed=3, stage=STAGE, window=0,
+        snapshot=store.snapshot(), teachers=["adder"],
+    )  # fmt: skip
+    alone = WindowSource(store, plan, LoadSpec(stage=STAGE, rewards=True))._outcomes
+    made = synthetic._sample
+
+    def of_another_stage(index, *rest):
+        sample = made(index, *rest)
+        return replace(sample, uid=f"{index:032x}", run="other")
+
+    monkeypatch.setattr(synthetic, "_sample", of_another_stage)
+    monkeypatch.setattr(
+        synthetic,
+        "_reward",
+        lambda s, row, noise: {
+            "uid": s.uid,
+            "sample_row": row,
+            "verifier": "bench",
+            "verifier_version": "1",
+            "reward": 9.0,
+        },
+    )
+    both = make_store(tmp_path / "s", lengths, teachers=["adder"], group_size=4, rewards=True)
+    plan.snapshot = both.snapshot()
+    found = WindowSource(both, plan, LoadSpec(stage=STAGE, rewards=True))._outcomes
+    assert len(both.samples(["uid"])) == 16
+    np.testing.assert_array_equal(found.advantages, alone.advantages)
+    assert alone.advantages.any()

@@ -40,3 +40,14 @@ def test_two_verifiers_must_be_told_apart():
     assert group_outcomes(both, GROUPS, np.arange(1), verifier="style").rewards.tolist() == [0.0]
     with pytest.raises(MismatchError, match="did you mean 'exact'"):
         group_outcomes(both, GROUPS, np.arange(1), verifier="exakt")
+
+
+def test_verifiers_of_other_groups_do_not_matter():
+    """A store holds many stages; only the planned samples' groups must agree, and each sample on its own."""
+    mixed = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([5], [0.3], "style"), rewards([5], [1.0])])
+    assert group_outcomes(mixed, GROUPS, np.array([0, 2])).advantages.tolist() == [0.5, -0.5]
+    with pytest.raises(MismatchError, match="style, v; name the one"):
+        group_outcomes(mixed, GROUPS, np.array([0, 5]))
+    two_domains = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([1, 4], [0.0, 1.0], "style")])
+    found = group_outcomes(two_domains, GROUPS, np.array([0, 1, 2, 4]))
+    assert found.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]

@@ -1,0 +1,179 @@
+"""A discriminator: tells a teacher's text from a student's, and so rewards what reads like the teacher (GAD).
+
+    loss = mean over pairs of  -log sigma(D(prompt, teacher text) - D(prompt, student text))        Bradley-Terry
+
+A pair of equal texts has loss log 2 and no gradient; it is left out of the pass, where rounding would give it one.
+D is a scalar head on the body of a policy, read at the last token (arXiv 2511.10643). Only text of the teacher is
+needed: no logits, no weights, not even its tokenizer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mopd_dataplane import config, models
+from mopd_dataplane.errors import DamagedError, EngineError
+from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.files import publish_folder
+
+WEIGHTS, OPTIMIZER = "discriminator.safetensors", "optimizer.safetensors"
+JUDGE_TOKENS = 16384
+"""Tokens of one forward pass without gradient, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One comparison: prompt and response of each side, as token ids."""
+
+    teacher: NDArray[np.int64]
+    """[P + R]"""
+    student: NDArray[np.int64]
+    """[P + R']"""
+
+
+class Discriminator:
+    """A critic and its optimizer; a version on disk continues bit by bit on one machine's CPU.
+
+    policy: folder whose body it starts from. seed: of the head's first weights.
+    """
+
+    def __init__(self, policy: Path, settings: config.Discriminator, *, seed: int, device: str = "cpu") -> None:
+        self._settings = settings
+        self._seed = seed
+        self._critic = _Critic(policy, seed).to(device)
+        self._optimizer = torch.optim.AdamW(
+            self._critic.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self.steps = 0
+        """Updates so far, over all versions."""
+
+    def update(
+        self, pairs: Sequence[Pair], *, epochs: int, progress: Callable[[int], None] = lambda done: None
+    ) -> dict[str, float]:
+        """Pass over the pairs in a seeded order; {"loss", "accuracy"} of the last pass.
+
+        Accuracy is the share of pairs whose teacher side scores higher, before the update that used them; equal texts
+        count half. Raises EngineError, naming the update, when the loss is not finite.
+        """
+        found = {"loss": float("nan"), "accuracy": float("nan")}
+        size = self._settings.batch_pairs
+        for _ in range(epochs):
+            order = np.random.default_rng((self._seed, self.steps)).permutation(len(pairs))
+            losses, right = 0.0, 0.0
+            for start in range(0, len(order), size):
+                loss, margin = self._step([pairs[place] for place in order[start : start + size].tolist()])
+                losses += loss * len(margin)
+                right += float((margin > 0).sum() + 0.5 * (margin == 0).sum())
+                progress(self.steps)
+            found = {"loss": losses / len(pairs), "accuracy": right / len(pairs)}
+        return found
+
+    @torch.no_grad()
+    def judge(self, texts: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+        """[N] score of each prompt with its response."""
+        scores = np.zeros(len(texts), np.float32)
+        ordered = sorted(range(len(texts)), key=lambda place: (-len(texts[place]), place))
+        start = 0
+        while start < len(ordered):
+            rows = max(1, JUDGE_TOKENS // len(texts[ordered[start]]))
+            places = ordered[start : start + rows]
+            scores[places] = self._critic([texts[place] for place in places]).cpu().numpy()
+            start += rows
+        return scores
+
+    def save(self, folder: Path) -> None:
+        """Write a version durably: a temporary folder, then one rename. One that exists is kept."""
+        from safetensors.torch import save_file
+
+        if folder.exists():
+            return
+        staging = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        critic = {name: tensor.detach().cpu().contiguous() for name, tensor in self._critic.named_parameters()}
+        state = {
+            f"{key}/{name}": torch.as_tensor(value).cpu().contiguous()
+            for name, parameter in self._critic.named_parameters()
+            for key, value in self._optimizer.state[parameter].items()
+        }
+        save_file(critic, staging / WEIGHTS, metadata={"steps": str(self.steps)})
+        save_file(state, staging / OPTIMIZER)
+        checkpoint("discriminator.written")
+        publish_folder(staging, folder)
+        checkpoint("discriminator.published")
+
+    def load(self, folder: Path) -> None:
+        """Continue from a saved version. Raises DamagedError when its files do not fit this critic."""
+        from safetensors import SafetensorError, safe_open
+        from safetensors.torch import load_file
+
+        try:
+            weights, state = load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER)
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                self.steps = int(file.metadata()["steps"])
+            with torch.no_grad():
+                for name, parameter in self._critic.named_parameters():
+                    parameter.copy_(weights[name])
+                    mine = {key.partition("/")[0]: value for key, value in state.items() if key.endswith(f"/{name}")}
+                    self._optimizer.state[parameter] = {
+                        key: value if key == "step" else value.to(parameter) for key, value in mine.items()
+                    }
+        except (OSError, SafetensorError, LookupError, RuntimeError, TypeError) as error:
+            raise DamagedError(
+                f"{folder} is not a version of this discriminator ({error}); delete it and what came after it, then "
+                "run again"
+            ) from None
+
+    def _step(self, pairs: list[Pair]) -> tuple[float, NDArray[np.float32]]:
+        """One update: the mean loss, and D(teacher) - D(student) of each pair before it."""
+        checkpoint("discriminator.step")
+        margin = np.zeros(len(pairs), np.float32)
+        apart = [place for place, pair in enumerate(pairs) if not np.array_equal(pair.teacher, pair.student)]
+        if apart:
+            self._optimizer.zero_grad(set_to_none=True)
+            scores = self._critic([pairs[i].teacher for i in apart] + [pairs[i].student for i in apart])
+            teacher, student = scores.chunk(2)
+            loss = -nn.functional.logsigmoid(teacher - student).sum() / len(pairs)
+            if not torch.isfinite(loss):
+                raise EngineError(
+                    f"the discriminator's loss is {float(loss.detach())} at update {self.steps}; its last version is "
+                    "intact: lower discriminator.learning_rate and run again"
+                )
+            loss.backward()
+            nn.utils.clip_grad_norm_(self._critic.parameters(), self._settings.grad_clip)
+            self._optimizer.step()
+            margin[apart] = (teacher - student).detach().cpu().numpy()
+        self.steps += 1
+        return float(np.logaddexp(0, -margin.astype(np.float64)).mean()), margin
+
+
+class _Critic(nn.Module):
+    """The body of a policy and a linear head on its last token's state."""
+
+    def __init__(self, policy: Path, seed: int) -> None:
+        super().__init__()
+        model = models.load_model(policy)
+        self.body = model.base_model
+        width = models.head_weight(model).shape[1]
+        generator = torch.Generator().manual_seed(seed)
+        self.head = nn.Parameter(torch.randn(width, generator=generator) / width)
+        self.train(False)
+
+    def forward(self, texts: Sequence[NDArray[np.int64]]) -> Tensor:
+        """[N] score of each text, read at its last token. Padding is on the right, where causal attention hides it."""
+        device = self.head.device
+        lengths = torch.tensor([len(text) for text in texts], device=device)
+        ids = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.from_numpy(text)
+        states = self.body(input_ids=ids.to(device), use_cache=False).last_hidden_state
+        last: Tensor = states[torch.arange(len(texts), device=device), lengths - 1]
+        return last.float() @ self.head
