@@ -253,6 +253,8 @@ def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
     earlier = ["reference", *(s.name for s in job.stages[: job.stages.index(stage)])]
     if (text := stage.discriminator.text) not in earlier:
         raise JobFileError(f"{at}.discriminator.text: no earlier stage {text!r}: {nearest(text, earlier)}")
+    if stage.overlap:
+        raise JobFileError(f"{at}: a discriminator learns between rollout and training; set overlap = false")
     if stage.data != "rollout" or not job.objective(stage).needs_rewards:
         raise JobFileError(
             f'{at}: a discriminator rewards rollouts; set data = "rollout", and reward_coef in objective '

@@ -60,22 +60,23 @@ def judge_text(run: Run, stage: Stage, window: int) -> dict[str, float]:
     teachers = _teacher_texts(run, stage, settings.text)
     pairs = [Pair(teachers[prompt], text) for prompt, text in zip(prompt_ids, students, strict=True)]
     critic = Discriminator(run.policies.start(stage), settings, seed=run.job.seed)
-    folder = run.root / "discriminators" / stage.name
+    before, after = (f"discriminators/{stage.name}/v{version}" for version in (window, window + 1))
     epochs = settings.epochs + (0 if window else settings.warmup_epochs)
     facts: dict[str, float] = {}
     total = epochs * -(-len(pairs) // settings.batch_pairs)
     with run.progress.step(stage.name, "discriminate", total=total, unit="updates") as (advance, report):
-        if window:
-            critic.load(folder / f"v{window}")
-        before = critic.steps
-        version = folder / f"v{window + 1}"
-        if version.exists():
-            critic.load(version)
+        if run.work.fetch(after):
+            critic.load(run.root / after)
         else:
-            facts = critic.update(pairs, epochs=epochs, progress=lambda done: advance(done - before))
-            critic.save(version)
+            if window:
+                run.work.fetch(before)
+                critic.load(run.root / before)
+            done = critic.steps
+            facts = critic.update(pairs, epochs=epochs, progress=lambda steps: advance(steps - done))
+            critic.save(run.root / after)
+            run.work.publish(after)
         scores = critic.judge(students)
-        _store(run, stage, rows, [samples["uid"][int(place)].as_py() for place in order], scores, version)
+        _store(run, stage, rows, [samples["uid"][int(place)].as_py() for place in order], scores, run.root / after)
         report.facts = {name: f"{value:.3f}" for name, value in facts.items()}
     for name, value in facts.items():
         event = f"discriminator/{stage.name}/{window}/{name}"

@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from mopd_dataplane.errors import DeadlineError
+from mopd_dataplane.errors import DeadlineError, InputError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
@@ -54,6 +54,11 @@ class Patience:
 
 def rollout_follow(run: Run, stage: Stage) -> int:
     """Every iteration of a stage, sampled by the newest policy there is at any moment. Returns samples stored."""
+    if stage.discriminator:
+        raise InputError(
+            f"stage {stage.name!r} has a discriminator, which learns between rollout and training; run it without "
+            "--follow"
+        )
     for generation in range(stage.iterations):
         _hold_back(run, stage)
         rollout(run, stage, generation, follow=True)

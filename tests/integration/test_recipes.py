@@ -38,6 +38,8 @@ def small(recipe: str, store: Path) -> dict[str, Any]:
 def only_last_stage(job: dict[str, Any], teacher: Path) -> dict[str, Any]:
     """The job's last stage from the initial student, with another untrained model in place of every earlier stage."""
     stages = [{**job["stages"][-1], "start": "init"}]
+    if stages[0]["discriminator"]:
+        stages[0]["discriminator"]["text"] = "reference"
     for settings in job["teachers"].values():
         if settings["source"].startswith("stage:"):
             settings["source"] = str(teacher)

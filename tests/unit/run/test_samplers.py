@@ -77,6 +77,7 @@ GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}
         ({"teacher_mix": 0.2}, None, {"routing": {"sums": "summer"}}, "no teacher for domain 'words'"),
         ({}, GRADIENT, {"discriminator": {"text": "bass"}}, "no earlier stage 'bass'.*'base'"),
         ({}, GRADIENT, {"discriminator": {"text": "student"}}, "no earlier stage 'student'"),
+        ({}, GRADIENT, {"discriminator": {}, "overlap": True}, "learns between rollout and training"),
         ({}, None, {"discriminator": {}}, "a discriminator rewards rollouts"),
         ({}, GRADIENT, {"discriminator": {}, "data": "reference"}, "a discriminator rewards rollouts"),
     ],
