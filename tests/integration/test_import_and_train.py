@@ -12,6 +12,8 @@ from mopd_dataplane import open_store
 from mopd_dataplane.jobfile import load_job
 from mopd_dataplane.run.student import make_student
 
+pytestmark = pytest.mark.slow
+
 STAGE = """
 [[stages]]
 name = "imported"
