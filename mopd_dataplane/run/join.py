@@ -14,8 +14,8 @@ from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.progress import Progress
 
 
-def join_job(job: Job, progress: Progress) -> dict[str, int]:
-    """Take part in the training of every stage; returns the policy version each has reached.
+def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
+    """Take part in the training of every stage, or of one.
 
     Raises DeadlineError when the first node does nothing for days, InputError when the store is not shared, and what
     training raises.
@@ -23,9 +23,8 @@ def join_job(job: Job, progress: Progress) -> dict[str, int]:
     if "://" in job.store:
         raise InputError(f"store {job.store}: several nodes train from a folder that all of them see")
     run = _opened(job, progress)
-    for stage in job.stages:
+    for stage in [job.stage(only)] if only else job.stages:
         _join_stage(run, stage)
-    return {stage.name: run.policies.latest(stage) for stage in job.stages}
 
 
 def _opened(job: Job, progress: Progress) -> Run:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 import torch
 from trainer_ground import Ground, started, wait_for_steps, weights
 
+from mopd_dataplane import open_store
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
@@ -174,3 +176,28 @@ def test_a_rank_that_stands_still_is_given_up(ground: Ground) -> None:
         os.kill(other.pid or 0, signal.SIGSTOP)
         leader.join(timeout=DEADLINE_S)
         assert leader.exitcode == EngineError.exit_code
+
+
+@pytest.mark.slow
+def test_two_nodes_train_one_policy(
+    tmp_path: Path, write_job: Callable[..., Path], mopd: Callable[..., object]
+) -> None:
+    """Two processes of the command line with torchrun's variables, a loader and a rank each, over one store."""
+    alone, job = write_job(tmp_path / "alone"), write_job(tmp_path / "shared")
+    mopd("run", alone, "--stage", "base")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    variables = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mopd_dataplane", "run", str(job), "--stage", "base", "--set", "scale.ranks=2"]
+    nodes = [
+        subprocess.Popen(command, env=os.environ | variables | {"PET_NODE_RANK": str(node)}, stderr=subprocess.PIPE)
+        for node in (1, 0)
+    ]
+    for node in nodes:
+        _, told = node.communicate(timeout=280)
+        assert node.returncode == 0, told.decode()
+    query = "select step, samples, tokens, loss from steps order by step"
+    one, two = (open_store(str(tmp_path / name / "store")).sql(query).to_pylist() for name in ("alone", "shared"))
+    assert [(row["step"], row["samples"]) for row in two] == [(row["step"], row["samples"]) for row in one]
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-3)
