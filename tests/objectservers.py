@@ -36,7 +36,7 @@ def program(name: str) -> str:
 def free_ports(count: int) -> list[int]:
     """Ports nobody listens on, also 10,000 above each: SeaweedFS takes those for itself."""
     ports: list[int] = []
-    candidate = 20_000 + os.getpid() % 20_000
+    candidate = 20_000 + os.getpid() * 97 % 20_000  # tests in several processes start servers at once
     while len(ports) < count:
         candidate += 1
         with socket.socket() as low, socket.socket() as high:
