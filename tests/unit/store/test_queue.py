@@ -145,6 +145,14 @@ def test_files_go_when_their_values_are_cleared(tmp_path: Path) -> None:
     assert rows < 10, "clearings go with what they cleared"
 
 
+def test_a_clearing_stays_while_what_it_cleared_does(tmp_path: Path) -> None:
+    queue = Queue(str(tmp_path), "train")
+    queue.put([(1, "x"), (2, "x"), (3, "x")], [value("v")] * 3)  # one file, most of it needed
+    queue.clear([(1, "x")])
+    queue.sweep()
+    assert queue.keys() == [(2, "x"), (3, "x")]
+
+
 def test_two_processes_write_at_once(tmp_path: Path) -> None:
     code = (
         "import sys; from mopd_dataplane.store.queue import Queue, Value\n"
