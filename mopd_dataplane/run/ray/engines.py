@@ -25,6 +25,7 @@ from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.rows import stage_samples
+from mopd_dataplane.run.samplers import Sampler, sampler_of
 
 STEPS_OF_SLOTS = 2
 """A share fills an engine's slots this often, at most: how much a replica that joins late can still take over."""
@@ -78,12 +79,12 @@ def roll_out_on_replicas(run: Run, part: Part, already: set[str], show: Callable
 class EngineReplica:
     """A worker that holds one policy."""
 
-    def __init__(self, job: str, stage: str, generation: int, sampler: str, version: int) -> None:
+    def __init__(self, job: str, stage: str, generation: int, sampler: Sampler, version: int) -> None:
         parsed = Job.model_validate_json(job)
         self._run = open_existing(parsed, Progress(quiet=True))
         of = parsed.stage(stage)
         prompts = generation_prompts(self._run, of, generation)
-        own = [p for p in prompts if parsed.sampler_of(of, p.domain, p.effort) == sampler]
+        own = [p for p in prompts if sampler_of(parsed, of, p, generation) == sampler]
         self._part = Part(of, generation, sampler, version, own)
         self._engine: HfEngine | None = None
 
