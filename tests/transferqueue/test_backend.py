@@ -53,7 +53,8 @@ signal.pause()
 GET = """
 tq.load_checkpoint(sys.argv[2])
 found = tq.kv_batch_get(keys=["x", "y", "z"], partition_id="train", select_fields=["tokens", "logprobs", "text"])
-print([row.tolist() for row in found["tokens"].unbind()], found["logprobs"].reshape(-1).tolist(), list(found["text"]))
+tokens, logprobs = ([row.tolist() for row in found[name].unbind()] for name in ("tokens", "logprobs"))
+print(tokens, sum(logprobs, []), list(found["text"]))
 tq.close()
 """
 
