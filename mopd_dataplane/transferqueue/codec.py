@@ -39,14 +39,13 @@ def decode(value: Value) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | str | bytes):
-        return value
     if isinstance(value, np.generic | np.ndarray):
         if value.dtype.hasobject:
             raise InputError(f"a numpy array of {value.dtype} cannot be stored; give numbers, strings or lists")
         header = [value.dtype.str, list(value.shape), isinstance(value, np.generic)]
         return _extension(_ARRAY, [header, np.ascontiguousarray(value).tobytes()])
-    if isinstance(value, int | float):
+    # After numpy, some of whose scalars are strings, bytes or floats too.
+    if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, torch.Tensor):
         stored = encode(value)

@@ -54,6 +54,10 @@ def test_a_part_of_a_tensor_is_stored_alone() -> None:
 
 def test_arrays_and_scalars() -> None:
     array = np.arange(6, dtype=">i2").reshape(2, 3)
+    scalars = [np.float64(0.5), np.str_("é"), np.bytes_(b"ab"), np.bool_(True)]
+    for scalar in scalars:
+        assert type(decode(encode(scalar))) is type(scalar)
+        assert decode(encode(scalar)) == scalar
     found = decode(encode({"a": array, "b": np.float32(1.5)}))
     assert (found["a"].dtype, found["a"].tolist()) == (array.dtype, array.tolist())
     assert isinstance(found["b"], np.float32)
