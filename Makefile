@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 WORKERS := -n logical --maxprocesses 8 --dist loadfile
+VLLM_VENV := .venv-vllm
 
 # Tests of TransferQueue that look for the files of its own in-memory backend.
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-transferqueue faults faults-long coverage mutations lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -52,6 +53,15 @@ test-transferqueue: $(INSTALLED)  ## this store behind TransferQueue: its own en
 	    -k "not ($(SIMPLE_STORAGE_ONLY))" --pyargs tests.$$file || exit 1; \
 	done
 
+$(VLLM_VENV)/installed: pyproject.toml requirements-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/installed  ## the tests with real vLLM on the CPU, in an environment of their own
+	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
+
 faults: $(INSTALLED)  ## inject faults and print the figures
 	$(BIN)/python tests/faults/figures.py
 
@@ -81,4 +91,4 @@ bench: $(INSTALLED)  ## plan, loader, store and token log against the limits of 
 	$(BIN)/mopd bench plan && $(BIN)/mopd bench load && $(BIN)/mopd bench write && $(BIN)/mopd bench wal
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

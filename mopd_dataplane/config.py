@@ -124,6 +124,8 @@ class Teacher(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
+    url: str = ""
+    """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
 
     @model_validator(mode="after")
     def _source_or_blend(self) -> Teacher:
@@ -137,13 +139,34 @@ class Teacher(Section):
 class Engine(Section):
     """What generates."""
 
-    kind: Literal["hf"] = "hf"
+    kind: Literal["hf", "vllm"] = "hf"
     slots: int = Field(default=64, ge=1, le=65535)
     """Sequences decoded together."""
     threads: int = Field(default=0, ge=0)
-    """CPU threads; 0 leaves the choice to torch."""
+    """CPU threads; 0 leaves the choice to the engine."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
+    noise: Literal["keyed", "seeded"] = "keyed"
+    """keyed draws with this package's noise, the same at every resume; seeded leaves drawing to vLLM."""
+    url: str = ""
+    """vLLM: base URL of a running OpenAI-compatible server, e.g. `http://127.0.0.1:8000/v1`; empty starts vLLM here."""
+    reload: bool = False
+    """Whether a server may be told to load another policy version (its development endpoints); otherwise it must
+    already serve the one that is wanted."""
+    options: dict[str, Any] = {}
+    """vLLM started here: more of its EngineArgs, e.g. `{ tensor_parallel_size = 2 }`."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Engine:
+        given = [name for name in ("url", "reload", "options") if getattr(self, name)]
+        given += ["noise"] if self.noise != "keyed" else []
+        if self.kind == "hf" and given:
+            raise ValueError(f"{', '.join(given)}: only for kind = 'vllm'")
+        if self.url and (self.options or self.dtype):
+            raise ValueError("options and dtype are for vLLM started here; a server (url) was started with its own")
+        if self.reload and not self.url:
+            raise ValueError("reload is for a running server; give its url")
+        return self
 
 
 class Wal(Section):
@@ -188,6 +211,14 @@ class Rollout(Section):
 
 class Score(Section):
     """How teachers judge."""
+
+    engine: Literal["hf", "vllm"] = "hf"
+    """What runs the teachers."""
+    reads: Literal["states", "prompt_logprobs"] = "states"
+    """What vLLM is asked for: hidden states, which every signal follows from (a pooling server), or log-probs of the
+    text (a generating server): no hidden states, temperature 1, the teacher's own top-k."""
+    options: dict[str, Any] = {}
+    """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
 
     batch_tokens: int = Field(default=8192, ge=1)
     hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"

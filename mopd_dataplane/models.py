@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DIGEST_FILE = "mopd_digest.json"
+_BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+"""Keys of config.json that say nothing about the shape of the weights."""
 
 
 def file_digest(path: Path) -> str:
@@ -64,6 +66,22 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     _require_folder(folder)
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     return tokenizer
+
+
+def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """End-of-sequence ids of a model folder's generation config (else its config) and of its tokenizer, ascending."""
+    files = (Path(folder) / name for name in ("generation_config.json", "config.json"))
+    settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+    configured = settings.get("eos_token_id")
+    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    return sorted(int(i) for i in ids if i is not None)
+
+
+def model_shape(folder: str | Path) -> dict[str, Any]:
+    """The config of a model folder without what may differ between two versions of one model."""
+    _require_folder(folder)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return {key: value for key, value in config.items() if key not in _BESIDE_SHAPE}
 
 
 def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
@@ -151,6 +169,15 @@ def lm_head(model: PreTrainedModel) -> Head:
 
     bias = getattr(model.get_output_embeddings(), "bias", None)  # type: ignore[no-untyped-call]
     return Head(head_weight(model), bias, logit_softcap(model) or None, logit_scale(model))
+
+
+def load_head(folder: str | Path, *, dtype: str) -> Head:
+    """LM head of a model folder, without the model."""
+    from mopd_kernels.heads import Head
+
+    head = lm_head(load_model(folder, dtype=dtype))
+    bias = None if head.bias is None else head.bias.detach().clone()
+    return Head(head.weight.detach().clone(), bias, head.softcap, head.logit_scale)
 
 
 def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """How often a resume is exact: a real model, interrupted again and again, compared with the uninterrupted run.
 
     killed    the process dies in the middle of a step; prefixes are prefilled again from the log
-    stopped   SIGTERM: keys and values are saved beside the log and loaded again
+    stopped   SIGTERM: keys and values are saved beside the log and loaded again (Hugging Face engine only)
 
 Prefill and decode multiply matrices of different shapes, which rounds differently; so a killed run's resumes are exact
 only as often as rounding allows. The rate is measured, never assumed.
@@ -14,20 +14,29 @@ import signal
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mopd_dataplane import config
 from mopd_dataplane.bench.length_stats import equivalence
+from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.engine import StepOutput
 from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.vllm import VllmEngine
 
 
 def measure(
-    model: Path, *, samples: int = 64, slots: int = 16, max_new_tokens: int = 64, every: int = 20, threads: int = 0
+    model: Path,
+    *,
+    engine: Literal["hf", "vllm"] = "hf",
+    samples: int = 64,
+    slots: int = 16,
+    max_new_tokens: int = 64,
+    every: int = 20,
+    threads: int = 0,
 ) -> dict[str, Any]:
     """Sample `samples` prompts with a model folder: whole, killed, and stopped after every `every` decode steps.
 
@@ -35,32 +44,64 @@ def measure(
     the same tokens and with the same log-prob bits as the uninterrupted run, the largest log-prob gap of samples with
     the same tokens in nat, and the equivalence test of mean lengths.
     """
-    engine = _Interrupted(model, slots=slots, threads=threads)
+    kind = _InterruptedVllm if engine == "vllm" else _InterruptedHf
+    running = kind(model, slots=slots, threads=threads)
     settings = config.Rollout(max_new_tokens=max_new_tokens)
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(samples)]
-    whole = _sampled(engine, prompts, settings, None, every)
-    found = {name: _compared(_sampled(engine, prompts, settings, name, every), whole) for name in ("killed", "stopped")}
-    engine.close()
-    return {"model": str(model), "samples": samples, "slots": slots, "threads": threads, **found}
+    whole = _sampled(running, prompts, settings, None, every)
+    found = {
+        name: _compared(_sampled(running, prompts, settings, name, every), whole) for name in running.interruptions
+    }
+    running.close()
+    facts = {"model": str(model), "engine": engine, "samples": samples, "slots": slots, "threads": threads}
+    return facts | found
 
 
 class _Killed(BaseException):
     """Not an Exception: nothing may handle it, as nothing handles SIGKILL."""
 
 
-class _Interrupted(HfEngine):
-    """Interrupts its own rollout after a number of steps, in one of the two ways."""
+class _InterruptedHf(HfEngine):
+    """Interrupts its own rollout after a number of steps, in one of two ways."""
 
+    interruptions = ("killed", "stopped")
     how: str | None = None
     left = 0
 
     def step(self) -> StepOutput:
-        self.left -= 1
-        if self.left == 0 and self.how == "killed":
-            raise _Killed
-        if self.left == 0 and self.how == "stopped":
-            signal.raise_signal(signal.SIGTERM)
+        _interrupt(self)
         return super().step()
+
+    def forget(self) -> None:
+        """Slots hold all that it remembers, and they are free between two lives."""
+
+
+class _InterruptedVllm(VllmEngine):
+    """The same for vLLM, which saves nothing."""
+
+    interruptions = ("killed",)
+    how: str | None = None
+    left = 0
+
+    def step(self) -> StepOutput:
+        _interrupt(self)
+        return super().step()
+
+    def forget(self) -> None:
+        """Drop the prefixes that a killed process would not have kept."""
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM did not drop its cached prefixes, so nothing can be said of a fresh engine")
+
+
+_Interrupted = _InterruptedHf | _InterruptedVllm
+
+
+def _interrupt(engine: _Interrupted) -> None:
+    engine.left -= 1
+    if engine.left == 0 and engine.how == "killed":
+        raise _Killed
+    if engine.left == 0 and engine.how == "stopped":
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _sampled(
@@ -72,6 +113,7 @@ def _sampled(
     with tempfile.TemporaryDirectory(prefix="resume-") as scratch:
         while len(kept) < len(prompts):
             engine.left = every
+            engine.forget()
             with contextlib.suppress(_Killed, KeyboardInterrupt):
                 run_rollout(
                     engine, prompts, stage="resume", generation=0, seed=0, rollout=settings, wal=config.Wal(),

@@ -26,6 +26,9 @@ class ToyEngine:
     the prompts are log-normal: most samples are short, a few are very long.
     """
 
+    lockstep = True
+    position_keyed = True
+
     def __init__(self, *, slots: int, vocab: int = 12, mean_length: float = 30.0, spread: float = 0.9) -> None:
         self.slots = slots
         self.vocab_size = vocab

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -122,6 +122,7 @@ def length_bias(
 
 def resume(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
+    engine: Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="What samples.")] = "hf",
     samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts to sample, three times each.")] = 64,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of one sample.")] = 64,
@@ -135,7 +136,9 @@ def resume(
     """
     from mopd_dataplane.bench.resume import measure
 
-    figures = measure(model, samples=samples, slots=slots, max_new_tokens=tokens, every=every, threads=threads)
+    figures = measure(
+        model, engine=engine, samples=samples, slots=slots, max_new_tokens=tokens, every=every, threads=threads
+    )
     print_json(figures) if as_json else print_facts(figures)
 
 

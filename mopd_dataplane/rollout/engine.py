@@ -71,6 +71,10 @@ class StepOutput:
 class Engine(Protocol):
     """A decoder of token ids."""
 
+    lockstep: bool
+    """Every step answers for every live slot; otherwise for those whose next token has arrived."""
+    position_keyed: bool
+    """The noise of a token is that of sampling.py, so that a resumed sample meets the noise it would have met."""
     slots: int
     policy_version: int
     policy_digest: str
@@ -84,11 +88,15 @@ class Engine(Protocol):
         """Put requests into free slots.
 
         Returns, for each slot whose request has a prefix of k > 0 tokens, the engine's own log-probs of the last
-        min(k, RESCORED) prefix tokens: the self-check of a resume.
+        min(k, RESCORED) prefix tokens: the self-check of a resume. An engine that is not position_keyed may
+        return none.
         """
 
     def step(self) -> StepOutput:
-        """Decode one token in every live slot. Raises EngineError on non-finite logits; then no slot advances."""
+        """The next token of every live slot (unless `lockstep`: of at least one), one a slot.
+
+        Raises EngineError on non-finite logits, and then no slot advances; or when the engine has died.
+        """
 
     def release(self, slot: int) -> None:
         """Forget what a slot holds; a free slot stays free."""
@@ -131,17 +139,18 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
         )
 
 
-def check_answered(output: StepOutput, due: Mapping[int, int]) -> None:
-    """Refuse a step that is not one token for each live slot: no token at all, a slot twice, another position.
+def check_answered(output: StepOutput, due: Mapping[int, int], *, lockstep: bool) -> None:
+    """Refuse a step without a token, with a slot twice, at another position; in lockstep, without one of the slots.
 
     due: next response position of every live slot.
     """
     slots = output.slots.tolist()
     said = dict(zip(slots, output.positions.tolist(), strict=True))
-    if said == due and len(said) == len(slots):
+    expected = due if lockstep else {slot: due[slot] for slot in said if slot in due}
+    if said and said == expected and len(said) == len(slots):
         return
-    wrong = [slot for slot in {*said, *due} if said.get(slot) != due.get(slot)]
-    odd = min(wrong or slots)
+    wrong = [slot for slot in {*said, *expected} if said.get(slot) != expected.get(slot)]
+    odd = min(wrong or slots or due)
     raise EngineError(
         f"the engine returned {len(slots)} tokens for {len(due)} samples; slot {odd} is at position "
         f"{said.get(odd, 'none')}, expected {due.get(odd, 'none')}; nothing of this step was written; "

@@ -22,10 +22,9 @@ import numpy as np
 import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.models import check_same_tokenizer, load_tokenizer, tokenizer_digest
+from mopd_dataplane.models import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout import kvfile
 from mopd_dataplane.rollout.decoder import Decoder
 from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
@@ -54,6 +53,9 @@ class HfEngine:
     leaves the choice to torch. partner: a teacher mixed into every draw. Raises UnknownNameError without weights,
     MismatchError for an unsupported architecture, or a partner of other tokens.
     """
+
+    lockstep = True
+    position_keyed = True
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class HfEngine:
             self._decoders.append(self._mixed_in(policy))
         self.policy_version = version
         self.policy_digest = policy.digest if self._partner is None else self._mixture_digest()
-        self._stop_ids = np.array(sorted(_stop_ids(policy.model, self.tokenizer)), np.int32)
+        self._stop_ids = np.array(stop_ids(folder, self.tokenizer), np.int32)
         self._clear()
 
     def _mixed_in(self, policy: Decoder) -> Decoder:
@@ -326,10 +328,3 @@ def _groups(ordered: list[tuple[int, Request]]) -> list[list[tuple[int, Request]
             groups.append([])
         groups[-1].append(item)
     return groups
-
-
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """End-of-sequence ids of the model's generation config and of its tokenizer."""
-    configured = getattr(model.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    return {int(i) for i in ids if i is not None}

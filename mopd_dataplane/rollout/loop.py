@@ -199,9 +199,15 @@ class RolloutLoop:
             self._say(messages.Span(handle, len(draft), self._engine.policy_version, self._engine.policy_digest))
 
     def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
-        """Whether the engine's policy gives its newest tokens the log-prob bits that were logged, and the gap."""
+        """Whether the sample goes on as if never interrupted, and the gap.
+
+        The engine's policy must give its newest tokens the log-prob bits that were logged, and draw with its noise.
+        """
         draft = self._ledger.drafts[handle]
-        return _compare(draft, rescored) if draft.is_by(self._engine.policy_digest) else (False, 0.0)
+        if not draft.is_by(self._engine.policy_digest):
+            return False, 0.0
+        same, gap = _compare(draft, rescored)
+        return same and self._engine.position_keyed, gap
 
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
         """Record how an interrupted sample goes on."""
@@ -214,7 +220,8 @@ class RolloutLoop:
     def _step(self) -> None:
         output = self._watch.call(self._engine.step)
         drafts = self._ledger.drafts
-        check_answered(output, {slot: len(drafts[int(self._handle[slot])]) for slot in self._live()})
+        due = {slot: len(drafts[int(self._handle[slot])]) for slot in self._live()}
+        check_answered(output, due, lockstep=self._engine.lockstep)
         check_step(output, self._engine.vocab_size)
         handles = self._handle[output.slots]
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))

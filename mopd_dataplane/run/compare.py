@@ -20,6 +20,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.rows import stage_samples
 from mopd_dataplane.score.compare import Answer, compare
 from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
 
@@ -36,7 +37,7 @@ def compare_teachers(
     answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
     if not any(answers.values()):
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
-    student = Judge((load_model(run.policies.folder(stage, 0)),))
+    student = Judge((HfReader(load_model(run.policies.folder(stage, 0))),))
     names = [name for name in job.teachers if _is_there(run, name)]
     pool = _pool(run, stage, names)
     rows = []

@@ -14,6 +14,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.models import load_tokenizer, tokenizer_digest
 from mopd_dataplane.run.data import ensure_prompts
+from mopd_dataplane.run.engines import Engines
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.work import Work, open_work
@@ -50,6 +51,11 @@ class Run:
     progress: Progress
     fleet: Fleet | None = None
     """Who rolls out and scores, when it is not this process."""
+
+    @cached_property
+    def engines(self) -> Engines:
+        """What samples; close() it when the run is over."""
+        return Engines(self.job)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

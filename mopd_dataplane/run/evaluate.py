@@ -13,12 +13,12 @@ from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.models import load_model
 from mopd_dataplane.records import Prompt, sample_uid
 from mopd_dataplane.rollout.engine import FINISH_REASON, Engine, Request
-from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.judge import decode, reward_function, teacher_pool
 from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.score.readers import HfReader
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
     if todo:
         folder = run.policies.folder(stage, version)
         with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
-            answers = answer(run, stage, folder, todo)
+            answers = answer(run, stage, folder, version, todo)
             distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
             rows = []
             for prompt, (ids, reason) in zip(todo, answers, strict=True):
@@ -78,10 +78,11 @@ def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
     return {domain: found[domain] for domain in run.job.domains if domain in found}
 
 
-def answer(run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt]) -> list[tuple[list[int], str]]:
+def answer(
+    run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]
+) -> list[tuple[list[int], str]]:
     """Response ids and finish reason of each prompt, decoded at the evaluation temperature."""
     rollout, settings = stage.rollout, run.job.eval
-    engine = HfEngine(folder, slots=min(run.job.engine.slots, len(prompts)), threads=run.job.engine.threads)
     requests = []
     for prompt in prompts:
         uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
@@ -96,10 +97,8 @@ def answer(run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt]) -> l
                 stop=rollout.stop,
             )
         )
-    try:
+    with run.engines.use(folder, version) as engine:
         return generate(engine, requests)
-    finally:
-        engine.close()
 
 
 def generate(engine: Engine, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
@@ -138,13 +137,13 @@ def _reverse_kl(
     import torch
     from mopd_kernels import divergence
 
-    student = Judge((load_model(folder),))
+    student = Judge((HfReader(load_model(folder)),))
     found: dict[str, float] = {}
     by_teacher: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
         if prompt.domain in run.job.domains_of(stage):
             by_teacher.setdefault(run.job.teacher_of(stage, prompt.domain, prompt.effort), []).append(place)
-    pool = teacher_pool(run, stage)
+    pool = teacher_pool(run, stage, engine="hf")
     for name, places in by_teacher.items():
         teacher = pool.judge(name)
         template = run.job.teachers[name].prompt_template or run.job.student.prompt_template

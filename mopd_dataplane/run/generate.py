@@ -8,13 +8,15 @@ from pathlib import Path
 
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout.hf import HfEngine, Partner
+from mopd_dataplane.rollout.engine import Engine
+from mopd_dataplane.rollout.hf import Partner
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.run.adversary import answered_by_teacher
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.data import store_reference
+from mopd_dataplane.run.engines import start_engine
 from mopd_dataplane.run.logcopy import StoredLog
 from mopd_dataplane.run.prompt_order import iteration_prompts
 from mopd_dataplane.run.rows import stage_samples
@@ -69,11 +71,9 @@ def _sample(
         if run.fleet is not None:
             done = run.fleet.roll_out(part, already, show)
         else:
-            engine = open_engine(run, part)
-            try:
+            folder = sampling_policy(run, stage, sampler.policy, version)
+            with run.engines.use(folder, version, partner=_partner(run, part)) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
-            finally:
-                engine.close()
         report.facts = _facts(done)
     return done
 
@@ -91,21 +91,15 @@ class Part:
     """In admission order."""
 
 
-def open_engine(run: Run, part: Part) -> HfEngine:
-    """An engine that holds the part's policy."""
-    return HfEngine(
-        sampling_policy(run, part.stage, part.sampler.policy, part.version),
-        slots=run.job.engine.slots,
-        policy_version=part.version,
-        dtype=run.job.engine.dtype or run.job.student.dtype,
-        threads=run.job.engine.threads,
-        partner=_partner(run, part),
-    )
+def open_engine(run: Run, part: Part) -> Engine:
+    """A new engine that holds the part's policy."""
+    folder = sampling_policy(run, part.stage, part.sampler.policy, part.version)
+    return start_engine(run.job, folder, part.version, partner=_partner(run, part))
 
 
 def roll_out(
     run: Run,
-    engine: HfEngine,
+    engine: Engine,
     part: Part,
     writer: str,
     already: set[str],

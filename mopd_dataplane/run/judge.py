@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -64,7 +65,8 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
         for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
         for chunk in _chunks(rows)
     ]
-    with run.progress.step(stage.name, "score", total=total, unit="signals") as (advance, report):
+    step = run.progress.step(stage.name, "score", total=total, unit="signals")
+    with closing(pool), step as (advance, report):
 
         def count(judged: Judged) -> None:
             counts["signals"] += judged.signals
@@ -135,15 +137,25 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     return pool
 
 
-def teacher_pool(run: Run, stage: Stage) -> TeacherPool:
-    """The teachers that judge a stage's samples, and those they are blends of; none is loaded yet."""
+def teacher_pool(run: Run, stage: Stage, *, engine: Literal["hf", "vllm"] | None = None) -> TeacherPool:
+    """The teachers that judge a stage's samples, and those they are blends of; none is loaded yet.
+
+    engine: what runs them; default: what the job says.
+    """
     judges = (*run.job.teachers_of(stage), *_reference(run, stage))
     names = dict.fromkeys([*judges, *(member for teacher in judges for member in run.job.members_of(teacher))])
     specs = {}
     for name in names:
         settings = run.job.teachers[name]
         specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
-    return TeacherPool(specs, student_tokenizer=run.tokenizer_digest, max_resident=stage.score.max_resident)
+    return TeacherPool(
+        specs,
+        student_tokenizer=run.tokenizer_digest,
+        max_resident=stage.score.max_resident,
+        engine=engine or stage.score.engine,
+        reads=stage.score.reads,
+        options=stage.score.options,
+    )
 
 
 def student_support(run: Run, stage: Stage) -> StudentSupport:

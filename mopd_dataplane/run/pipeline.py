@@ -10,7 +10,7 @@ Each step looks at what the store already has and does the rest, so the same cal
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ def run_job(job: Job, *, console: Console | None = None, only: str | None = None
     with ExitStack() as stack:
         if ray is not None:
             run = replace(run, fleet=stack.enter_context(ray_fleet(ray, run)))
+        stack.enter_context(closing(run.engines))
         for stage in [job.stage(only)] if only else job.stages:
             run_stage(run, stage)
     report = write_report(run.store, run.root / "report.html")
@@ -129,12 +130,14 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     """Produce the samples of the stage's next window, or with `follow` of all its windows."""
     run = open_run(job, Progress(console))
     if follow:
-        return {"stage": stage.name, "samples": rollout_follow(run, stage)}
+        with closing(run.engines):
+            return {"stage": stage.name, "samples": rollout_follow(run, stage)}
     window = run.policies.latest(stage)
     if stage.data != "rollout":
         produce(run, stage, window)
         return {"stage": stage.name, "window": window, "samples": _samples(run, stage)}
-    reports = [asdict(report) for report in rollout(run, stage, window)]
+    with closing(run.engines):
+        reports = [asdict(report) for report in rollout(run, stage, window)]
     return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": reports}
 
 

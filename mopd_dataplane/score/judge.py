@@ -1,4 +1,4 @@
-"""A teacher ready to judge: one model, or several whose logits are added with weights.
+"""A teacher ready to judge: one reader, or several whose logits are added with weights.
 
 Let q_i be the teachers, z_i their logits, and w_i weights that sum to 1. The blend has logits sum_i w_i z_i: it is the
 product of the q_i to the powers w_i, normalised. For every student p
@@ -23,42 +23,44 @@ from mopd_kernels import Head
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_dataplane import models
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.score.states import predicting_states
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from mopd_dataplane.score.readers import Reader
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Models in evaluation mode, and the weight of each."""
+    """Teachers ready to read, and the weight of each."""
 
-    models: tuple[PreTrainedModel, ...]
+    readers: tuple[Reader, ...]
     weights: tuple[float, ...] = (1.0,)
 
     @cached_property
     def head(self) -> Head:
-        """Head [V, sum of D] that turns `states` into logits.
-
-        Raises MismatchError when models that are to be blended differ in vocabulary or cap their logits.
-        """
-        heads = [models.lm_head(model) for model in self.models]
-        if len(heads) == 1:
-            return heads[0]
-        rows = sorted({len(head.weight) for head in heads})
-        if len(rows) > 1 or any(head.softcap for head in heads):
-            raise MismatchError(
-                f"teachers of a blend must have heads of one height and no softcap: found {rows} tokens and softcaps "
-                f"{[head.softcap or 0.0 for head in heads]}; blend teachers of one family"
-            )
-        scales = [weight * head.logit_scale for weight, head in zip(self.weights, heads, strict=True)]
-        weight = torch.cat([scale * head.weight.detach() for scale, head in zip(scales, heads, strict=True)], dim=1)
-        biases = [s * head.bias.detach() for s, head in zip(scales, heads, strict=True) if head.bias is not None]
-        return Head(weight, bias=torch.stack(biases).sum(0) if biases else None)
+        """Head [V, sum of D] that turns `states` into logits. Raises MismatchError, see blended_head."""
+        return blended_head([reader.head for reader in self.readers], self.weights)
 
     def states(self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]) -> Tensor:
-        """[sum of M, sum of D] states before each predicted token; see states.predicting_states."""
-        found = [predicting_states(model, sequences, predicted) for model in self.models]
+        """[sum of M, sum of D] states before each predicted token; see Reader.predicting_states."""
+        found = [reader.predicting_states(sequences, predicted) for reader in self.readers]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def blended_head(heads: Sequence[Head], weights: Sequence[float]) -> Head:
+    """One head [V, sum of D] of several [V, D]; a single one as it is.
+
+    Raises MismatchError when heads that are to be blended differ in vocabulary or cap their logits.
+    """
+    if len(heads) == 1:
+        return heads[0]
+    rows = sorted({len(head.weight) for head in heads})
+    if len(rows) > 1 or any(head.softcap for head in heads):
+        raise MismatchError(
+            f"teachers of a blend must have heads of one height and no softcap: found {rows} tokens and softcaps "
+            f"{[head.softcap or 0.0 for head in heads]}; blend teachers of one family"
+        )
+    scales = [weight * head.logit_scale for weight, head in zip(weights, heads, strict=True)]
+    weight = torch.cat([scale * head.weight.detach() for scale, head in zip(scales, heads, strict=True)], dim=1)
+    biases = [s * head.bias.detach() for s, head in zip(scales, heads, strict=True) if head.bias is not None]
+    return Head(weight, bias=torch.stack(biases).sum(0) if biases else None)

@@ -21,6 +21,7 @@ from mopd_dataplane.errors import EngineError, MismatchError, nearest
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
 from mopd_dataplane.score.support import StudentSupport
 from mopd_dataplane.score.teachers import TeacherPool
+from mopd_dataplane.score.vllm_logprobs import LogprobReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +69,12 @@ def score_samples(
     for kind in kinds:
         if kind not in SIGNAL_KINDS:
             raise MismatchError(f"unknown signal kind {kind!r}: {nearest(kind, SIGNAL_KINDS)}")
+    inputs = [_teacher_input(sample, render_prompt) for sample in samples]
+    if settings.engine == "vllm" and settings.reads == "prompt_logprobs":
+        yield from _said_of_text(pool.logprob_reader(teacher), teacher, kinds, inputs, settings)
+        return
     judge = pool.judge(teacher)
     head = judge.head
-    inputs = [_teacher_input(sample, render_prompt) for sample in samples]
     for temperature, batch in _batches(inputs, settings.batch_tokens):
         _check_vocabulary(teacher, batch, len(head.weight))
         states = judge.states([item.tokens for item in batch], [item.masked for item in batch])
@@ -105,6 +109,33 @@ def _batches(inputs: list[_Input], batch_tokens: int) -> Iterator[tuple[float, l
                 batch = []
             batch.append(item)
         yield temperature or 1.0, batch
+
+
+def _said_of_text(
+    reader: LogprobReader, teacher: str, kinds: Sequence[str], inputs: list[_Input], settings: config.Score
+) -> Iterator[Signal]:
+    """Signals of a teacher that only says log-probs. Raises MismatchError for what does not follow from those."""
+    if "hidden" in kinds or ("topk" in kinds and settings.topk_support == "student"):
+        raise MismatchError(
+            'score.reads = "prompt_logprobs" has no hidden states and only the teacher\'s own top-k; '
+            'set score.reads = "states"'
+        )
+    k = min(settings.topk, reader.vocab_size) if "topk" in kinds else 0
+    for temperature, batch in _batches(inputs, settings.batch_tokens):
+        if temperature != 1:
+            raise MismatchError(
+                f"samples of temperature {temperature:g}: vLLM's prompt_logprobs are those of temperature 1, so equal "
+                'models would not agree; set score.reads = "states"'
+            )
+        _check_vocabulary(teacher, batch, reader.vocab_size)
+        for item, said in zip(batch, reader.read([item.tokens for item in batch], k), strict=True):
+            rows = item.masked - 1
+            _check_finite(teacher, [item], torch.from_numpy(said.own[rows]))
+            if "logprob" in kinds:
+                yield _logprob_signal(item, said.own[rows])
+            if "topk" in kinds:
+                ids, logprobs = said.ids[rows], said.logprobs[rows]
+                yield _signal(item, "topk", topk_ids=ids, topk_logprobs=logprobs, support="teacher")
 
 
 def _signals(

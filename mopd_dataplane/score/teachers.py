@@ -9,17 +9,20 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from mopd_dataplane import config, models
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.files import fsync
 from mopd_dataplane.records import Teacher
-from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.score.judge import Judge, blended_head
+from mopd_dataplane.score.readers import HfReader, Reader
 
 if TYPE_CHECKING:
     from mopd_kernels import Head
     from transformers import PreTrainedModel
+
+    from mopd_dataplane.score.vllm_logprobs import LogprobReader
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,9 @@ class TeacherPool:
         pool = TeacherPool({"math": TeacherSpec(folder, settings)}, student_tokenizer=digest)
         record = pool.register("math", store_root)      # checks, then writes heads/math.safetensors once
         judge = pool.judge("math")
+
+    engine: what runs the teachers; reads: what vLLM is asked for; options: EngineArgs for vLLM started here. close()
+    ends what is running.
     """
 
     def __init__(
@@ -48,12 +54,18 @@ class TeacherPool:
         student_tokenizer: str,
         max_resident: int = 1,
         device: str = "cpu",
+        engine: Literal["hf", "vllm"] = "hf",
+        reads: Literal["states", "prompt_logprobs"] = "states",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._specs = dict(specs)
         self._student_tokenizer = student_tokenizer
         self._max_resident = max_resident
         self._device = device
-        self._resident: OrderedDict[str, PreTrainedModel] = OrderedDict()
+        self._engine = engine
+        self._reads = reads
+        self._options = options or {}
+        self._resident: OrderedDict[str, Reader | LogprobReader] = OrderedDict()
         self.loads: dict[str, int] = {}
         """How often each teacher was read from disk."""
 
@@ -71,19 +83,64 @@ class TeacherPool:
                 f"teacher {name!r} blends {len(blend)} teachers, score.max_resident = {self._max_resident} may be in "
                 f"memory at once; set it to at least {len(blend)}"
             )
-        return Judge(tuple(self.model(member) for member in blend), tuple(blend.values()))
+        return Judge(tuple(self.reader(member) for member in blend), tuple(blend.values()))
 
     def model(self, name: str) -> PreTrainedModel:
-        """A teacher's own model in evaluation mode, in its own dtype. Raises UnknownNameError, MismatchError."""
+        """A teacher's own transformers model, in evaluation mode. Raises UnknownNameError, MismatchError."""
+        reader = self.reader(name)
+        if not isinstance(reader, HfReader):
+            raise MismatchError(f"teacher {name!r} runs in vLLM; only a transformers model can be had")
+        return reader.model
+
+    def reader(self, name: str) -> Reader:
+        """A teacher, ready to give states, in its own dtype. Raises UnknownNameError, MismatchError, EngineError."""
+        found: Reader = self._held(name)  # type: ignore[assignment]
+        return found
+
+    def logprob_reader(self, name: str) -> LogprobReader:
+        """The same, for a pool of vLLM teachers that give log-probs of text."""
+        found: LogprobReader = self._held(name)  # type: ignore[assignment]
+        return found
+
+    def close(self) -> None:
+        """Drop every teacher in memory, and end the engines that run them."""
+        while self._resident:
+            self._resident.popitem()[1].close()
+
+    def _held(self, name: str) -> Reader | LogprobReader:
         if name not in self._resident:
             spec, folder = self._spec(name), self._checked(name)
             while len(self._resident) >= self._max_resident:
-                self._resident.popitem(last=False)
+                self._resident.popitem(last=False)[1].close()
                 gc.collect()
-            self._resident[name] = models.load_model(folder, dtype=spec.settings.dtype, device=self._device)
+            self._resident[name] = self._open(folder, spec.settings)
             self.loads[name] = self.loads.get(name, 0) + 1
         self._resident.move_to_end(name)
         return self._resident[name]
+
+    def _open(self, folder: Path, settings: config.Teacher) -> Reader | LogprobReader:
+        if self._engine == "hf":
+            return HfReader(models.load_model(folder, dtype=settings.dtype, device=self._device))
+        if self._reads == "prompt_logprobs":
+            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, VllmLogprobs
+
+            if settings.url:
+                return ServerLogprobs(folder, models.weights_digest(folder), url=settings.url)
+            return VllmLogprobs(folder, dtype=settings.dtype, options=self._options)
+        from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
+
+        head = models.load_head(folder, dtype="float32")
+        if settings.url:
+            return ServerReader(folder, models.weights_digest(folder), head, url=settings.url)
+        return VllmReader(folder, head, dtype=settings.dtype, options=self._options)
+
+    def _head(self, name: str) -> Head:
+        """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
+        if self._engine == "hf":
+            return self.judge(name).head
+        blend = self._spec(name).settings.blend or {name: 1.0}
+        heads = [models.load_head(self._checked(one), dtype=self._spec(one).settings.dtype) for one in blend]
+        return blended_head(heads, list(blend.values()))
 
     def register(self, name: str, root: Path) -> Teacher:
         """Check a teacher and write its LM head to `root/heads/<name>.safetensors` unless it is there.
@@ -95,7 +152,7 @@ class TeacherPool:
         weights = self._digest(name)
         file = root / "heads" / f"{name}.safetensors"
         if not file.is_file():
-            write_head(file, self.judge(name).head, weights)
+            write_head(file, self._head(name), weights)
         shape, metadata = _read_header(file)
         if metadata["weights_digest"] != weights:
             raise MismatchError(

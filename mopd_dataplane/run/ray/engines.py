@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.records import sample_uid
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.engine import Engine
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.run.context import Run, open_existing
@@ -86,7 +86,7 @@ class EngineReplica:
         prompts = generation_prompts(self._run, of, generation)
         own = [p for p in prompts if sampler_of(parsed, of, p, generation) == sampler]
         self._part = Part(of, generation, sampler, version, own)
-        self._engine: HfEngine | None = None
+        self._engine: Engine | None = None
 
     def ready(self) -> bool:
         """Answers once the worker is placed."""

@@ -208,7 +208,10 @@ def test_the_new_weights_never_read_keys_of_the_old(
         shelf, engine=engine, rollout=SPAN, render=lambda prompt: engine.tokenizer.encode(prompt.text),
         published=lambda: (1, second_model) if steps >= 12 else (0, tiny_model),
     )  # fmt: skip
-    models = {0: HfEngine(tiny_model, slots=1)._model, 1: HfEngine(second_model, slots=1)._model}
+    models = {
+        0: HfEngine(tiny_model, slots=1)._decoders[0].model,
+        1: HfEngine(second_model, slots=1)._decoders[0].model,
+    }
     mixed = [sample for sample in shelf.samples.values() if len(sample.versions) > 1]
     assert mixed
     for sample in mixed:

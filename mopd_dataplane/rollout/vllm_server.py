@@ -1,0 +1,190 @@
+"""The engine of a team's own vLLM server, reached by its URL: one streaming completion per live slot.
+
+With `noise = "keyed"` the server must run this package's sampler (see keyed_sampler.py); that is tried at the start,
+never assumed. With `noise = "seeded"` any vLLM server will do: it draws with its own generator, seeded per sample.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError
+from mopd_dataplane.models import load_tokenizer, model_shape, stop_ids, tokenizer_digest, weights_digest
+from mopd_dataplane.rollout import watch
+from mopd_dataplane.rollout.completions import Completions
+from mopd_dataplane.rollout.engine import RESCORED, Request, StepOutput
+from mopd_dataplane.rollout.streams import Streams, rescored
+from mopd_dataplane.rollout.ticket import LOWEST, Ticket
+from mopd_dataplane.rollout.vllm import LOGPROBS_MODE, SAMPLER, native_seed
+from mopd_dataplane.vllm_http import VllmServer
+
+
+class ServerEngine:
+    """Decodes with a running vLLM server.
+
+    folder: the policy's folder here; its digest must be the server's (see VllmServer.serve). reload: whether the server
+    may be told to load another version. Raises InputError, EngineError when nobody answers, MismatchError when the
+    server has other weights, or does not run the sampler that `noise` needs.
+    """
+
+    lockstep = False
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        url: str,
+        slots: int,
+        policy_version: int = 0,
+        noise: Literal["keyed", "seeded"] = "keyed",
+        reload: bool = False,
+    ) -> None:
+        self.slots = slots
+        self.position_keyed = noise == "keyed"
+        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer_digest = tokenizer_digest(self.tokenizer)
+        shape = model_shape(folder)
+        self.vocab_size = int(shape["vocab_size"])
+        self._reload = reload
+        self._server = VllmServer(url)
+        self.context_length = min(self._server.context_length, int(shape["max_position_embeddings"]))
+        self._streams = Streams(slots, self.tokenizer, stop_ids(folder, self.tokenizer))
+        self.load_policy(Path(folder), policy_version)
+        self._cuts_reported = True
+        self._check_sampler(noise)
+        self._completions = Completions(self._server.url, self._server.headers, most=slots)
+
+    def _check_sampler(self, noise: Literal["keyed", "seeded"]) -> None:
+        """Have the server draw two tokens and look at what it says of them."""
+        if noise == "seeded":
+            # The only token left by top_k = 1 has log-prob 0, unless the server reports the softmax before the cut.
+            self._cuts_reported = self._said_at_once(_probe(top_k=1), ())[1] == 0
+            return
+        # Of two tokens at one place top_k = 1 leaves at most one; the sampler repeats both, and says which is outside.
+        due = (self.vocab_size - 1, self.vocab_size - 2)
+        told = [self._said_at_once(_probe(token, top_k=1), (token,)) for token in due]
+        if tuple(token for token, _ in told) != due or min(logprob for _, logprob in told) != LOWEST:
+            raise MismatchError(
+                f"{self._server.url} does not run this package's sampler: start it with --logits-processors {SAMPLER} "
+                f'--logprobs-mode {LOGPROBS_MODE["keyed"]} and this package installed, or set engine.noise = "seeded"'
+            )
+
+    def _said_at_once(self, request: Request, again: tuple[int, ...]) -> tuple[int, float]:
+        """The first token of a request that is not streamed, and its log-prob."""
+        body = self._body(request, request.prompt_ids.tolist(), again) | {"stream": False, "max_tokens": 1}
+        choice = self._server.post("completions", body)["choices"][0]
+        return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
+
+    def _body(self, request: Request, prompt: list[int], again: tuple[int, ...]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._server.name,
+            "prompt": prompt,
+            "max_tokens": request.max_new_tokens - len(request.prefix_ids) + len(again),
+            "stream": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
+            "add_special_tokens": False,
+            # A server takes what is not said here from the model's generation config.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_p": 0.0,
+        }
+        if self.position_keyed:
+            ticket = Ticket.of(request, again).as_arguments()
+            return body | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "vllm_xargs": ticket}
+        settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+        return body | settings | {"seed": native_seed(request)}
+
+    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        """See Engine.admit. Raises MismatchError when the server cannot say the log-probs of this sampling."""
+        again = RESCORED if self.position_keyed else 0
+        opened = []
+        for slot, request in requests:
+            self._check_reported(request)
+            stream = self._streams.open(slot, request, again=min(again, len(request.prefix_ids)))
+            known = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
+            prompt = known[: len(known) - len(stream.again)]
+            self._completions.start(stream.name, self._body(request, prompt, stream.again))
+            opened.append((slot, stream))
+        while not all(stream.is_rescored for _, stream in opened):
+            self._listen()
+        return rescored(opened)
+
+    def _check_reported(self, request: Request) -> None:
+        plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
+        if not plain and not self._cuts_reported:
+            raise MismatchError(
+                f"{self._server.url} reports log-probs before temperature and cuts, but samples with temperature "
+                f"{request.temperature:g}, top_p {request.top_p:g}, top_k {request.top_k}; start it with "
+                f"--logprobs-mode {LOGPROBS_MODE['seeded']}, or sample at temperature 1 without cuts"
+            )
+
+    def step(self) -> StepOutput:
+        """See Engine.step. Waits until at least one slot's next token is here."""
+        while not self._streams.ready or not self._completions.said.empty():
+            self._listen()
+        output, ended = self._streams.step()
+        for name in ended:
+            self._completions.stop(name)
+        return output
+
+    def _listen(self) -> None:
+        """Take the next thing that some stream says. Raises EngineError when a stream broke, DeadlineError."""
+        try:
+            chunk = self._completions.said.get(timeout=watch.DEADLINE_S)
+        except queue.Empty:
+            raise DeadlineError(
+                f"{self._server.url} has said nothing for {watch.DEADLINE_S:g} s; every logged token is kept: look at "
+                "the server, then run again to continue"
+            ) from None
+        if chunk.error and self._streams.knows(chunk.name):
+            raise EngineError(
+                f"{self._server.url} broke off a completion ({chunk.error}); every logged token is kept: look at the "
+                "server, then run again to continue"
+            )
+        if chunk.token_ids:
+            self._streams.arrive(chunk.name, chunk.token_ids, chunk.logprobs)
+        else:
+            self._streams.end(chunk.name)
+
+    def release(self, slot: int) -> None:
+        """See Engine.release."""
+        if slot in self._streams:
+            self._completions.stop(self._streams.close(slot))
+
+    def load_policy(self, folder: Path, version: int) -> None:
+        """Make sure that the server has these weights, see VllmServer.serve; every slot must be free."""
+        if len(self._streams):
+            raise EngineError(f"{len(self._streams)} slots are still live; release them before loading another policy")
+        digest = weights_digest(folder)
+        self._server.serve(folder, digest, reload=self._reload)
+        self.policy_version, self.policy_digest = version, digest
+
+    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
+        """A server's keys and values are out of reach: nothing is saved, prefixes are read again."""
+        return 0
+
+    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
+        """See save."""
+        return []
+
+    def close(self) -> None:
+        """Leave the server; it goes on."""
+        self._completions.close()
+        self._server.close()
+
+
+def _probe(*prefix: int, top_k: int) -> Request:
+    """A request that only looks at what the server does."""
+    return Request(
+        uid="probe", prompt_ids=np.ones(1, np.int32), prefix_ids=np.array(prefix, np.int32), key=0, top_k=top_k,
+        max_new_tokens=len(prefix) + 1,
+    )  # fmt: skip

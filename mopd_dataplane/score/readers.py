@@ -1,0 +1,55 @@
+"""What turns token ids into the states behind them: a transformers model here, or vLLM (see vllm_states.py).
+
+States are those the LM head reads, after the final norm, whoever computes them; the head itself stays here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from mopd_kernels.heads import Head
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mopd_dataplane import models
+from mopd_dataplane.score.states import predicting_states
+
+
+class Reader(Protocol):
+    """One teacher, ready to read."""
+
+    @property
+    def head(self) -> Head:
+        """What turns its states into logits."""
+
+    def predicting_states(
+        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
+    ) -> Tensor:
+        """[sum of M, D] final-norm state before each predicted token [M], sequence after sequence."""
+
+    def close(self) -> None:
+        """Free what the teacher holds."""
+
+
+class HfReader:
+    """A transformers model in this process."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    @property
+    def head(self) -> Head:
+        """The model's own head."""
+        return models.lm_head(self.model)
+
+    def predicting_states(
+        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
+    ) -> Tensor:
+        """See Reader; all sequences in one pass."""
+        return predicting_states(self.model, sequences, predicted)
+
+    def close(self) -> None:
+        """Nothing outlives the object."""

@@ -1,0 +1,143 @@
+"""Teachers that vLLM runs as generating models: `prompt_logprobs` says the log-prob of every token it reads.
+
+vLLM takes them from the plain softmax, so they are those of temperature 1, and it has no hidden states to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import EngineError
+from mopd_dataplane.models import model_shape
+from mopd_dataplane.vllm_http import VllmServer
+from mopd_dataplane.vllm_local import answering, require_vllm, start
+
+_AT_ONCE = 8
+"""Requests that one server is asked at a time."""
+_SLOTS = 64
+"""Sequences that vLLM on this machine reads together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a teacher says of one sequence of T tokens; row t speaks of token t + 1."""
+
+    own: NDArray[np.float32]
+    """[T - 1] log-prob of the token"""
+    ids: NDArray[np.int32]
+    """[T - 1, k] the likeliest tokens, likeliest first"""
+    logprobs: NDArray[np.float32]
+    """[T - 1, k]"""
+
+
+class LogprobReader(Protocol):
+    """One teacher, ready to judge text."""
+
+    vocab_size: int
+
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+        """What it says of each sequence, with its k likeliest tokens at every position."""
+
+    def close(self) -> None:
+        """Free what the teacher holds."""
+
+
+class VllmLogprobs:
+    """A teacher that vLLM runs on this machine. Raises InputError without vLLM, EngineError when it does not start."""
+
+    def __init__(self, folder: Path, *, dtype: str, options: Mapping[str, Any]) -> None:
+        require_vllm()
+        shape = model_shape(folder)
+        self.vocab_size = int(shape["vocab_size"])
+        arguments = {
+            "dtype": dtype,
+            "max_num_seqs": _SLOTS,
+            "max_model_len": int(shape["max_position_embeddings"]) + 1,  # vLLM must generate a token too
+            "hf_overrides": {"max_position_embeddings": int(shape["max_position_embeddings"]) + 1},
+            "max_logprobs": -1,
+            "enable_prefix_caching": False,  # a cached prefix would have no log-probs
+        }
+        self._engine = start(folder, arguments | dict(options), threads=0)
+        self._asked = 0
+
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+        """See LogprobReader."""
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
+        places = {}
+        found: dict[int, Said] = {}
+        with answering():
+            for place, ids in enumerate(sequences):
+                self._asked += 1
+                places[str(self._asked)] = place
+                self._engine.add_request(str(self._asked), {"prompt_token_ids": ids.tolist()}, parameters)
+            while len(found) < len(sequences):
+                for answer in self._engine.step():
+                    if answer.finished:
+                        place = places[answer.request_id]
+                        rows = (
+                            {token: (said.rank, said.logprob) for token, said in row.items()}
+                            for row in answer.prompt_logprobs[1:]
+                        )
+                        found[place] = _said(sequences[place], rows, k)
+        return [found[place] for place in range(len(sequences))]
+
+    def close(self) -> None:
+        """End vLLM's process."""
+        self._engine.engine_core.shutdown()
+
+
+class ServerLogprobs:
+    """A teacher behind a running vLLM server; the weights must be those of `folder`, see VllmServer.serve."""
+
+    def __init__(self, folder: Path, digest: str, *, url: str) -> None:
+        self.vocab_size = int(model_shape(folder)["vocab_size"])
+        self._server = VllmServer(url)
+        self._server.serve(folder, digest, reload=False)
+
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+        """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            return list(pool.map(lambda ids: self._read(ids, k), sequences))
+
+    def _read(self, ids: NDArray[np.int64], k: int) -> Said:
+        body = {
+            "model": self._server.name,
+            "prompt": ids.tolist(),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": k,
+            "add_special_tokens": False,
+        }
+        rows = self._server.post("completions", body)["choices"][0]["prompt_logprobs"][1:]
+        return _said(
+            ids, ({int(token): (said["rank"], said["logprob"]) for token, said in row.items()} for row in rows), k
+        )
+
+    def close(self) -> None:
+        """Leave the server; it goes on."""
+        self._server.close()
+
+
+def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int) -> Said:
+    """From {token: (rank, log-prob)} of every position but the first; ranks begin at 1.
+
+    Raises EngineError when a token of the text, or one of the k likeliest, is missing.
+    """
+    own, top = [], []
+    for token, row in zip(ids[1:].tolist(), rows, strict=True):
+        likeliest = sorted((rank, other, logprob) for other, (rank, logprob) in row.items() if rank <= k)[:k]
+        if token not in row or len(likeliest) < k:
+            raise EngineError(f"vLLM gave {len(row)} log-probs for token {token} and its {k} likeliest; run again")
+        own.append(row[token][1])
+        top.append([(other, logprob) for _, other, logprob in likeliest])
+    found = np.array(top, np.float64).reshape(len(own), k, 2)
+    return Said(np.array(own, np.float32), found[..., 0].astype(np.int32), found[..., 1].astype(np.float32))

@@ -1,0 +1,132 @@
+"""Teachers that vLLM runs as pooling models: `token_embed` returns the final-norm state of every token it reads.
+
+The states are float32 whatever the weights are. The head stays here, so log-probs, top-k and hidden states all come
+from the same kernels as with a transformers model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mopd_kernels.heads import Head
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mopd_dataplane.errors import EngineError
+from mopd_dataplane.models import model_shape
+from mopd_dataplane.vllm_http import VllmServer
+from mopd_dataplane.vllm_local import answering, require_vllm, start
+
+_TASK = "token_embed"
+_AT_ONCE = 8
+"""Requests that one server is asked at a time."""
+_SLOTS = 64
+"""Sequences that vLLM on this machine reads together."""
+
+
+class VllmReader:
+    """A teacher that vLLM runs on this machine.
+
+    options: more of vLLM's EngineArgs. Raises InputError without vLLM, EngineError when it does not start.
+    """
+
+    def __init__(self, folder: Path, head: Head, *, dtype: str, options: Mapping[str, Any]) -> None:
+        require_vllm()
+        from vllm.config import PoolerConfig
+
+        self.head = head
+        longest = int(model_shape(folder)["max_position_embeddings"])
+        arguments = {
+            "runner": "pooling",
+            "convert": "embed",
+            "pooler_config": PoolerConfig(task=_TASK, use_activation=False),
+            "dtype": dtype,
+            "max_num_seqs": _SLOTS,
+            "max_model_len": longest,
+            "enable_prefix_caching": False,  # a cached prefix would have no states
+        }
+        self._engine = start(folder, arguments | dict(options), threads=0)
+        self._asked = 0
+
+    def predicting_states(
+        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
+    ) -> Tensor:
+        """See Reader."""
+        from vllm import PoolingParams
+
+        parameters = PoolingParams(task=_TASK, use_activation=False)
+        places = {}
+        with answering():
+            for place, ids in enumerate(sequences):
+                self._asked += 1
+                places[str(self._asked)] = place
+                self._engine.add_request(str(self._asked), {"prompt_token_ids": ids.tolist()}, parameters)
+            found: dict[int, Tensor] = {}
+            while len(found) < len(sequences):
+                for answer in self._engine.step():
+                    if answer.finished:
+                        found[places[answer.request_id]] = answer.outputs.data.float()
+        return _chosen([found[place] for place in range(len(sequences))], sequences, predicted)
+
+    def close(self) -> None:
+        """End vLLM's process."""
+        self._engine.engine_core.shutdown()
+
+
+class ServerReader:
+    """A teacher behind a running vLLM pooling server.
+
+    folder: the teacher's weights here; the server must have the same, see VllmServer.serve.
+    """
+
+    def __init__(self, folder: Path, digest: str, head: Head, *, url: str) -> None:
+        self.head = head
+        self._server = VllmServer(url)
+        self._server.serve(folder, digest, reload=False)
+
+    def predicting_states(
+        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
+    ) -> Tensor:
+        """See Reader; the states of one sequence are one answer."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = list(pool.map(self._read, sequences))
+        return _chosen(found, sequences, predicted)
+
+    def _read(self, ids: NDArray[np.int64]) -> Tensor:
+        width = self.head.weight.shape[1]
+        body = {
+            "model": self._server.name,
+            "input": ids.tolist(),
+            "task": _TASK,
+            "use_activation": False,
+            "encoding_format": "bytes",
+            "embed_dtype": "float32",
+            "endianness": "little",
+        }
+        raw = self._server.post_bytes("pooling", body)
+        if len(raw) != 4 * width * len(ids):
+            raise EngineError(
+                f"{self._server.url} sent {len(raw)} bytes of states for {len(ids)} tokens of width {width}; start it "
+                f'as a pooling server: --runner pooling --convert embed --pooler-config \'{{"task": "{_TASK}", '
+                '"use_activation": false}}\''
+            )
+        return torch.from_numpy(np.frombuffer(raw, "<f4").reshape(len(ids), width).copy())
+
+    def close(self) -> None:
+        """Leave the server; it goes on."""
+        self._server.close()
+
+
+def _chosen(
+    states: Sequence[Tensor], sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
+) -> Tensor:
+    """[sum of M, D] of states [T, D] of each sequence. Raises EngineError when a sequence has not one state a token."""
+    for own, ids in zip(states, sequences, strict=True):
+        if len(own) != len(ids):
+            raise EngineError(f"vLLM returned {len(own)} states for {len(ids)} tokens; run again to continue")
+    return torch.cat([own[torch.from_numpy(places - 1)] for own, places in zip(states, predicted, strict=True)])

@@ -1,0 +1,130 @@
+"""A running vLLM server by its URL: what it serves, which weights it has, and plain requests.
+
+The API key comes from the environment variable VLLM_API_KEY and goes nowhere but into the request header.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import EngineError, InputError, MismatchError
+
+if TYPE_CHECKING:
+    import httpx2
+
+KEY_VARIABLE = "VLLM_API_KEY"
+REQUEST_S = 600.0
+"""Longest time one plain request may take."""
+_CONNECT_S = 10.0
+_UNKNOWN = ("", "default")
+"""Weight versions that say nothing: none, and what a server has before anybody names one."""
+
+
+class VllmServer:
+    """One vLLM server. Used as
+
+    server = VllmServer("http://127.0.0.1:8000/v1")
+    server.serve(folder, digest, reload=False)      # refuses another policy
+    answer = server.post("completions", {"prompt": [1, 2, 3], ...})
+
+    Raises InputError for an impossible URL or without httpx2, EngineError when nobody answers there.
+    """
+
+    def __init__(self, url: str) -> None:
+        if importlib.util.find_spec("httpx2") is None:
+            raise InputError("a vLLM server is reached with httpx2: pip install 'mopd-dataplane[server]'")
+        import httpx2
+
+        base = url.rstrip("/")
+        if not base.startswith(("http://", "https://")) or not base.endswith("/v1"):
+            raise InputError(f"engine url {url!r}: give the server's API root, like http://127.0.0.1:8000/v1")
+        self.url = base
+        self.headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(KEY_VARIABLE)) else {}
+        self._client = httpx2.Client(headers=self.headers, timeout=httpx2.Timeout(REQUEST_S, connect=_CONNECT_S))
+        served = self.get("models")["data"]
+        if not served:
+            self.close()
+            raise EngineError(f"{self.url} serves no model")
+        self.name = str(served[0]["id"])
+        """Of the model; every request carries it."""
+        self.folder = str(served[0].get("root") or self.name)
+        """Where the server read the model from, as it sees it."""
+        self.context_length = int(served[0].get("max_model_len") or 0)
+
+    def get(self, path: str) -> Any:
+        """JSON of a path below the API root. Raises EngineError."""
+        return self._answered("GET", f"{self.url}/{path}", None).json()
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """JSON answer of a path below the API root. Raises EngineError."""
+        return self._answered("POST", f"{self.url}/{path}", body).json()
+
+    def post_bytes(self, path: str, body: Mapping[str, Any]) -> bytes:
+        """Raw answer of a path beside the API root. Raises EngineError."""
+        return self._answered("POST", f"{self.url.removesuffix('/v1')}/{path}", body).content
+
+    def serve(self, folder: Path, digest: str, *, reload: bool) -> None:
+        """Make sure that the server has the weights of a policy folder.
+
+        It has when its weight version is the policy's digest, or when it was started with that folder and nobody has
+        named a version since. Otherwise, with `reload`, it is told to load them. Raises MismatchError.
+        """
+        version = self._weight_version()
+        if version == digest or (version in _UNKNOWN and Path(self.folder).resolve() == folder.resolve()):
+            return
+        if not reload:
+            raise MismatchError(
+                f"{self.url} serves {self.folder!r} (weight version {version or 'unknown'}), needed is {folder} "
+                f"(digest {digest}); serve that folder, or load it there and name it (POST /update_weight_version with "
+                "this digest), or let this run do both: engine.reload = true and VLLM_SERVER_DEV_MODE=1 at the server"
+            )
+        if version is None:
+            raise MismatchError(
+                f"{self.url} has no development endpoints, so engine.reload cannot give it {folder}; start it with "
+                "VLLM_SERVER_DEV_MODE=1, on an address that only this run can reach"
+            )
+        self._reload(folder, digest)
+
+    def _weight_version(self) -> str | None:
+        """None when the server does not say."""
+        import httpx2
+
+        try:
+            answer = self._client.get(f"{self.url.removesuffix('/v1')}/weight_info")
+        except httpx2.HTTPError as error:
+            raise self._lost(error) from error
+        return str(answer.json()["weight_version"]) if answer.status_code == httpx2.codes.OK else None
+
+    def _reload(self, folder: Path, digest: str) -> None:
+        """New weights in place, no cached prefix of the old ones, and their name last: it vouches for both."""
+        base = self.url.removesuffix("/v1")
+        arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+        self._answered("POST", f"{base}/update_weight_version", {"new_version": "loading"})
+        self._answered("POST", f"{base}/collective_rpc", arguments)
+        if not self._answered("POST", f"{base}/reset_prefix_cache", None).json()["success"]:
+            raise EngineError(f"{self.url} did not drop its cached prefixes: is somebody else using it? Run again")
+        self._answered("POST", f"{base}/update_weight_version", {"new_version": digest})
+
+    def _answered(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        import httpx2
+
+        try:
+            answer = self._client.request(method, url, json=body)
+        except httpx2.HTTPError as error:
+            raise self._lost(error) from error
+        if answer.is_error:
+            raise EngineError(f"{url} answered {answer.status_code}: {answer.text[:500]!r}")
+        return answer
+
+    def _lost(self, error: Exception) -> EngineError:
+        return EngineError(
+            f"{self.url} does not answer ({type(error).__name__}: {error}); start it, then run again to continue"
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()

@@ -1,0 +1,157 @@
+"""Teachers in vLLM say what the same teachers say in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import Server, serving
+
+from mopd_dataplane import config
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models import load_tokenizer, tokenizer_digest
+from mopd_dataplane.records import Signal
+from mopd_dataplane.score.scorer import Scorable, score_samples
+from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+
+TOLERANCE = 2e-5
+"""float32 states of two layers, by two implementations; log-probs add the rounding of a 64-wide product."""
+KINDS = ("logprob", "topk", "hidden")
+SETTINGS = config.Score(hidden_codec="fp32", topk=5)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Scorable]:
+    """Texts of very different length, sampled at two temperatures, with holes in the mask."""
+    rng = np.random.default_rng(0)
+    made = []
+    for i in range(9):
+        prompt, response = int(rng.integers(1, 40)), int(rng.integers(2, 300 if i == 3 else 60))
+        mask = np.ones(response, np.uint8)
+        mask[: response // 5] = 0
+        tokens = rng.integers(4, 100, prompt + response).astype(np.int32)
+        made.append(
+            Scorable(
+                uid=f"{i:032x}", sample_row=i, prompt_id=str(i), prompt_len=prompt, tokens=tokens, loss_mask=mask,
+                temperature=0.7 if i % 3 == 0 else 1.0,
+            )
+        )  # fmt: skip
+    return made
+
+
+def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> TeacherPool:
+    """A pool of one registered teacher."""
+    digest = tokenizer_digest(load_tokenizer(folder))
+    spec = TeacherSpec(folder, config.Teacher(source=str(folder), url=url))
+    pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, **settings)
+    assert pool.register("teacher", root).norm_placement == "post"
+    return pool
+
+
+def judged(pool: TeacherPool, samples: list[Scorable], settings: config.Score = SETTINGS) -> dict[Any, Signal]:
+    """Every signal by uid and kind."""
+    kinds = KINDS if settings.reads == "states" else KINDS[:2]
+    return {(s.uid, s.kind): s for s in score_samples(pool, "teacher", kinds, samples, settings)}
+
+
+def assert_same(ours: dict[Any, Signal], theirs: dict[Any, Signal]) -> None:
+    """The same signals within float tolerance."""
+    assert ours.keys() == theirs.keys()
+    for key, signal in ours.items():
+        other = theirs[key]
+        if signal.kind == "logprob":
+            np.testing.assert_allclose(signal.logprob, other.logprob, atol=TOLERANCE)
+        elif signal.kind == "topk":
+            np.testing.assert_array_equal(signal.topk_ids, other.topk_ids)
+            np.testing.assert_allclose(signal.topk_logprobs, other.topk_logprobs, atol=TOLERANCE)
+        else:
+            mine, his = (np.ascontiguousarray(s.hidden).view("<f4") for s in (signal, other))
+            np.testing.assert_allclose(mine, his, atol=TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def expected(models: tuple[Path, Path], samples: list[Scorable], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What transformers says."""
+    return judged(pool_of(models[0], tmp_path_factory.mktemp("hf")), samples)
+
+
+def test_states_of_vllm_on_this_machine(
+    models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
+) -> None:
+    with closing(pool_of(models[0], tmp_path, engine="vllm")) as pool:
+        assert_same(judged(pool, samples), expected)
+
+
+def at_one(samples: list[Scorable]) -> list[Scorable]:
+    """The samples that were drawn at temperature 1."""
+    return [sample for sample in samples if sample.temperature == 1]
+
+
+def said(expected: dict[Any, Signal], samples: list[Scorable]) -> dict[Any, Signal]:
+    """What of the expected signals follows from log-probs of text."""
+    uids = {sample.uid for sample in at_one(samples)}
+    return {key: signal for key, signal in expected.items() if key[0] in uids and key[1] != "hidden"}
+
+
+LOGPROBS = SETTINGS.model_copy(update={"engine": "vllm", "reads": "prompt_logprobs"})
+
+
+def test_logprobs_of_vllm_on_this_machine(
+    models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
+) -> None:
+    with closing(pool_of(models[0], tmp_path, engine="vllm", reads="prompt_logprobs")) as pool:
+        assert_same(judged(pool, at_one(samples), LOGPROBS), said(expected, samples))
+        with pytest.raises(MismatchError, match=r"temperature 0\.7"):
+            judged(pool, samples, LOGPROBS)
+        with pytest.raises(MismatchError, match="no hidden states"):
+            next(score_samples(pool, "teacher", ["hidden"], samples, LOGPROBS))
+
+
+def test_logprobs_of_a_server(
+    models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
+) -> None:
+    with serving(models[0]) as server:
+        pool = pool_of(models[0], tmp_path, server.url, engine="vllm", reads="prompt_logprobs")
+        with closing(pool):
+            assert_same(judged(pool, at_one(samples), LOGPROBS), said(expected, samples))
+            with pytest.raises(EngineError, match="logprobs"):
+                judged(pool, at_one(samples), LOGPROBS.model_copy(update={"topk": 64}))
+
+
+@pytest.fixture(scope="module")
+def pooling_server(models: tuple[Path, Path]) -> Iterator[Server]:
+    """A server of states."""
+    flags = ("--runner", "pooling", "--convert", "embed")
+    settings = '{"task": "token_embed", "use_activation": false}'
+    with serving(models[0], *flags, "--pooler-config", settings) as running:
+        yield running
+
+
+def test_states_of_a_server(
+    pooling_server: Server, models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
+) -> None:
+    with closing(pool_of(models[0], tmp_path, pooling_server.url, engine="vllm")) as pool:
+        assert_same(judged(pool, samples), expected)
+
+
+def test_a_server_of_another_teacher_is_refused(
+    pooling_server: Server, models: tuple[Path, Path], samples: list[Scorable], tmp_path: Path
+) -> None:
+    pool = pool_of(models[1], tmp_path, pooling_server.url, engine="vllm")
+    with pytest.raises(MismatchError, match="needed is"):
+        judged(pool, samples)
+
+
+def test_a_server_that_dies_is_an_engine_error(
+    pooling_server: Server, models: tuple[Path, Path], samples: list[Scorable], tmp_path: Path
+) -> None:
+    """Runs last: the server is gone afterwards."""
+    with closing(pool_of(models[0], tmp_path, pooling_server.url, engine="vllm")) as pool:
+        pool.reader("teacher")
+        pooling_server.kill()
+        with pytest.raises(EngineError, match="does not answer"):
+            judged(pool, samples)
