@@ -51,8 +51,7 @@ def live(request: pytest.FixtureRequest, finished_job: Path, tmp_path: Path, wri
 
 def test_a_follower_takes_up_a_policy_published_in_the_middle(live: Run) -> None:
     stage = live.job.stage("live")
-    report = rollout(live, stage, 0, follow=True)
-    assert report is not None
+    (report,) = rollout(live, stage, 0, follow=True)
     assert (report.samples, report.weight_changes) == (40, 1)
     spans = live.store.sql(
         "select policy_version_first a, policy_version_last b, count(*) n from samples where run = 'live' group by all"

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from mopd_dataplane import models
 from mopd_dataplane.config import Student
 from mopd_dataplane.run.student import make_student
 from mopd_dataplane.score.compare import Answer, auroc, calibration_error, compare
 from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.score.readers import HfReader
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -28,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def student(folder: Path) -> Judge:
-    return Judge((models.load_model(folder),))
+    return Judge((HfReader(models.load_model(folder)),))
 
 
 def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
@@ -49,10 +51,10 @@ def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
     return made
 
 
-def logprobs(judge: Judge, answer: Answer) -> torch.Tensor:
+def logprobs(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
     """[M, V] from one plain forward pass."""
     with torch.no_grad():
-        logits = judge.models[0](torch.from_numpy(answer.teacher_tokens)[None]).logits[0]
+        logits = model(torch.from_numpy(answer.teacher_tokens)[None]).logits[0]
     places = torch.from_numpy(answer.response) + len(answer.teacher_tokens) - answer.response_len
     return logits[places - 1].log_softmax(-1)
 
@@ -69,10 +71,10 @@ def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Pa
     model = models.load_model(folder)
     with torch.no_grad():
         models.head_weight(model).add_(0.05 * torch.randn_like(models.head_weight(model)))
-    teacher = Judge((model,))
+    teacher = Judge((HfReader(model),))
     given = answers(shift=3)
     found = compare(student, teacher, given, k=8, batch=7)
-    said = [logprobs(teacher, answer) for answer in given]
+    said = [logprobs(model, answer) for answer in given]
     written = [
         torch.from_numpy(answer.student_tokens[answer.response + len(answer.student_tokens) - answer.response_len])
         for answer in given
@@ -96,7 +98,7 @@ def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: 
             direction = weight[7] - weight[8]
             weight[7] += sign * direction
             weight[8] -= sign * direction
-        return Judge((model,))
+        return Judge((HfReader(model),))
 
     given = []
     for number, answer in enumerate(answers()):
