@@ -38,7 +38,7 @@ smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation 
 
 test: $(INSTALLED)  ## the tests
 	$(BIN)/python -m pytest -q $(WORKERS)
-	$(BIN)/python -m pytest -q $(WORKERS) tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
+	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
 test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
