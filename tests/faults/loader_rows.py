@@ -180,7 +180,7 @@ def spec_of(home: Path, path: Path, window: Window, place: Path) -> TrainSpec:
     return TrainSpec(
         stage=STAGE, start=str(home / "start"), policy_dir=str(place / "policies"), socket=str(path),
         checkpoint_dir=str(place / "checkpoints"), windows=(window,), objective=OBJECTIVE, teachers=(TEACHER,),
-        train=config.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=10, device="cpu",
+        train=config.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=60, device="cpu",
     )  # fmt: skip
 
 
