@@ -62,6 +62,7 @@ class Server:
                     thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
                     thread.start()
                     self._threads.append(thread)
+                    continue  # others may wait to be accepted: the end comes only when nobody does
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 if self._served and not self._threads:
                     return

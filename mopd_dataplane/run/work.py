@@ -66,7 +66,7 @@ class Work:
 
 
 def open_work(store: Store, folder: str) -> Work:
-    """The work folder of a store: its own folder, else `folder`, by default runs/work/<bucket>/<prefix>.
+    """The work folder of a store: its own folder, else `folder`, by default runs/staging/<bucket>/<prefix>.
 
     Raises MismatchError when the folder belongs to another store.
     """
@@ -74,7 +74,7 @@ def open_work(store: Store, folder: str) -> Work:
         return Work(store.root)
     assert store.files is not None
     parts = urlsplit(store.uri)
-    root = Path(folder or f"runs/work/{parts.netloc}{parts.path}").absolute()
+    root = Path(folder or f"runs/staging/{parts.netloc}{parts.path}").absolute()
     mark = root / _MARK
     owner = json.loads(mark.read_text()) if mark.is_file() else {"uuid": store.uuid}
     if owner["uuid"] != store.uuid:
