@@ -13,11 +13,7 @@ from figures import numbers
 FIGURES = Path(__file__).with_name("figures.py")
 
 
-UNSTEADY = 12
-"""Its trainers may wait in vain for a loader when the machine is busy: open, so it runs in `make test-slow`."""
-
-
-@pytest.mark.parametrize("number", [pytest.param(n, marks=pytest.mark.slow) if n == UNSTEADY else n for n in numbers()])
+@pytest.mark.parametrize("number", numbers())
 def test_row(number: int) -> None:
     command = [sys.executable, str(FIGURES), "--tier", "test", "--rows", str(number), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
