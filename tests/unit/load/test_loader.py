@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,10 @@ from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_c
 from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess, start_server
-from mopd_dataplane.load.server import listen
+from mopd_dataplane.load.loader import Loader
+from mopd_dataplane.load.protocol import VERSION, Channel
+from mopd_dataplane.load.ring import Ring
+from mopd_dataplane.load.server import Server, deal_packs, listen
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, PlanWindow, Signal
@@ -316,3 +321,35 @@ def test_the_server_ends_with_its_last_trainer(store, tmp_path):
             next(client.batches(STAGE, 0))
         assert own.process.wait(20) == 0
         assert not own.socket.exists()
+
+
+class ThreadThatIsOver(threading.Thread):
+    """Comes back from start() after its work, where that is short: a server never sees a short visit alive."""
+
+    def start(self) -> None:
+        super().start()
+        self.join(0.3)
+
+
+def test_a_trainer_that_waits_to_be_accepted_is_served_though_the_one_before_it_has_left(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("mopd_dataplane.load.server.threading", SimpleNamespace(Thread=ThreadThatIsOver))
+    ring = Ring(max_bytes=1 << 20)
+    server = Server(Loader(store, SPEC, ring, deal_packs), SPEC, tmp_path / "l.sock")
+    first, second = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
+    for waiting in (first, second):
+        waiting.connect(str(tmp_path / "l.sock"))
+    first.close()
+    channel = Channel(second)
+    hello = {"op": "hello", "version": VERSION, "rank": 0, "world_size": 1, "member": 0, "members": 1}
+    channel.send(hello, deadline_s=5)
+
+    def serve() -> None:
+        server.run(os.getppid())
+        server.close()
+
+    runner = threading.Thread(target=serve)
+    runner.start()
+    assert channel.receive(deadline_s=20)[0]["stage"] == STAGE
+    channel.close()
+    runner.join(20)
+    assert not runner.is_alive()
