@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-WORKERS := -n logical --maxprocesses 8 --dist loadfile
+# One worker more than cores, since many tests wait for processes they killed.
+WORKERS = -n $(shell $(PYTHON) -c "import os; print(min(8, 1 + (os.cpu_count() or 1)))") --dist loadfile
 VLLM_VENV := .venv-vllm
 
 # Tests of TransferQueue that look for the files of its own in-memory backend.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from mopd_dataplane import open_store
 from mopd_dataplane.config import Student
 from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.run.pipeline import run_job
 from mopd_dataplane.run.student import make_student
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -46,10 +46,11 @@ def only_last_stage(job: dict[str, Any], teacher: Path) -> dict[str, Any]:
     return {**job, "stages": stages}
 
 
-def run(job: dict[str, Any], folder: Path, mopd: Callable) -> Any:
+def run(job: dict[str, Any], folder: Path) -> Any:
+    """In this process, which has imported what takes a command seconds."""
     file = folder / "job.json"
     file.write_text(json.dumps(job))
-    mopd("run", file)
+    run_job(load_job(file))
     return open_store(job["store"])
 
 
@@ -61,9 +62,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_last_stage_of_a_recipe_runs(recipe: str, teacher: Path, tmp_path: Path, mopd: Callable) -> None:
+def test_the_last_stage_of_a_recipe_runs(recipe: str, teacher: Path, tmp_path: Path) -> None:
     job = only_last_stage(small(recipe, tmp_path / "store"), teacher)
-    store = run(job, tmp_path, mopd)
+    store = run(job, tmp_path)
     steps = store.table("steps", ["stage", "grad_norm"]).to_pylist()
     assert steps
     assert {step["stage"] for step in steps} == {job["stages"][0]["name"]}
@@ -71,9 +72,9 @@ def test_the_last_stage_of_a_recipe_runs(recipe: str, teacher: Path, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_stage_of_a_recipe_runs(recipe: str, tmp_path: Path, mopd: Callable) -> None:
+def test_every_stage_of_a_recipe_runs(recipe: str, tmp_path: Path) -> None:
     job = small(recipe, tmp_path / "store")
-    store = run(job, tmp_path, mopd)
+    store = run(job, tmp_path)
     trained = set(store.table("steps", ["stage"])["stage"].to_pylist())
     assert trained == {stage["name"] for stage in job["stages"]}
     assert not store.verify().findings
