@@ -84,7 +84,7 @@ class Job(Section):
     store: str
     """Folder, or `s3://bucket/prefix`; credentials come from the environment only."""
     work: str = ""
-    """Local folder for what an object store cannot hold while it is written; default: runs/staging/<bucket>/<prefix>."""
+    """Local folder for what an object store cannot hold while it is written; default: runs/staging/<bucket>/<key>."""
     single_writer: bool = False
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
     seed: int = Field(default=0, ge=0)

@@ -66,7 +66,7 @@ class Work:
 
 
 def open_work(store: Store, folder: str) -> Work:
-    """The work folder of a store: its own folder, else `folder`, by default runs/staging/<bucket>/<prefix>.
+    """The work folder of a store: its own folder, else `folder`, by default runs/staging/<bucket>/<key>.
 
     Raises MismatchError when the folder belongs to another store.
     """
