@@ -316,7 +316,9 @@ class Load(Section):
 
     slots: int = Field(default=4, ge=2)
     slot_bytes: int = Field(default=0, ge=0)
-    """0 derives it from pack_tokens and the signals."""
+    """Usual size of a slot; a larger pack gets a larger one. 0 takes the largest pack of the window."""
+    ring_bytes: int = Field(default=0, ge=0)
+    """Bound on all slots together; 0 takes half of the memory that is free at the start."""
     deadline_s: float = Field(default=60.0, gt=0)
 
 

@@ -133,6 +133,8 @@ class LoaderClient:
 
     def _claim(self, step: int, ordinal: int, entry: Message) -> _Lease:
         answer, fd = self._request({"op": "pack", "step": step, "ordinal": ordinal})
+        for gone in answer.get("gone", ()):  # its pages go back to the machine with the last view of them
+            self._slots.pop(int(gone), None)
         slot_id = int(answer["slot"])
         if fd is not None:
             self._slots[slot_id] = _MappedSlot(fd, int(answer["bytes"]))

@@ -130,7 +130,7 @@ class Loader:
     def claim(self, seat: Seat, step: int, ordinal: int, beat: Beat) -> Slot:
         """Wait for one pack of a step the seat has advanced to; the seat then holds its slot until it releases it.
 
-        Raises ResourceError when the ring is full of packs this trainer holds.
+        Raises ResourceError when the ring is full of packs this trainer holds, or is smaller than the pack.
         """
         while True:
             until = time.monotonic() + HEARTBEAT_S
@@ -143,7 +143,8 @@ class Loader:
                     self._changed.wait(left)
                 if self._deliverable(item, seat):
                     return self._lend(item, seat)
-            beat(f"pack {ordinal} of step {step} is being read")
+                reason = f"waits for room, {self._full()}" if item.starved else "is being read"
+            beat(f"pack {ordinal} of step {step} {reason}")
 
     def release(self, seat: Seat, leases: list[tuple[int, int]]) -> None:
         """Give slots back: (slot id, generation) pairs. Raises InputError for a slot the seat does not hold."""
@@ -171,6 +172,11 @@ class Loader:
             if not lane.seats:
                 self._lanes.pop((lane.rank, lane.ranks), None)
             self._changed.notify_all()
+
+    def retired(self, slots: set[int]) -> set[int]:
+        """Those of these slots that are no more; a trainer that maps one keeps its memory from the machine."""
+        with self._changed:
+            return slots - self._ring.ids
 
     def close(self) -> None:
         """Stop reading ahead and give the ring back."""
@@ -220,15 +226,18 @@ class Loader:
     def _deliverable(self, item: Item, seat: Seat) -> bool:
         """Whether the wait for an item is over. Raises when it can never end well."""
         if item.error is not None:
-            error, item.error = item.error, None
+            error, item.error, item.wanted = item.error, None, False
             raise error
         if item.starved and seat.held:
-            raise ResourceError(
-                errno.ENOMEM,
-                f"all {self._ring.lent} slots ({self._ring.bytes:,} of {self._ring.max_bytes:,} bytes) are held by "
-                f"trainers, {len(seat.held)} by this one; release packs as they are used, or raise the ring's bound",
-            )
+            raise ResourceError(errno.ENOMEM, self._full(len(seat.held)))
         return item.ready
+
+    def _full(self, own: int = 0) -> str:
+        """What is said of a full ring; own: slots of the trainer it is said to."""
+        return (
+            f"all {self._ring.lent} slots ({self._ring.bytes:,} of {self._ring.max_bytes:,} bytes) are held by "
+            f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"
+        )
 
     def _lend(self, item: Item, seat: Seat) -> Slot:
         slot = item.slot
@@ -325,7 +334,7 @@ class Loader:
             except MopdError as error:
                 item.error = error
                 self._changed.notify_all()
-                break
+                continue
             if item.slot is None:
                 break
             chosen.append(item)
@@ -354,24 +363,25 @@ class Loader:
                 place += 1
 
     def _acquire(self, item: Item, may_grow: bool) -> Slot | None:
-        """A slot for the item. One that a trainer waits for may take the slot of a pack that is needed later."""
+        """A slot for the item. One that a trainer waits for may take the slots of packs that are needed later."""
         item.starved = False
         want = item.source.largest_pack_bytes
         slot = self._ring.acquire(item.nbytes, want_bytes=want, may_grow=may_grow or item.wanted)
         if slot is not None or not item.wanted:
             return slot
-        spare = [
+        later = [
             other
             for lane in self._lanes.values()
             for other in lane.items
             if other.ready and not other.holders and not other.wanted and other.place > item.place
         ]
-        if spare:
-            last = max(spare, key=lambda other: other.place)
-            assert last.slot is not None
-            self._ring.release(last.slot)
-            last.slot, last.ready = None, False
-            return self._ring.acquire(item.nbytes, want_bytes=want, may_grow=True)
+        for other in sorted(later, key=lambda other: other.place, reverse=True):
+            assert other.slot is not None
+            self._ring.release(other.slot)
+            other.slot, other.ready = None, False
+            slot = self._ring.acquire(item.nbytes, want_bytes=want, may_grow=True)
+            if slot is not None:
+                return slot
         item.starved = True
         self._changed.notify_all()
         return None

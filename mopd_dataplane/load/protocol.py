@@ -6,7 +6,8 @@ answer yet it says so every second ({"wait": reason}), so that silence always me
     hello    rank, world_size, member, members          → ok
     open     window, step                               → steps of the window, base (steps of the stage before it)
     next                                                → step, packs, loss_tokens, sequences; or end
-    pack     step, ordinal                              → slot, generation, bytes; with the slot's fd at first sight
+    pack     step, ordinal                              → slot, generation, bytes; gone: slots to unmap; with the
+                                                          slot's fd at first sight
     release  leases [[slot, generation], …]
     bye
 """

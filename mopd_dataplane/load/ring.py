@@ -3,7 +3,8 @@
 Each slot is one memfd: it has no name, so nothing is left behind when every process that holds it is gone, however it
 died. Its pages are allocated when the slot is made, so that a machine without room says so instead of killing a
 process at first touch, and it is sealed: no process can shrink it, and only the loader can write to it.
-Released slots are reused; the ring makes a new one only while it stays inside its bound.
+Released slots are reused; the ring makes a new one only while it stays inside its bound. A pack larger than the usual
+slot gets one of its own size, for which free slots make room (docs/decisions/0006-large-packs.md).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Ring:
     """All slots of one loader process. Not thread-safe: the caller holds its lock."""
 
     def __init__(self, *, max_bytes: int, slot_bytes: int = 0, poison: bool = False) -> None:
-        """max_bytes bounds all slots together; slot_bytes > 0 fixes the size of each. Both count whole pages."""
+        """max_bytes bounds all slots together; slot_bytes > 0 is the usual size of one. Both count whole pages."""
         self.max_bytes = max_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._slot_bytes = _pages(slot_bytes)
         self._poison = poison
@@ -50,25 +51,33 @@ class Ring:
     @property
     def bytes(self) -> int:
         """Bytes of all slots, lent or free."""
-        return sum(slot.capacity for slot in (*self._free, *self._lent.values()))
+        return sum(slot.capacity for slot in self._free) + self._lent_bytes
 
     @property
     def lent(self) -> int:
         """Slots in use."""
         return len(self._lent)
 
+    @property
+    def ids(self) -> set[int]:
+        """All slots, lent or free."""
+        return {slot.id for slot in self._free} | self._lent.keys()
+
+    @property
+    def _lent_bytes(self) -> int:
+        return sum(slot.capacity for slot in self._lent.values())
+
     def check_size(self, nbytes: int) -> None:
         """Raise ResourceError when a pack of that size can never be held."""
-        limit = min(self._slot_bytes or self.max_bytes, self.max_bytes)
-        if nbytes > limit:
+        if nbytes > self.max_bytes:
             raise ResourceError(
                 errno.ENOMEM,
-                f"a pack needs {nbytes:,} bytes of shared memory and a slot may have {limit:,}; "
-                "raise load.slot_bytes or the ring's bound, or lower plan.pack_tokens",
+                f"a pack needs {nbytes:,} bytes of shared memory and the whole ring may have {self.max_bytes:,}; "
+                f"set load.ring_bytes to at least {_pages(nbytes)} for each rank, or lower plan.pack_tokens",
             )
 
     def acquire(self, nbytes: int, *, want_bytes: int = 0, may_grow: bool) -> Slot | None:
-        """A slot of at least `nbytes`, or None when all are lent and no new one may be made.
+        """A slot of at least `nbytes`, or None while lent slots leave no room, or none is free and none may be made.
 
         want_bytes: size of a slot made new, so that later packs fit it too.
         Raises ResourceError when the machine is out of memory.
@@ -77,11 +86,9 @@ class Ring:
         slot = next((slot for slot in self._free if slot.capacity >= nbytes), None)
         if slot is not None:
             self._free.remove(slot)
+        elif self._lent_bytes + nbytes <= self.max_bytes and (may_grow or self._retire_smallest()):
+            slot = self._grow(_pages(max(nbytes, self._slot_bytes or want_bytes)))
         else:
-            if not may_grow and not self._retire_smallest():
-                return None
-            slot = self._grow(self._slot_bytes or _pages(max(nbytes, want_bytes)), nbytes)
-        if slot is None:
             return None
         slot.generation += 1
         self._lent[slot.id] = slot
@@ -101,15 +108,12 @@ class Ring:
         self._free.clear()
         self._lent.clear()
 
-    def _grow(self, wanted: int, needed: int) -> Slot | None:
-        """A new slot, where free slots (all too small) make room for it when the bound requires it."""
+    def _grow(self, wanted: int) -> Slot:
+        """A new slot of `wanted` bytes, or of what the bound leaves once every free slot (all too small) is gone."""
         while self.bytes + wanted > self.max_bytes and self._retire_smallest():
             pass
-        size = (min(wanted, self.max_bytes - self.bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if size < needed:
-            return None
         self._made += 1
-        return make_slot(self._made, size)
+        return make_slot(self._made, min(wanted, self.max_bytes - self.bytes))
 
     def _retire_smallest(self) -> bool:
         """Give the smallest free slot back to the machine; False when none is free."""

@@ -162,7 +162,10 @@ class _Conversation:
 
     def _pack(self, seat: Seat, step: int, ordinal: int) -> None:
         slot = self._loader.claim(seat, step, ordinal, self._beat)
-        answer = {"slot": slot.id, "generation": slot.generation, "bytes": slot.capacity}
+        answer: Message = {"slot": slot.id, "generation": slot.generation, "bytes": slot.capacity}
+        if gone := self._loader.retired(self._known_slots):
+            answer["gone"] = sorted(gone)
+            self._known_slots -= gone
         fd = None if slot.id in self._known_slots else slot.fd
         self._known_slots.add(slot.id)
         self._channel.send(answer, fd=fd, deadline_s=self._spec.deadline_s)

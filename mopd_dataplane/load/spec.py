@@ -30,7 +30,7 @@ class LoadSpec(Section):
     slots: int = Field(default=4, ge=2)
     """Packs kept ready ahead of each rank."""
     slot_bytes: int = Field(default=0, ge=0)
-    """Bytes of a slot; 0 takes the largest pack of the window."""
+    """Usual size of a slot, a larger pack gets a larger one; 0 takes the largest pack of the window."""
     ring_bytes: int = Field(default=0, ge=0)
     """Bound on all slots together; 0 takes half of the memory that is free at the start."""
     deadline_s: float = Field(default=60.0, gt=0)
@@ -59,6 +59,7 @@ class LoadSpec(Section):
             reward_std=bool(gradient and gradient.reward_std),
             slots=load.slots,
             slot_bytes=load.slot_bytes,
+            ring_bytes=load.ring_bytes,
             deadline_s=load.deadline_s,
         )
 

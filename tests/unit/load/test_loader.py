@@ -24,6 +24,7 @@ from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import VERSION, Channel
 from mopd_dataplane.load.ring import Ring
 from mopd_dataplane.load.server import Server, deal_packs, listen
+from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, PlanWindow, Signal
@@ -244,12 +245,71 @@ def test_a_ring_too_small_for_what_is_held_says_so(store, tmp_path):
                 batch.release(pack)
 
 
-def test_a_pack_larger_than_a_slot_says_so(store, tmp_path):
-    spec = SPEC.model_copy(update={"slot_bytes": 4096})
+def pack_bytes(store: Store, window: int = 0) -> list[int]:
+    """Bytes in a slot of every pack of a window."""
+    source = WindowSource(store, store.plan(STAGE, window), SPEC)
+    return [source.fields(pack)[1] for pack in range(len(source.plan.pack_teachers))]
+
+
+@pytest.mark.parametrize("rounds", [1.0, 2.5])
+def test_packs_larger_than_a_slot_stream_inside_the_bound(store, tmp_path, rounds):
+    """Each needs a slot of its own size, and the ring holds little more than the largest one."""
+    sizes = pack_bytes(store)
+    spec = SPEC.model_copy(update={"slot_bytes": 4096, "ring_bytes": int(max(sizes) * rounds) + 4096})
+    plan = store.plan(STAGE, 0)
     with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
-        batch = next(client.batches(STAGE, 0))
-        with pytest.raises(ResourceError, match=r"a slot may have 4,096; raise load\.slot_bytes"):
-            list(batch.packs)
+        seen = []
+        for batch in client.batches(STAGE, 0):
+            for pack in batch.packs:
+                expect_pack(store, plan, pack)
+                seen.append(pack.index)
+                assert sum(len(slot.memory) for slot in client._slots.values()) <= spec.ring_bytes, (
+                    "no slot stays mapped"
+                )
+                batch.release(pack)
+        assert seen == list(range(len(sizes)))
+
+
+def test_ranks_in_step_with_each_other_share_a_ring_that_holds_one_large_pack_each(store, tmp_path):
+    """Each waits for the other at every pack, as collectives do: neither may keep the room that the other needs."""
+    spec = SPEC.model_copy(update={"slot_bytes": 4096, "ring_bytes": 2 * max(pack_bytes(store)) + 2 * 4096})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader:
+        clients = [connect(loader, rank, 2) for rank in range(2)]
+        together = threading.Barrier(2, timeout=20)
+        rounds = -(-np.diff(store.plan(STAGE, 0).step_starts) // 2)
+
+        def read(client: LoaderClient) -> list[int]:
+            seen = []
+            for batch, places in zip(client.batches(STAGE, 0), rounds.tolist(), strict=True):
+                for place in range(places):
+                    seen += [pack.index for pack in batch.packs[place : place + 1]]
+                    together.wait()
+                    batch.release(*batch.packs[place : place + 1])
+            return seen
+
+        with ThreadPoolExecutor(2) as pool:
+            seen = [*pool.map(read, clients)]
+        assert sorted(seen[0] + seen[1]) == list(range(len(pack_bytes(store))))
+        for client in clients:
+            client.close()
+
+
+def test_a_pack_larger_than_the_ring_says_so_and_others_are_still_read(store, tmp_path):
+    sizes = pack_bytes(store)
+    most = (max(sizes) - 1) // 4096 * 4096
+    spec = SPEC.model_copy(update={"slots": 8, "ring_bytes": most})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        refused, plan = 0, store.plan(STAGE, 0)
+        for batch in client.batches(STAGE, 0):
+            first = int(plan.step_starts[batch.step])
+            for place in range(len(batch.packs)):
+                if sizes[first + place] <= most:
+                    batch.release(batch.packs[place])
+                    continue
+                with pytest.raises(ResourceError, match=r"set load\.ring_bytes to at least"):
+                    batch.packs[place]
+                refused += 1
+        assert 0 < refused < len(sizes)
 
 
 def test_members_of_a_group_read_the_same_slots(loader):
