@@ -24,7 +24,7 @@ from mopd_dataplane.run.generate import generation_prompts, rollout
 from mopd_dataplane.run.judge import register_teachers, reward, score
 from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.rows import Rows, stage_samples
-from mopd_dataplane.run.schedule import planner_columns
+from mopd_dataplane.run.schedule import planner_columns, window_tag
 
 POLL_S = 0.5
 PATIENCE_S = 7 * 86400.0
@@ -104,6 +104,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
             elif not len(plan.sample_rows):
                 break
             else:
+                run.store.pin(plan.snapshot, window_tag(stage, window))  # it may be trained on much later
                 training.train(plan)
                 patience.renew()
     steps = run.store.table("steps", ["stage", "staleness_mean", "staleness_max", "loss_tokens"]).to_pylist()

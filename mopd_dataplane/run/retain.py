@@ -16,6 +16,7 @@ from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import Rows, stage_samples
+from mopd_dataplane.run.schedule import window_tag
 
 
 def free_served(run: Run, stage: Stage) -> None:
@@ -37,7 +38,7 @@ def free_served(run: Run, stage: Stage) -> None:
         return
     for plan in windows:
         if plan.window < latest:
-            run.store.release(f"{stage.name}-{plan.window}")
+            run.store.release(window_tag(stage, plan.window))
     freed = 0
     for teacher in run.job.teachers_of(stage):
         try:

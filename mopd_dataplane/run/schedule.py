@@ -13,6 +13,11 @@ from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import stage_samples
 
 
+def window_tag(stage: Stage, window: int) -> str:
+    """Tag of the snapshot that a window reads."""
+    return f"{stage.name}-{window}"
+
+
 def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) -> PlanWindow:
     """The recorded plan of a window; made and recorded when there is none yet.
 
@@ -22,7 +27,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
     if recorded is not None:
         return recorded
     with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report):
-        tag = f"{stage.name}-{window}"
+        tag = window_tag(stage, window)
         snapshot = run.store.snapshot(tag=tag)
         try:
             columns = planner_columns(run, stage, generation, snapshot)

@@ -375,6 +375,13 @@ class Store:
         tables = {name: self._table(name) for name in self.names()}
         return snapshots.take_snapshot(self._place, tables) if tag is None else snapshots.pin(self._place, tables, tag)
 
+    def pin(self, snapshot: Snapshot, tag: str) -> None:
+        """Pin a snapshot that was taken without a tag; nothing happens when the tag is taken.
+
+        Raises DamagedError when it is more than a day old and clean-up has been there.
+        """
+        snapshots.pin(self._place, {name: self._table(name) for name in self.names()}, tag, snapshot)
+
     def release(self, tag: str) -> None:
         """Give a tagged snapshot free."""
         snapshots.release(self._place, {name: self._table(name) for name in self.names()}, tag)

@@ -26,16 +26,19 @@ def _order(name: str) -> int:
     return {"samples": 1, "tokens": 2}.get(name, 2 if name.startswith("signals/") else 0)
 
 
-def pin(place: Place, tables: Mapping[str, Table], tag: str) -> Snapshot:
-    """The snapshot under this tag, taken now if there is none; safe to repeat after a crash at any point."""
+def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | None = None) -> Snapshot:
+    """The snapshot under this tag; when there is none, `wanted` gets it, or one taken now.
+
+    Safe to repeat after a crash at any point. Raises DamagedError when clean-up has taken a version of `wanted`.
+    """
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
     held = place.read_json(_file(tag))
     if held is not None:
         return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
-    snapshot = take_snapshot(place, tables)
+    snapshot = wanted or take_snapshot(place, tables)
     for name, version in snapshot.versions.items():
-        tags = tables[name].open().tags
+        tags = tables[name].open(version).tags
         if tag in tags.list():
             tags.update(tag, version)
         else:

@@ -36,6 +36,8 @@ def test_training_while_samples_are_written(
     planned = [row for window in store.plans("async") for row in store.plan("async", window).sample_rows.tolist()]
     assert sorted(planned) == rows, "every sample is trained once, none is lost"
     assert len(rows) == 4 * 24
+    trained_on = [window for window in store.plans("async") if len(store.plan("async", window).sample_rows)]
+    assert {f"async-{window}" for window in trained_on} <= set(store.info()["snapshots"])
     assert trained["policy_version"] == len(rows) // 12
     assert 0 <= trained["staleness_mean"] <= trained["staleness_max"]
     assert trained["staleness_max"] > 0, "samples of an iteration are older than the version the window before left"

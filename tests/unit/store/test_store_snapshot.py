@@ -93,6 +93,23 @@ def test_a_pin_that_died_halfway_is_taken_again(store: Store) -> None:
     assert store.samples(["uid"], snapshot=store.snapshot(tag="x")).num_rows == 2
 
 
+def test_a_snapshot_can_be_pinned_after_it_was_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fragments, "KEEP", timedelta(0))
+    commit(store, 0, 2)
+    taken = store.snapshot()
+    commit(store, 2, 3)
+    passed_by = store.snapshot()
+    commit(store, 3, 4)
+    store.pin(taken, "plan-0")
+    store.pin(store.snapshot(), "plan-0")  # taken already
+    store.compact()
+    assert store.snapshot(tag="plan-0") == taken
+    assert store.read_tokens(range(2), snapshot=taken, verify=True).num_rows == 2
+    with pytest.raises(DamagedError, match="cannot be opened"):
+        store.pin(passed_by, "plan-1")
+    assert store.info()["snapshots"] == ["plan-0"]
+
+
 def test_digest_depends_on_versions_not_on_the_place(store: Store, tmp_path: Path) -> None:
     other = Store.create(tmp_path / "elsewhere")
     assert store.snapshot().digest == other.snapshot().digest
