@@ -315,6 +315,7 @@ class Load(Section):
     """The shared-memory ring."""
 
     slots: int = Field(default=4, ge=2)
+    """Fewest packs kept ready ahead of each rank; more where a faster trainer would wait."""
     slot_bytes: int = Field(default=0, ge=0)
     """Usual size of a slot; a larger pack gets a larger one. 0 takes the largest pack of the window."""
     ring_bytes: int = Field(default=0, ge=0)

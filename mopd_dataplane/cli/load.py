@@ -31,7 +31,7 @@ def serve(
         typer.Option("--signal", metavar="KIND", help="Of a store: logprob, topk or hidden; repeatable."),
     ] = None,
     rewards: Annotated[bool, typer.Option("--rewards", help="Of a store: outcome rewards and advantages.")] = False,
-    slots: Annotated[int, typer.Option("--slots", min=2, help="Of a store: packs kept ready ahead of each rank.")] = 4,
+    slots: Annotated[int, typer.Option("--slots", min=2, help="Of a store: fewest packs kept ready of a rank.")] = 4,
     socket: Annotated[
         Path | None, typer.Option("--socket", metavar="FILE", help="Unix socket to listen on; default: a private one.")
     ] = None,

@@ -106,6 +106,15 @@ class LoaderClient:
         self._check_stage(stage)
         return self._ask({"op": "plan", "window": window})
 
+    def stats(self) -> dict[str, Any]:
+        """How far ahead of each rank the loader is, and its ring.
+
+        {"ranks": [{"rank", "depth", "ready", "pack_s", "longest_read_s"}, …], "slots", "lent", "bytes", "max_bytes"}:
+        depth is packs to keep ready, ready those that are; pack_s is the trainer's mean time for a pack without its
+        waits, longest_read_s what the depth is made to bridge.
+        """
+        return self._ask({"op": "stats"})
+
     def _check_stage(self, stage: str) -> None:
         if stage != self._stage:
             raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start one for it")

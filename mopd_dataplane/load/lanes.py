@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.load.layout import Field
+from mopd_dataplane.load.pace import Pace
 from mopd_dataplane.load.ring import Slot
 from mopd_dataplane.load.source import WindowSource
 
@@ -21,6 +22,8 @@ from mopd_dataplane.load.source import WindowSource
 class Item:
     """One pack owed to one lane."""
 
+    pace: Pace
+    """Of the lane."""
     source: WindowSource
     step: int
     ordinal: int
@@ -33,6 +36,8 @@ class Item:
     list_bytes: int
     """The same without its hidden states: about what its payload takes in memory once it is read."""
     slot: Slot | None = None
+    since: float = 0.0
+    """When it got the slot."""
     ready: bool = False
     wanted: bool = False
     """A trainer is blocked on it."""
@@ -54,6 +59,7 @@ class Lane:
     rank: int
     ranks: int
     members: int
+    pace: Pace
     seats: set[int] = field(default_factory=set)
     items: deque[Item] = field(default_factory=deque)
     source: WindowSource | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.lanes import Item, Lane, Seat
 from mopd_dataplane.load.layout import UNCHECKED, seal
+from mopd_dataplane.load.pace import REMEMBERED, Pace
 from mopd_dataplane.load.protocol import HEARTBEAT_S
 from mopd_dataplane.load.ring import Ring, Slot
 from mopd_dataplane.load.source import WindowSource
@@ -36,6 +37,8 @@ AHEAD_BYTES = 256 << 20
 """Payload in lists that is read at once, over all lanes: neighbouring rows are read far cheaper than scattered ones."""
 AHEAD_PACKS = 512
 """Packs of one lane that are looked at in advance."""
+TRIM_PACKS = 2 * REMEMBERED
+"""Packs lent between two looks whether the ring has slots that nobody used meanwhile."""
 
 Dealer = Callable[[PlanWindow, NDArray[np.int64], int, int], list[list[int]]]
 """(plan, sample lengths, step, ranks) → pack ids of each rank, -1 for none."""
@@ -54,6 +57,7 @@ class Loader:
         self._lanes: dict[tuple[int, int], Lane] = {}
         self._seats = 0
         self._probed = 0.0
+        self._lent_packs = 0
         self._closed = False
         self._filler = threading.Thread(target=self._fill_forever, name="filler", daemon=True)
         self._filler.start()
@@ -71,7 +75,7 @@ class Loader:
             refusal = self._refusal(rank, ranks, members)
             if refusal:
                 raise MismatchError(refusal)
-            lane = self._lanes.setdefault((rank, ranks), Lane(rank, ranks, members))
+            lane = self._lanes.setdefault((rank, ranks), Lane(rank, ranks, members, Pace(self._spec.slots)))
             self._seats += 1
             lane.seats.add(self._seats)
             self._changed.notify_all()
@@ -136,6 +140,8 @@ class Loader:
             until = time.monotonic() + HEARTBEAT_S
             with self._changed:
                 item = self._find(seat, step, ordinal)
+                if not item.wanted and len(item.waiting) == seat.lane.members:
+                    seat.lane.pace.asked(time.monotonic())
                 while not self._deliverable(item, seat) and (left := until - time.monotonic()) > 0:
                     if not item.wanted:
                         item.wanted = True
@@ -172,6 +178,28 @@ class Loader:
             if not lane.seats:
                 self._lanes.pop((lane.rank, lane.ranks), None)
             self._changed.notify_all()
+
+    def stats(self) -> dict[str, Any]:
+        """The ring, and how far ahead of each rank the loader is and wants to be; see docs/loader.md."""
+        with self._changed:
+            ranks = [
+                {
+                    "rank": lane.rank,
+                    "depth": lane.pace.depth,
+                    "ready": sum(item.ready for item in lane.items),
+                    "pack_s": lane.pace.pack_s,
+                    "longest_read_s": lane.pace.longest_read_s,
+                }
+                for lane in self._lanes.values()
+            ]
+            ring = self._ring
+            return {
+                "ranks": sorted(ranks, key=lambda found: found["rank"]),
+                "slots": len(ring.ids),
+                "lent": ring.lent,
+                "bytes": ring.bytes,
+                "max_bytes": ring.max_bytes,
+            }
 
     def retired(self, slots: set[int]) -> set[int]:
         """Those of these slots that are no more; a trainer that maps one keeps its memory from the machine."""
@@ -243,6 +271,8 @@ class Loader:
         slot = item.slot
         assert slot is not None
         item.wanted = False
+        if len(item.waiting) == seat.lane.members:
+            self._lent_first(seat.lane)
         item.waiting.discard(seat.id)
         item.holders.add(seat.id)
         seat.held[slot.id] = item
@@ -250,6 +280,13 @@ class Loader:
             seat.lane.items.remove(item)
         self._changed.notify_all()
         return slot
+
+    def _lent_first(self, lane: Lane) -> None:
+        """Count a pack that the first of its readers has; now and then the ring is cut to what it needs."""
+        lane.pace.lent(time.monotonic())
+        self._lent_packs += 1
+        if self._lent_packs % TRIM_PACKS == 0:
+            self._ring.trim()
 
     def _extend(self, lane: Lane) -> bool:
         """Append the items of one more step; False at the end of what is planned."""
@@ -265,7 +302,8 @@ class Loader:
         for ordinal, pack in enumerate(self._packs(lane, source, lane.next_step)):
             fields, nbytes = source.fields(pack)
             in_lists = sum(field.nbytes for field in fields if field.name != UNCHECKED)
-            lane.items.append(Item(source, lane.next_step, ordinal, pack, set(lane.seats), fields, nbytes, in_lists))
+            place = (source, lane.next_step, ordinal, pack)
+            lane.items.append(Item(lane.pace, *place, set(lane.seats), fields, nbytes, in_lists))
         lane.next_step += 1
         return True
 
@@ -317,20 +355,19 @@ class Loader:
 
     def _choose(self) -> list[Item]:
         """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every lane."""
-        depth = self._spec.slots
         nearest: list[Item] = []
-        filled = 0
         for lane in self._lanes.values():
+            depth = lane.pace.depth
             while len(lane.items) < depth and self._extend(lane):
                 pass
-            filled += sum(item.slot is not None for item in lane.items)
-            nearest += islice((item for item in lane.items if item.slot is None), depth)
+            nearest += [item for item in islice(lane.items, depth) if item.slot is None]
+            nearest += [item for item in islice(lane.items, depth, None) if item.wanted and item.slot is None]
         nearest.sort(key=lambda item: (not item.wanted, item.place))
         chosen: list[Item] = []
-        for item in nearest:
+        for item in nearest[: self._spec.slots * len(self._lanes)]:  # then look again: a trainer may wait by now
             try:
                 self._ring.check_size(item.nbytes)
-                item.slot = self._acquire(item, filled + len(chosen) < depth * len(self._lanes))
+                item.slot, item.since = self._acquire(item), time.monotonic()
             except MopdError as error:
                 item.error = error
                 self._changed.notify_all()
@@ -362,11 +399,11 @@ class Loader:
                 yield lane.items[place]
                 place += 1
 
-    def _acquire(self, item: Item, may_grow: bool) -> Slot | None:
+    def _acquire(self, item: Item) -> Slot | None:
         """A slot for the item. One that a trainer waits for may take the slots of packs that are needed later."""
         item.starved = False
         want = item.source.largest_pack_bytes
-        slot = self._ring.acquire(item.nbytes, want_bytes=want, may_grow=may_grow or item.wanted)
+        slot = self._ring.acquire(item.nbytes, want_bytes=want)
         if slot is not None or not item.wanted:
             return slot
         later = [
@@ -379,7 +416,7 @@ class Loader:
             assert other.slot is not None
             self._ring.release(other.slot)
             other.slot, other.ready = None, False
-            slot = self._ring.acquire(item.nbytes, want_bytes=want, may_grow=True)
+            slot = self._ring.acquire(item.nbytes, want_bytes=want)
             if slot is not None:
                 return slot
         item.starved = True
@@ -405,5 +442,6 @@ class Loader:
                     self._ring.release(slot)
                     item.slot = None
                 else:
+                    item.pace.read(time.monotonic(), item.since)
                     self._recycle(item)
                 self._changed.notify_all()

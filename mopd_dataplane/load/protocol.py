@@ -8,6 +8,7 @@ answer yet it says so every second ({"wait": reason}), so that silence always me
     next                                                → step, packs, loss_tokens, sequences; or end
     pack     step, ordinal                              → slot, generation, bytes; gone: slots to unmap; with the
                                                           slot's fd at first sight
+    stats                                               → what Loader.stats returns
     release  leases [[slot, generation], …]
     bye
 """

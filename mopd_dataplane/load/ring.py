@@ -47,6 +47,7 @@ class Ring:
         self._free: list[Slot] = []
         self._lent: dict[int, Slot] = {}
         self._made = 0
+        self._most_lent = 0
 
     @property
     def bytes(self) -> int:
@@ -76,22 +77,23 @@ class Ring:
                 f"set load.ring_bytes to at least {_pages(nbytes)} for each rank, or lower plan.pack_tokens",
             )
 
-    def acquire(self, nbytes: int, *, want_bytes: int = 0, may_grow: bool) -> Slot | None:
-        """A slot of at least `nbytes`, or None while lent slots leave no room, or none is free and none may be made.
+    def acquire(self, nbytes: int, *, want_bytes: int = 0) -> Slot | None:
+        """A slot of at least `nbytes`, or None while lent slots leave no room for it.
 
         want_bytes: size of a slot made new, so that later packs fit it too.
         Raises ResourceError when the machine is out of memory.
         """
-        self._free.sort(key=lambda slot: slot.capacity)
-        slot = next((slot for slot in self._free if slot.capacity >= nbytes), None)
+        fitting = (slot for slot in self._free if slot.capacity >= nbytes)
+        slot = min(fitting, key=lambda slot: slot.capacity, default=None)
         if slot is not None:
             self._free.remove(slot)
-        elif self._lent_bytes + nbytes <= self.max_bytes and (may_grow or self._retire_smallest()):
+        elif self._lent_bytes + nbytes <= self.max_bytes:
             slot = self._grow(_pages(max(nbytes, self._slot_bytes or want_bytes)))
         else:
             return None
         slot.generation += 1
         self._lent[slot.id] = slot
+        self._most_lent = max(self._most_lent, len(self._lent))
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -100,6 +102,12 @@ class Ring:
         if self._poison:
             slot.memory[:] = bytes([POISON]) * slot.capacity
         self._free.append(slot)
+
+    def trim(self) -> None:
+        """Give back the smallest free slots, down to the most that were lent at once since the last trim."""
+        while len(self._free) + len(self._lent) > self._most_lent and self._retire_smallest():
+            pass
+        self._most_lent = len(self._lent)
 
     def close(self) -> None:
         """Give every slot back to the machine; mappings of other processes keep theirs until they unmap."""
@@ -119,7 +127,9 @@ class Ring:
         """Give the smallest free slot back to the machine; False when none is free."""
         if not self._free:
             return False
-        os.close(self._free.pop(0).fd)
+        smallest = min(self._free, key=lambda slot: slot.capacity)
+        self._free.remove(smallest)
+        os.close(smallest.fd)
         return True
 
 

@@ -123,6 +123,8 @@ class _Conversation:
             raise InputError("the first message must be hello")
         if operation == "plan":
             self._send(self._loader.planned(int(message["window"]), self._beat))
+        elif operation == "stats":
+            self._send(self._loader.stats())
         elif operation == "open":
             steps, base = self._loader.open(self._seat, int(message["window"]), int(message["step"]), self._beat)
             self._send({"steps": steps, "base": base})

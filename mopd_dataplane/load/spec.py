@@ -28,7 +28,7 @@ class LoadSpec(Section):
     verifier: str = ""
     """Whose rewards; may be empty when only one verifier rewarded these samples."""
     slots: int = Field(default=4, ge=2)
-    """Packs kept ready ahead of each rank."""
+    """Fewest packs kept ready ahead of each rank."""
     slot_bytes: int = Field(default=0, ge=0)
     """Usual size of a slot, a larger pack gets a larger one; 0 takes the largest pack of the window."""
     ring_bytes: int = Field(default=0, ge=0)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient, Views
@@ -100,6 +101,10 @@ class BatchStream:
         if self._windows and window not in [*self._windows, self._windows[-1] + 1]:
             raise InputError(f"the saved place is in window {window}, this stream walks {self._windows}")
         self._window, self._step = window, step
+
+    def stats(self) -> dict[str, Any]:
+        """How far ahead of each rank the loader is, and its ring; see LoaderClient.stats."""
+        return self._client.stats()
 
     def close(self) -> None:
         """Leave; everything still held is given back. The rank that started the loader waits for the others."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -292,6 +293,32 @@ def test_ranks_in_step_with_each_other_share_a_ring_that_holds_one_large_pack_ea
         assert sorted(seen[0] + seen[1]) == list(range(len(pack_bytes(store))))
         for client in clients:
             client.close()
+
+
+def read_at(client: LoaderClient, pack_s: float) -> dict:
+    """Read a window, pause at the next one, and say what the loader has ready by then."""
+    for batch in client.batches(STAGE, 0):
+        for pack in batch.packs:
+            time.sleep(pack_s)
+            batch.release(pack)
+    next(client.batches(STAGE, 1))
+    time.sleep(2.0)
+    return client.stats()
+
+
+def test_a_fast_trainer_gets_a_deeper_ring_than_a_slow_one_inside_the_bound(store, tmp_path):
+    most = 6 * max(pack_bytes(store))
+    found = {}
+    for name, pack_s, ring_bytes in (("slow", 0.3, 0), ("fast", 0.0, 0), ("bounded", 0.0, most)):
+        spec = SPEC.model_copy(update={"ring_bytes": ring_bytes})
+        with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+            found[name] = read_at(client, pack_s)
+    slow, fast, bounded = (found[name]["ranks"][0] for name in ("slow", "fast", "bounded"))
+    assert SPEC.slots <= slow["depth"] < fast["depth"]
+    assert slow["pack_s"] == pytest.approx(0.3, rel=0.5)
+    assert slow["ready"] < slow["depth"] + 1 <= fast["ready"] <= fast["depth"]
+    assert bounded["depth"] > SPEC.slots
+    assert found["bounded"]["bytes"] <= found["bounded"]["max_bytes"] <= most
 
 
 def test_a_pack_larger_than_the_ring_says_so_and_others_are_still_read(store, tmp_path):

@@ -20,11 +20,11 @@ PAGE = mmap.PAGESIZE
 
 def test_slots_are_reused_and_the_bound_holds():
     ring = Ring(max_bytes=3 * PAGE)
-    slots = [ring.acquire(PAGE, may_grow=True) for _ in range(3)]
+    slots = [ring.acquire(PAGE) for _ in range(3)]
     assert len({slot.id for slot in slots}) == 3
-    assert ring.acquire(1, may_grow=True) is None
+    assert ring.acquire(1) is None
     ring.release(slots[1])
-    again = ring.acquire(10, may_grow=False)
+    again = ring.acquire(10)
     assert (again.id, again.generation) == (slots[1].id, 2)
     assert (ring.bytes, ring.lent) == (3 * PAGE, 3)
     ring.close()
@@ -32,11 +32,11 @@ def test_slots_are_reused_and_the_bound_holds():
 
 def test_small_slots_make_room_for_large_ones():
     ring = Ring(max_bytes=4 * PAGE)
-    small = [ring.acquire(PAGE, may_grow=True) for _ in range(3)]
-    assert ring.acquire(2 * PAGE, may_grow=True) is None
+    small = [ring.acquire(PAGE) for _ in range(3)]
+    assert ring.acquire(2 * PAGE) is None
     for slot in small:
         ring.release(slot)
-    large = ring.acquire(3 * PAGE, may_grow=False)
+    large = ring.acquire(3 * PAGE)
     assert large.capacity == 3 * PAGE
     assert ring.bytes <= 4 * PAGE
     ring.close()
@@ -44,16 +44,29 @@ def test_small_slots_make_room_for_large_ones():
 
 def test_a_pack_larger_than_a_slot_gets_one_of_its_own_for_which_free_slots_make_room():
     ring = Ring(max_bytes=4 * PAGE, slot_bytes=PAGE)
-    usual = [ring.acquire(PAGE, may_grow=True) for _ in range(4)]
+    usual = [ring.acquire(PAGE) for _ in range(4)]
     ring.release(usual[0])
     ring.release(usual[1])
-    assert ring.acquire(3 * PAGE, may_grow=True) is None
+    assert ring.acquire(3 * PAGE) is None
     assert ring.ids == {slot.id for slot in usual}, "slots stay while their room would not be enough"
     ring.release(usual[2])
-    large = ring.acquire(3 * PAGE, may_grow=False)
+    large = ring.acquire(3 * PAGE)
     assert (large.capacity, ring.bytes, ring.ids) == (3 * PAGE, 4 * PAGE, {usual[3].id, large.id})
     ring.release(large)
-    assert ring.acquire(PAGE, may_grow=True) is large, "a free slot that is too large is better than a new one"
+    assert ring.acquire(PAGE) is large, "a free slot that is too large is better than a new one"
+    ring.close()
+
+
+def test_slots_that_nobody_used_for_a_while_go_back_to_the_machine():
+    ring = Ring(max_bytes=8 * PAGE)
+    slots = [ring.acquire(size * PAGE) for size in (1, 2, 3)]
+    for slot in slots:
+        ring.release(slot)
+    ring.trim()
+    assert ring.ids == {1, 2, 3}, "three were lent at once"
+    ring.release(ring.acquire(PAGE))
+    ring.trim()
+    assert ring.ids == {3}, "one is enough, and the largest fits every pack"
     ring.close()
 
 
@@ -117,7 +130,7 @@ def shared_bytes() -> int:
 
 def test_released_slots_are_poisoned_on_request():
     ring = Ring(max_bytes=PAGE, poison=True)
-    slot = ring.acquire(PAGE, may_grow=True)
+    slot = ring.acquire(PAGE)
     slot.memory[:] = b"\x01" * PAGE
     ring.release(slot)
     assert set(slot.memory) == {POISON}
