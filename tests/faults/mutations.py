@@ -14,7 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +91,7 @@ MUTATIONS = [
              "        check_step(output, self._engine.vocab_size)\n", "",
              UNIT + "test_rollout_runner.py -k garbage"),
     Mutation("take a step that answers for no sample", "engine.py",
-             "    if said == due and len(said) == len(slots):", "    if True:", "13"),
+             "    if said and said == expected and len(said) == len(slots):", "    if True:", "13"),
     Mutation("wait for a hanging engine for ever", "watch.py", "self._answers.get(timeout=DEADLINE_S)",
              "self._answers.get(timeout=9999)", "13"),
     Mutation("metadata before payload", "store/commit.py",
@@ -120,10 +123,9 @@ MUTATIONS = [
 def main() -> int:
     """Apply each mutation to a fresh copy, run its test, and print what happened."""
     words = sys.argv[1:]
+    chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
     holes = 0
-    for mutation in MUTATIONS:
-        if words and not any(word in mutation.name for word in words):
-            continue
+    for mutation in chosen:
         began = time.monotonic()
         caught = noticed(mutation)
         holes += not caught
@@ -136,39 +138,54 @@ def main() -> int:
 
 
 def noticed(mutation: Mutation) -> bool:
-    """Whether the test fails on the mutated copy. It is run unmutated by the suite itself."""
+    """Whether the test fails on a mutated copy, and passes on one that is whole."""
+    if not _passes(mutation.test):
+        raise SystemExit(f"{mutation.name}: {mutation.test} fails without the mutation too")
+    with _copy() as copy:
+        mutate(copy, mutation)
+        return not _run(mutation.test, copy)
+
+
+def mutate(root: Path, mutation: Mutation) -> None:
+    """Break the rule in the package under `root`. Raises ValueError unless its text is there exactly once."""
+    file = root / PACKAGE / (mutation.file if "/" in mutation.file else f"rollout/{mutation.file}")
+    text = file.read_text()
+    if text.count(mutation.old) != 1:
+        raise ValueError(f"{mutation.name}: {mutation.file} has the text {text.count(mutation.old)} times, not once")
+    file.write_text(text.replace(mutation.old, mutation.new))
+
+
+@contextmanager
+def _copy() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mutation-", dir="/dev/shm") as scratch:
-        copy = Path(scratch)
         for name in ("mopd_dataplane", "tests"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        file = copy / PACKAGE / (mutation.file if "/" in mutation.file else f"rollout/{mutation.file}")
-        text = file.read_text()
-        if text.count(mutation.old) != 1:
-            raise SystemExit(
-                f"{mutation.name}: {mutation.file} has the text {text.count(mutation.old)} times, not once"
-            )
-        file.write_text(text.replace(mutation.old, mutation.new))
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-        if mutation.test.isdigit():
-            command = [sys.executable, "tests/faults/figures.py", "--tier", "test", "--rows", mutation.test]
-        else:
-            place, _, words = mutation.test.partition(" -k ")
-            command += [place, "-k", words.strip('"')]
-        python_path = os.pathsep.join([str(copy), str(ROOT / "kernels")])
-        try:
-            done = subprocess.run(
-                command,
-                cwd=copy,
-                env={**os.environ, "PYTHONPATH": python_path},
-                capture_output=True,
-                timeout=_DEADLINE_S,
-            )
-        except subprocess.TimeoutExpired:
-            return True
-        if done.returncode == 5:
-            raise SystemExit(f"{mutation.name}: no test matches {mutation.test}")
-        return done.returncode != 0
+            shutil.copytree(ROOT / name, Path(scratch) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", scratch)
+        yield Path(scratch)
+
+
+@cache
+def _passes(test: str) -> bool:
+    with _copy() as copy:
+        return _run(test, copy)
+
+
+def _run(test: str, copy: Path) -> bool:
+    """Whether a test passes on a copy in time."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    if test.isdigit():
+        command = [sys.executable, "tests/faults/figures.py", "--tier", "test", "--rows", test]
+    else:
+        place, _, words = test.partition(" -k ")
+        command += [place, "-k", words.strip('"')]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT / "kernels")])}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode == 5:
+        raise SystemExit(f"no test matches {test}")
+    return done.returncode == 0
 
 
 def _label(test: str) -> str:

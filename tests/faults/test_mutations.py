@@ -1,0 +1,19 @@
+"""Every mutation of `make mutations` still names code that is there; `make mutations` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS, PACKAGE, ROOT, Mutation, mutate
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_its_text_is_there_once(mutation: Mutation, tmp_path: Path) -> None:
+    name = PACKAGE + (mutation.file if "/" in mutation.file else f"rollout/{mutation.file}")
+    copy = tmp_path / name
+    copy.parent.mkdir(parents=True)
+    before = (ROOT / name).read_text()
+    copy.write_text(before)
+    mutate(tmp_path, mutation)
+    assert copy.read_text() != before
