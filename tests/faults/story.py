@@ -17,7 +17,7 @@ from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
 
 LENGTH = 150
-SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
+SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
 POINTS = (
     "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
     "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",

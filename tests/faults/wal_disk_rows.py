@@ -99,7 +99,7 @@ def flipped(count: int, seed: int) -> Tally:
 def power_lost(count: int, seed: int) -> Tally:
     """Unsynced sectors new, zero, garbage or absent; names and deletions not on disk: every durable record is there."""
     tally = Tally()
-    settings = config.Wal(group_commit_ms=1000, segment_bytes=1 << 12, full_disk_wait_s=0)
+    settings = config.Wal(group_commit_ms=1000, segment_bytes=1 << 14, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
         known = states(seed, LENGTH)
