@@ -15,6 +15,7 @@ Importing this package loads neither torch nor lance.
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,10 @@ def create_store(uri: str, *, storage_options: dict[str, str] | None = None, sin
 
     return Store.create(uri, storage_options=storage_options, single_writer=single_writer)
 
+
+# Where torchao is installed, transformers imports it with its first model, and it warns of kernels for other hardware.
+for _noisy in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 _HOMES = {"Store": "store.dataset", **dict.fromkeys(("Prompt", "Sample", "Signal", "Snapshot"), "records")}
 """Loaded at first use: `mopd --help` waits for neither numpy nor lance."""

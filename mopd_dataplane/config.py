@@ -28,6 +28,7 @@ Name = typing.Annotated[str, Field(pattern=NAME)]
 Fraction = typing.Annotated[float, Field(ge=0, le=1)]
 Band = tuple[float, float]
 Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
+Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
 
 
 def _check_points(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
@@ -124,6 +125,9 @@ class Teacher(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
+    quantisation: Quantisation = "none"
+    """How the weights that judge are rounded (score/quantise.py): never the LM head, nor a teacher's own sampling. What
+    it does to the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
     url: str = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
 
@@ -133,6 +137,8 @@ class Teacher(Section):
             raise ValueError("give exactly one of source, blend")
         if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
             raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
+        if self.blend and self.quantisation != "none":
+            raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
         return self
 
 
@@ -229,6 +235,15 @@ class Score(Section):
     start's."""
     max_resident: int = Field(default=1, ge=1)
     """Teachers held in memory at once."""
+
+    @model_validator(mode="after")
+    def _precision_is_the_teachers(self) -> Score:
+        if "quantization" in self.options:
+            raise ValueError(
+                "options.quantization would change what teachers say without changing who they are; give vLLM a "
+                "quantised checkpoint as the teacher's source"
+            )
+        return self
 
 
 class Plan(Section):

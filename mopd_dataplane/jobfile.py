@@ -230,8 +230,19 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: rollout.group_size = {rollout.group_size} keeps groups in one step, which "
             "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
         )
+    if gradient and (rollout.top_p < 1 or rollout.top_k):
+        raise JobFileError(
+            f"{at}: under rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k} the sampler's log-probs are those "
+            "of the tokens it keeps, the trainer's those of all, so the ratios of a policy gradient would be wrong; "
+            f"set top_p = 1 and top_k = 0, or give objective {stage.objective!r} a divergence instead"
+        )
     if rollout.teacher_mix and rollout.policy != "self":
         raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')
+    if rollout.teacher_mix and job.engine.kind != "hf":
+        raise JobFileError(
+            f"{at}: rollout.teacher_mix = {rollout.teacher_mix} draws each token from two models, which engine.kind = "
+            f'{job.engine.kind!r} cannot; set engine.kind = "hf", or rollout.teacher_mix = 0'
+        )
     if rollout.teacher_mix and gradient and gradient.teacher_coef and gradient.student_logprob == "sampler":
         raise JobFileError(
             f"{at}: under rollout.teacher_mix the sampler's log-prob is the mixture's, not the student's; set "
@@ -308,6 +319,12 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
     reference = job.objective(stage).policy_gradient
     teachers |= {reference.reference} & set(job.teachers) if reference else set()
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
+        rounded = job.teachers[teacher].quantisation
+        if rounded != "none" and stage.score.engine == "vllm":
+            raise JobFileError(
+                f"{at}: teachers.{teacher}.quantisation = {rounded!r} is what the Hugging Face scorer applies; set "
+                'score.engine = "hf", or quantisation = "none"'
+            )
         source = job.teachers[teacher].source
         if not source.startswith("stage:") or source[6:] in earlier:
             continue

@@ -149,7 +149,11 @@ TEACHERS = TableSpec(
             _field("norm_placement", _STRING, "post: hidden states are after the final norm"),
             _field("logit_softcap", pa.float32(), "0 when the architecture has none"),
             _field("logit_scale", pa.float32(), "multiplier on logits"),
-            _field("quantisation", _STRING, "weight quantisation of the teacher"),
+            _field(
+                "quantisation",
+                _STRING,
+                "none, int8, fp8 or mxfp4: how its weights are rounded; of a blend, each that occurs",
+            ),
             _field("head_file", _STRING, "LM head, relative to the store root"),
             _field("head_digest", _STRING, "sha256 of the head file"),
             _field("created_at", _TIME, "wall clock, informative only"),

@@ -100,10 +100,15 @@ def print_csv(table: pa.Table) -> None:
         writer.writerow([json.dumps(v) if isinstance(v, list | dict) else v for v in map(plain, row)])
 
 
+def print_title(text: str) -> None:
+    """A line above what follows."""
+    stdout().print(Text(one_line(text), style="bold"))
+
+
 def print_facts(facts: Mapping[str, Any], *, title: str = "") -> None:
     """Names and values, one line each, nested values indented below their name."""
     if title:
-        stdout().print(Text(one_line(title), style="bold"))
+        print_title(title)
     _print_level(facts, indent=2 if title else 0)
 
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from itertools import groupby
+from typing import Annotated, Any
 
 import typer
 
 from mopd_dataplane.cli.jobs import AsJson, JobFile, Overrides, Seed, StageName, StoreUri, choose_stage, load
-from mopd_dataplane.cli.output import note, print_json, print_rows, stderr
+from mopd_dataplane.cli.output import note, print_json, print_rows, print_title, stderr
 from mopd_dataplane.cli.register import register
 
 PANEL = "Answers"
 COLUMNS = {
-    "domain": "domain",
     "teacher": "teacher",
-    "accuracy": "accuracy",
-    "support": "log-prob",
+    "accuracy": "acc.",
+    "support": "log p",
     "reverse_kl": "KL",
     "entropy": "entropy",
     "overlap": "overlap",
     "discrimination": "right > wrong",
     "calibration_error": "calib. error",
-    "gradient_agreement": "with verifier",
+    "gradient_agreement": "verifier",
 }
 
 
@@ -50,8 +50,15 @@ def teachers(
     if as_json:
         print_json(rows)
         return
-    print_rows(COLUMNS.values(), ([row[name] for name in COLUMNS] for row in rows))
+    for domain, judged in groupby(rows, key=lambda row: row["domain"]):
+        print_title(domain)
+        print_rows(COLUMNS.values(), ([_shown(row[name]) for name in COLUMNS] for row in judged))
     note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
+
+
+def _shown(value: Any) -> Any:
+    """Two decimals: what is measured on a few hundred answers has no more."""
+    return round(value, 2) if isinstance(value, float) else value
 
 
 def add_to(app: typer.Typer) -> None:

@@ -91,6 +91,14 @@ QUERIES: dict[str, str] = {
         select count(*) as samples, count(distinct uid) as distinct_uids, coalesce(sum(response_len), 0)::bigint
                as response_tokens, coalesce(sum((interruptions > 0)::int), 0)::bigint as interrupted from samples""",
     "teachers": "select name, source from teachers order by name",
+    "rounding": """
+        select json_extract_string(detail, '$.teacher') as teacher,
+               any_value(json_extract_string(detail, '$.quantisation')) as quantisation,
+               any_value((detail->>'$.tokens')::bigint) as tokens,
+               max(value) filter (detail->>'$.measure' = 'kl') as kl,
+               max(value) filter (detail->>'$.measure' = 'logprob_gap') as logprob_gap,
+               max(value) filter (detail->>'$.measure' = 'top1_agreement') as top1_agreement
+        from events where kind = 'quantisation' group by teacher order by teacher""",
 }
 
 
@@ -119,6 +127,7 @@ class Measures:
     cost: Rows
     totals: Rows
     teachers: Rows
+    rounding: Rows
 
     def numbers(self) -> dict[str, Any]:
         """The measures and the recovery as plain values, for --json."""

@@ -195,7 +195,26 @@ def suitability(measures: Measures) -> Section:
             cells.append(Cell(text=text, heat=heat, note=note, marked=marked))
         body.append(cells)
     text = "Mean reverse KL in nat per token over all scored samples. Outlined: the closest of several teachers."
-    return Section(key="teachers", title=title, text=text, grids=[Grid(head=["domain", *teachers], rows=body)])
+    grids = [Grid(head=["domain", *teachers], rows=body), *_rounding(measures.rounding)]
+    return Section(key="teachers", title=title, text=text, grids=grids)
+
+
+def _rounding(rows: Rows) -> list[Grid]:
+    """What quantisation does to each teacher that has one."""
+    if not rows:
+        return []
+    head = ["teacher", "weights", "KL, nat per token", "mean log-prob difference", "same first choice"]
+    body = [
+        [
+            Cell(text=row["teacher"]),
+            Cell(text=row["quantisation"]),
+            Cell(text=number(row["kl"]), note=f"{count(row['tokens'])} tokens"),
+            Cell(text=number(row["logprob_gap"])),
+            Cell(text=percent(row["top1_agreement"])),
+        ]
+        for row in rows
+    ]
+    return [Grid(head=head, rows=body, caption="Teachers with rounded weights, against the same ones as stored.")]
 
 
 def samples(measures: Measures) -> Section:

@@ -16,12 +16,12 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.evaluate import accuracy
+from mopd_dataplane.run.judge import teacher_pool
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.rows import stage_samples
 from mopd_dataplane.score.compare import Answer, compare
 from mopd_dataplane.score.judge import Judge
 from mopd_dataplane.score.readers import HfReader
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
 
 def compare_teachers(
@@ -39,7 +39,7 @@ def compare_teachers(
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
     student = Judge((HfReader(load_model(run.policies.folder(stage, 0))),))
     names = [name for name in job.teachers if _is_there(run, name)]
-    pool = _pool(run, stage, names)
+    pool = teacher_pool(run, stage, names, engine="hf")
     rows = []
     total = len(names) * sum(map(len, answers.values()))
     with run.progress.step(stage.name, "compare", total=total, unit="answers") as (advance, report):
@@ -101,18 +101,6 @@ def _is_there(run: Run, teacher: str) -> bool:
     names = [source.removeprefix("stage:") for source in sources if source.startswith("stage:")]
     stages = {stage.name: stage for stage in run.job.stages}
     return all(name in stages and run.policies.latest(stages[name]) for name in names)
-
-
-def _pool(run: Run, stage: Stage, names: list[str]) -> TeacherPool:
-    every = dict.fromkeys([*names, *(member for name in names for member in run.job.members_of(name))])
-    specs = {}
-    for name in every:
-        settings = run.job.teachers[name]
-        specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
-    widest = max((len(run.job.members_of(name)) for name in names), default=1)
-    return TeacherPool(
-        specs, student_tokenizer=run.tokenizer_digest, max_resident=max(widest, stage.score.max_resident)
-    )
 
 
 def _accuracy(run: Run, teacher: str, domain: str) -> float | None:

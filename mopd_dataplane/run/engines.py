@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mopd_dataplane.errors import InputError, MismatchError
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.jobfile import Job
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ class Engines:
         kept, self._kept = self._kept, None
         if kept is not None:
             try:
-                if partner is None:
-                    kept.load_policy(folder, version)
-                    return kept
+                kept.load_policy(folder, version)
+                return kept
             except MismatchError:
                 pass  # a model of another shape: a new engine will say if it cannot be had
             except BaseException:
@@ -63,7 +62,7 @@ class Engines:
 
 
 def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | None = None) -> Engine:
-    """A new engine as the job wants it, with this policy. Raises InputError, MismatchError, EngineError."""
+    """A new engine as the job wants it, with this policy. Raises MismatchError, EngineError."""
     settings, dtype = job.engine, job.engine.dtype or job.student.dtype
     if settings.kind == "hf":
         from mopd_dataplane.rollout.hf import HfEngine
@@ -71,8 +70,7 @@ def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | Non
         return HfEngine(
             folder, slots=settings.slots, policy_version=version, dtype=dtype, threads=settings.threads, partner=partner
         )
-    if partner is not None:
-        raise InputError('rollout.teacher_mix draws from two models; only engine.kind = "hf" can, found "vllm"')
+    assert partner is None, "the job file refuses rollout.teacher_mix with vLLM"
     if settings.url:
         from mopd_dataplane.rollout.vllm_server import ServerEngine
 

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.records import Signal
 from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.rows import Rows, stage_samples
+from mopd_dataplane.score.effect import quantisation_effect
+from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.reward import Reward, resolve_reward
-from mopd_dataplane.score.scorer import Scorable, score_samples
+from mopd_dataplane.score.scorer import PromptRenderer, Scorable, score_samples
 from mopd_dataplane.score.support import StudentSupport
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
+ROUNDING_SAMPLES = 32
+"""Samples that show what a teacher's quantisation does."""
 CHUNK = 512
 """Samples read, judged and committed together: what a kill can cost."""
 
@@ -51,8 +56,9 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     """Compute and commit every missing signal of a stage's samples (of one generation, or of all).
 
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
-    tokenizer or weights do not fit.
+    tokenizer, weights or quantisation do not fit.
     """
+    _check_precision(run, stage)
     work = _missing(run, stage, generation)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
@@ -65,6 +71,7 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
         for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
         for chunk in _chunks(rows)
     ]
+    _record_rounding(run, stage, pool, tasks)
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with closing(pool), step as (advance, report):
 
@@ -137,12 +144,14 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     return pool
 
 
-def teacher_pool(run: Run, stage: Stage, *, engine: Literal["hf", "vllm"] | None = None) -> TeacherPool:
-    """The teachers that judge a stage's samples, and those they are blends of; none is loaded yet.
+def teacher_pool(
+    run: Run, stage: Stage, judges: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None
+) -> TeacherPool:
+    """Teachers as a stage scores with them, and those they are blends of; none is loaded yet.
 
-    engine: what runs them; default: what the job says.
+    judges: default those that judge the stage's samples. engine: what runs them; default what the job says.
     """
-    judges = (*run.job.teachers_of(stage), *_reference(run, stage))
+    judges = judges or (*run.job.teachers_of(stage), *_reference(run, stage))
     names = dict.fromkeys([*judges, *(member for teacher in judges for member in run.job.members_of(teacher))])
     specs = {}
     for name in names:
@@ -172,6 +181,18 @@ def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, ta
     return Judged(task.teacher, new, positions)
 
 
+def _check_precision(run: Run, stage: Stage) -> None:
+    """Refuse signals of another precision than the job now says, also where none is missing."""
+    known = run.store.teachers()
+    for teacher in (*run.job.teachers_of(stage), *_reference(run, stage)):
+        now = quantisation_of(run.job.teachers[member].quantisation for member in run.job.members_of(teacher))
+        if teacher in known and known[teacher].quantisation != now:
+            raise MismatchError(
+                f"the store has signals of teacher {teacher!r} with quantisation {known[teacher].quantisation!r}, the "
+                f"job now says {now!r}; go back to that, or give the new teacher another name"
+            )
+
+
 def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:
     """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
     objective = run.job.objective(stage)
@@ -196,21 +217,48 @@ def _judge(
     run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, teacher: str, kinds: list[str], rows: Rows
 ) -> dict[str, list[Signal]]:
     scorables = list(_scorables(run, rows))
+    signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
+    renderer = _renderer(run, teacher, scorables)
+    for signal in score_samples(pool, teacher, kinds, scorables, stage.score, render_prompt=renderer, student=student):
+        signals[signal.kind].append(signal)
+    return signals
+
+
+def _renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
+    """How a teacher reads the samples' prompts; None for as the student does."""
     template = run.job.teachers[teacher].prompt_template
-    prompts = {}
-    if template:
-        wanted = {s.prompt_id for s in scorables}
-        prompts = {p.prompt_id: p for p in run.store.prompts() if p.prompt_id in wanted}
+    if not template:
+        return None
+    wanted = {sample.prompt_id for sample in samples}
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts() if prompt.prompt_id in wanted}
 
     def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
         prompt = prompts[sample.prompt_id]
         return render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
 
-    signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
-    renderer = as_the_teacher_reads_it if template else None
-    for signal in score_samples(pool, teacher, kinds, scorables, stage.score, render_prompt=renderer, student=student):
-        signals[signal.kind].append(signal)
-    return signals
+    return as_the_teacher_reads_it
+
+
+def _record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[JudgeTask]) -> None:
+    """Measure what rounding does to each quantised teacher, once, before its first signal is stored."""
+    measured = run.store.table("events", ["event_id"], filter="kind = 'quantisation'")["event_id"].to_pylist()
+    for task in tasks:
+        for member in run.job.members_of(task.teacher):
+            form = run.job.teachers[member].quantisation
+            if form == "none" or f"quantisation/{member}/kl" in measured:
+                continue
+            samples = [one for one in _scorables(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
+            if not samples:
+                continue
+            effect = quantisation_effect(
+                pool, member, samples, stage.score, render_prompt=_renderer(run, task.teacher, samples)
+            )
+            facts = asdict(effect)
+            detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}
+            for name, value in reversed(facts.items()):  # kl comes last: where it is, all are
+                event = f"quantisation/{member}/{name}"
+                run.store.add_event(event, stage.name, "quantisation", -1, value, {**detail, "measure": name})
+                measured.append(event)
 
 
 def _scorables(run: Run, rows: Rows) -> Iterator[Scorable]:

@@ -16,6 +16,7 @@ from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError,
 from mopd_dataplane.files import fsync
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.judge import Judge, blended_head
+from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class TeacherPool:
         self._engine = engine
         self._reads = reads
         self._options = options or {}
+        for name, spec in specs.items():
+            if engine == "vllm" and spec.settings.quantisation != "none":
+                raise MismatchError(
+                    f"teacher {name!r} has quantisation = {spec.settings.quantisation!r}, which the Hugging Face "
+                    'scorer applies; set score.engine = "hf", or quantisation = "none"'
+                )
         self._resident: OrderedDict[str, Reader | LogprobReader] = OrderedDict()
         self.loads: dict[str, int] = {}
         """How often each teacher was read from disk."""
@@ -97,6 +104,12 @@ class TeacherPool:
         found: Reader = self._held(name)  # type: ignore[assignment]
         return found
 
+    def as_stored(self, name: str) -> Reader:
+        """A teacher with the weights of its folder, whatever its quantisation. The pool drops what it holds first, and
+        does not keep this one. Raises UnknownNameError, MismatchError."""
+        self.close()
+        return self._hf_reader(self._checked(name), self._spec(name).settings.dtype)
+
     def logprob_reader(self, name: str) -> LogprobReader:
         """The same, for a pool of vLLM teachers that give log-probs of text."""
         found: LogprobReader = self._held(name)  # type: ignore[assignment]
@@ -120,7 +133,9 @@ class TeacherPool:
 
     def _open(self, folder: Path, settings: config.Teacher) -> Reader | LogprobReader:
         if self._engine == "hf":
-            return HfReader(models.load_model(folder, dtype=settings.dtype, device=self._device))
+            reader = self._hf_reader(folder, settings.dtype)
+            quantise(reader.model, settings.quantisation)
+            return reader
         if self._reads == "prompt_logprobs":
             from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, VllmLogprobs
 
@@ -133,6 +148,9 @@ class TeacherPool:
         if settings.url:
             return ServerReader(folder, models.weights_digest(folder), head, url=settings.url)
         return VllmReader(folder, head, dtype=settings.dtype, options=self._options)
+
+    def _hf_reader(self, folder: Path, dtype: str) -> HfReader:
+        return HfReader(models.load_model(folder, dtype=dtype, device=self._device))
 
     def _head(self, name: str) -> Head:
         """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
@@ -170,17 +188,21 @@ class TeacherPool:
             norm_placement=metadata["norm_placement"],
             logit_softcap=float(metadata["logit_softcap"]),
             logit_scale=float(metadata["logit_scale"]),
+            quantisation=quantisation_of(
+                self._spec(one).settings.quantisation for one in spec.settings.blend or (name,)
+            ),
             head_file=str(file.relative_to(root)),
             head_digest=models.file_digest(file),
         )
 
     def _digest(self, name: str) -> str:
-        """Digest of a teacher's weights; of a blend, over its members' digests and weights."""
-        blend = self._spec(name).settings.blend
-        if not blend:
-            return models.weights_digest(self._checked(name))
-        parts = [f"{models.weights_digest(self._checked(member))}*{weight!r}" for member, weight in blend.items()]
-        return hashlib.sha256("+".join(parts).encode()).hexdigest()
+        """Digest of the weights a teacher judges with: the stored ones and how they are rounded; of a blend, over its
+        members' digests and weights."""
+        settings = self._spec(name).settings
+        if settings.blend:
+            return _digest_of("+".join(f"{self._digest(m)}*{weight!r}" for m, weight in settings.blend.items()))
+        stored = models.weights_digest(self._checked(name))
+        return stored if settings.quantisation == "none" else _digest_of(f"{stored} as {settings.quantisation}")
 
     def _spec(self, name: str) -> TeacherSpec:
         if name not in self._specs:
@@ -195,6 +217,10 @@ class TeacherPool:
         digest = models.tokenizer_digest(models.load_tokenizer(folder))
         models.check_same_tokenizer(self._student_tokenizer, digest, name=name)
         return folder
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _words(blend: Mapping[str, float]) -> str:

@@ -71,6 +71,8 @@ GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}
         ({"teacher_mix": 0.2}, GRADIENT, {}, r'log-prob is the mixture\'s.*student_logprob = "current"'),
         ({"teacher_mix": 0.2, "policy": "summer"}, None, {}, 'set rollout.policy = "self"'),
         ({"teacher_mix": 1.0}, None, {}, "teacher_mix"),
+        ({"top_p": 0.9}, GRADIENT, {}, "top_p = 0.9, top_k = 0 the sampler's log-probs.*ratios of a policy gradient"),
+        ({"top_k": 20}, GRADIENT, {}, "top_p = 1, top_k = 20 the sampler's log-probs"),
         ({"student_share": 0.5, "rest": "poeet"}, None, {}, "rollout.rest: no teacher 'poeet'.*'poet'"),
         ({"student_share": 0.5}, GRADIENT, {}, "no sampler log-prob for a policy gradient"),
         ({"student_share": 0.5, "group_size": 2}, None, {}, "one reference answer, not 2"),
@@ -87,6 +89,18 @@ def test_settings_that_contradict_one_another_are_named(
 ) -> None:
     with pytest.raises(JobFileError, match=said):
         job(rollout, objective, **stage)
+
+
+def test_a_divergence_may_be_trained_on_cut_samples() -> None:
+    assert job({"top_p": 0.9, "top_k": 20}).stage("student").rollout.top_k == 20
+
+
+def test_a_mixture_is_drawn_by_the_hugging_face_engine_only() -> None:
+    raw = job({"teacher_mix": 0.2}).model_dump(mode="json") | {"engine": {"kind": "vllm"}}
+    with pytest.raises(JobFileError, match=r"stages.student.*teacher_mix = 0.2.*engine.kind = 'vllm'.*set engine.kind"):
+        check_job(raw, where="j")
+    raw["stages"][1]["rollout"]["teacher_mix"] = 0.0
+    assert check_job(raw, where="j").engine.kind == "vllm"
 
 
 def test_a_mixture_needs_its_teachers_to_be_trained_before() -> None:

@@ -1,0 +1,118 @@
+"""Teachers with rounded weights, through torchao.
+
+    form    a weight becomes                                        held in memory as
+    int8    8-bit integers, one scale a row                         int8
+    fp8     e4m3 floats, one scale a row                            float8
+    mxfp4   e2m1 floats, one power of two for 32 of them (OCP MX)   the teacher's dtype: torchao emulates the rounding
+
+Rounded are the linear layers of the body and the experts of a mixture of experts; transformers keeps those of a layer
+in one tensor, which torchao cannot hold packed, so they are rounded in place in every form. Embeddings, norms, biases,
+the routers of experts and the LM head stay as stored: the head that is stored for the trainer is the exact one, and
+all that rounding changes is in the hidden states.
+
+Products are taken in the teacher's dtype, so the signal is that of the rounded weights and of nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import InputError, MismatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
+
+    from mopd_dataplane.config import Quantisation
+
+MX_BLOCK = 32
+"""Weights under one scale of mxfp4."""
+
+
+def quantise(model: PreTrainedModel, form: Quantisation) -> None:
+    """Round a model's weights; "none" leaves them alone.
+
+    Raises InputError without torchao, MismatchError when a form cannot take one of the weights; the model is then in no
+    state to be used.
+    """
+    if form == "none":
+        return
+    from torch import nn
+
+    if find_spec("torchao") is None:
+        raise InputError(f'quantisation = "{form}" needs torchao; run: pip install "mopd-dataplane[quantise]"')
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    for path, module in model.named_modules():
+        if module is head:
+            continue
+        if isinstance(module, nn.Linear):
+            _check(form, path, module.in_features)
+            _round_linear(module, form)
+        for name, weight in _experts(module):
+            transposed = bool(module.is_transposed)
+            _check(form, f"{path}.{name}", weight.shape[1 if transposed else 2])
+            _round_experts(weight, form, transposed=transposed)
+
+
+def quantisation_of(forms: Iterable[Quantisation]) -> str:
+    """What a teacher's record says: the form of its weights; of a blend, each one that its members have.
+
+    >>> quantisation_of(["int8", "none", "int8"])
+    'int8 + none'
+    """
+    return " + ".join(dict.fromkeys(forms))
+
+
+def _experts(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Weights [experts, out, in] (transposed: [experts, in, out]) that a module holds itself."""
+    if not hasattr(module, "is_transposed"):  # what transformers gives every module of fused experts
+        return []
+    return [(name, weight.data) for name, weight in module.named_parameters(recurse=False) if weight.ndim == 3]
+
+
+def _check(form: str, path: str, width: int) -> None:
+    if form == "mxfp4" and width % MX_BLOCK:
+        raise MismatchError(
+            f"quantisation = 'mxfp4' rounds {MX_BLOCK} weights at a time; {path} has rows of {width}, not a multiple: "
+            "use 'int8' or 'fp8'"
+        )
+
+
+def _round_linear(layer: nn.Linear, form: str) -> None:
+    """Replace a layer's weight [out, in]: packed where torchao can multiply with it, else rounded."""
+    from torch import nn
+    from torchao.quantization import quantize_
+
+    if form == "mxfp4":
+        layer.weight = nn.Parameter(_mxfp4(layer.weight.data), requires_grad=False)
+    else:
+        quantize_(layer, _torchao_config(form))
+
+
+def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
+    """Round a tensor of experts in place, expert by expert."""
+    from torch import nn
+
+    for expert in weight:
+        rows = expert.T if transposed else expert
+        layer = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(rows.contiguous(), requires_grad=False)
+        _round_linear(layer, form)
+        rounded: Any = layer.weight
+        rows.copy_(rounded if form == "mxfp4" else rounded.dequantize())
+
+
+def _torchao_config(form: str) -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    return {"int8": lambda: Int8WeightOnlyConfig(version=2), "fp8": Float8WeightOnlyConfig}[form]()
+
+
+def _mxfp4(weight: Tensor) -> Tensor:
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    rounded: Tensor = MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, MX_BLOCK).dequantize(weight.dtype)
+    return rounded

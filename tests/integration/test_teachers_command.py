@@ -1,0 +1,45 @@
+"""`mopd teachers` on a finished job: its numbers against those that scoring and evaluation stored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mopd_dataplane import open_store
+
+
+def test_every_teacher_judges_every_domain_as_scoring_did(finished_job: Path, mopd: Callable) -> None:
+    job = finished_job / "job.toml"
+    rows = json.loads(mopd("teachers", job, "--stage", "student", "--samples", "1000", "--json").stdout)
+    assert [(row["domain"], row["teacher"]) for row in rows] == [
+        (domain, teacher) for domain in ("sums", "words") for teacher in ("sums", "words")
+    ]
+    store = open_store(str(finished_job / "store"))
+    stored = {
+        row["domain"]: row
+        for row in store.sql(
+            "select domain, sum(loss_tokens) tokens, count(*) answers, "
+            "sum((mean_logprob - mean_reverse_kl) * loss_tokens) / sum(loss_tokens) support "
+            "from samples join scores using (uid) where run = 'student' and kind = 'logprob' and generation = 0 "
+            "group by domain"
+        ).to_pylist()
+    }
+    accuracy = {
+        (row["policy"], row["domain"]): row["accuracy"]
+        for row in store.sql("select policy, domain, avg(reward) accuracy from evals group by 1, 2").to_pylist()
+    }
+    for row in rows:
+        assert 0 < row["reverse_kl"] < np.inf
+        assert row["accuracy"] == pytest.approx(accuracy[row["teacher"], row["domain"]])
+        if row["teacher"] == row["domain"]:  # the teacher that scored it
+            assert row["answers"] == stored[row["domain"]]["answers"]
+            assert row["tokens"] == stored[row["domain"]]["tokens"]
+            # Batches of another shape round differently in float32.
+            assert row["support"] == pytest.approx(stored[row["domain"]]["support"], abs=1e-4)
+    shown = mopd("teachers", job, "--stage", "student").stdout
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert [line for line in shown.splitlines() if line in ("sums", "words")] == ["sums", "words"]
