@@ -26,6 +26,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from mopd_dataplane import open_store
 from mopd_dataplane.jobfile import Job, load_job
@@ -93,7 +94,7 @@ def curves(recipe: str, seed: int) -> Curves:
 def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
     """Accuracy over policy versions, a panel per domain and one for their mean; one line per stage and seed."""
     domains = sorted({d for found in by_seed.values() for points in found.values() for _, a in points for d in a})
-    panels = [*domains, "mean"] if 1 < len(domains) <= 4 else ["mean"]
+    panels = [*domains, "mean"] if 1 < len(domains) <= 5 else ["mean"]
     figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.0), sharey=True, squeeze=False)
     stages = list(dict.fromkeys(stage for found in by_seed.values() for stage in found))
     for place, stage in enumerate(stages):
@@ -106,6 +107,8 @@ def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
     for axis, panel in zip(axes[0], panels, strict=True):
         axis.set_title(panel, fontsize=9)
         axis.set_xlabel("policy version", fontsize=8)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axis.tick_params(labelsize=8)
         axis.grid(axis="y", lw=0.4)
     axes[0][0].set_ylabel("held-out accuracy", fontsize=8)
