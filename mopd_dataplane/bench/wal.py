@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mopd_dataplane import config
 from mopd_dataplane.rollout import messages
@@ -36,6 +35,9 @@ STUDENT = {
 """About 1.5 million parameters, the size of the quickstart's student."""
 _RAW_BYTES = 64 << 20
 _PACED_STEPS_PER_S = 50
+_RESPONSE = 512
+"""Response tokens of each sequence beside which the log is timed."""
+_STEPS = 256
 _HISTOGRAM_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
@@ -155,8 +157,12 @@ def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     return waits
 
 
-def _beside_decoding(home: Path, settings: config.Wal, sequences: int, steps: int = 60) -> tuple[float, float]:
-    """Median seconds of a decode step of a real model, and of logging and applying what it returned."""
+def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[float, float]:
+    """Mean seconds of a decode step of a real model, and of logging and applying what it returned.
+
+    A steady state: responses of _RESPONSE tokens that began at different times, so that one ends, is finished in the
+    log and makes room for another every few steps.
+    """
     from mopd_dataplane.rollout.engine import Request
     from mopd_dataplane.rollout.hf import HfEngine
     from mopd_dataplane.run.student import make_student
@@ -165,32 +171,41 @@ def _beside_decoding(home: Path, settings: config.Wal, sequences: int, steps: in
     prompt = np.arange(4, 36, dtype=np.int32)
     ledger = Ledger()
     handles = np.zeros(sequences, np.uint32)
+    log_s = decode_s = 0.0
 
-    def admit(slots: NDArray[np.int64]) -> None:
-        for slot in slots.tolist():
+    def say(message: messages.Any) -> None:
+        log.append(message)
+        ledger.apply(message)
+
+    def admit(slots: list[int], budgets: list[int]) -> None:
+        for slot in slots:
             handles[slot] = ledger.next_handle
-            ledger.apply(messages.Open(ledger.next_handle, _opening(ledger.next_handle)))
+            say(messages.Open(ledger.next_handle, _opening(ledger.next_handle)))
         keys = handles.tolist()
-        engine.admit(
-            [(s, Request(uid="", prompt_ids=prompt, key=keys[s], max_new_tokens=steps)) for s in slots.tolist()]
-        )
+        engine.admit([
+            (slot, Request(uid="", prompt_ids=prompt, key=keys[slot], max_new_tokens=budget))
+            for slot, budget in zip(slots, budgets, strict=True)
+        ])  # fmt: skip
 
-    admit(np.arange(sequences))
-    decode_s, log_s = [], []
     with _log(home / "decode", settings) as log:
-        for _ in range(steps):
+        admit(list(range(sequences)), [1 + place * _RESPONSE // sequences for place in range(sequences)])
+        for _ in range(_STEPS):
             began = time.perf_counter()
             output = engine.step()
             decoded = time.perf_counter()
             columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
-            message = messages.Step(handles[output.slots], *columns, output.logprobs, output.finished)
-            log.append(message)
-            ledger.apply(message)
-            log_s.append(time.perf_counter() - decoded)
-            decode_s.append(decoded - began)
-            admit(output.slots[output.finished > 0])
+            step = messages.Step(handles[output.slots], *columns, output.logprobs, output.finished)
+            log.append(step)
+            ledger.apply(step)
+            free = output.slots[output.finished > 0].tolist()
+            for slot in free:
+                draft = ledger.drafts[handle := int(handles[slot])]
+                say(messages.Finish(handle, len(draft), draft.digest(), "length"))
+            log_s += time.perf_counter() - decoded
+            decode_s += decoded - began
+            admit(free, [_RESPONSE] * len(free))
     engine.close()
-    return float(np.median(decode_s)), float(np.median(log_s))
+    return decode_s / _STEPS, log_s / _STEPS
 
 
 def _opening(handle: int) -> Opening:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,16 +139,24 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
         )
 
 
-def check_answered(output: StepOutput, due: Mapping[int, int], *, lockstep: bool) -> None:
+def check_answered(output: StepOutput, due: NDArray[np.int32], *, lockstep: bool) -> None:
     """Refuse a step without a token, with a slot twice, at another position; in lockstep, without one of the slots.
 
-    due: next response position of every live slot.
+    due: [slots] next response position of every live slot, -1 of a free one.
     """
+    slots = output.slots
+    known = len(slots) > 0 and slots.min() >= 0 and slots.max() < len(due)
+    if known and np.array_equal(due[slots], output.positions) and due[slots].min() >= 0:
+        times = np.bincount(slots, minlength=len(due))
+        if times.max() == 1 and (not lockstep or np.array_equal(times > 0, due >= 0)):
+            return
+    _refuse(output, {slot: int(due[slot]) for slot in np.flatnonzero(due >= 0).tolist()}, lockstep=lockstep)
+
+
+def _refuse(output: StepOutput, due: Mapping[int, int], *, lockstep: bool) -> NoReturn:
     slots = output.slots.tolist()
     said = dict(zip(slots, output.positions.tolist(), strict=True))
     expected = due if lockstep else {slot: due[slot] for slot in said if slot in due}
-    if said and said == expected and len(said) == len(slots):
-        return
     wrong = [slot for slot in {*said, *expected} if said.get(slot) != expected.get(slot)]
     odd = min(wrong or slots or due)
     raise EngineError(

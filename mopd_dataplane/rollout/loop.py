@@ -35,6 +35,8 @@ a function of the conversation and of what its commands said: a turn may be play
 _REFILL = 8
 """Admit when a share 1/_REFILL of the slots is free: one prefill for many samples."""
 _PROGRESS_S = 0.2
+_FREE = -1
+"""In place of the next response position of a slot that is free."""
 
 
 class RolloutLoop:
@@ -69,6 +71,7 @@ class RolloutLoop:
         self._stopping = stopping
         self._free = list(range(engine.slots))[::-1]
         self._handle = np.zeros(engine.slots, np.uint32)
+        self._due = np.full(engine.slots, _FREE, np.int32)
         self._work: deque[int | Opening] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
@@ -136,7 +139,7 @@ class RolloutLoop:
         restored = self._watch.call(lambda: self._engine.restore(file, requests))
         for slot, (uid, gap) in enumerate(restored):
             self._free.remove(slot)
-            self._handle[slot] = drafts[uid]
+            self._handle[slot], self._due[slot] = drafts[uid], len(self._ledger.drafts[drafts[uid]])
             self._resume(drafts[uid], exact=gap == 0, drift=gap)
             self._report.restored += 1
 
@@ -149,7 +152,8 @@ class RolloutLoop:
 
     def _live(self) -> list[int]:
         """Slots at work."""
-        return sorted(set(range(self._engine.slots)) - set(self._free))
+        found: list[int] = np.flatnonzero(self._due != _FREE).tolist()
+        return found
 
     def _admissible(self) -> bool:
         """Whether the next sample may be admitted: a new one not, while others finish on a policy that is replaced."""
@@ -161,8 +165,9 @@ class RolloutLoop:
             item = self._work.popleft()
             handle = self._open(item) if isinstance(item, Opening) else item
             slot = self._free.pop()
-            self._handle[slot] = handle
-            admitted.append((slot, self._ledger.drafts[handle].request()))
+            draft = self._ledger.drafts[handle]
+            self._handle[slot], self._due[slot] = handle, len(draft)
+            admitted.append((slot, draft.request()))
         rescored = self._watch.call(lambda: self._engine.admit(admitted))
         for slot, _ in admitted:
             handle = int(self._handle[slot])
@@ -219,17 +224,18 @@ class RolloutLoop:
 
     def _step(self) -> None:
         output = self._watch.call(self._engine.step)
-        drafts = self._ledger.drafts
-        due = {slot: len(drafts[int(self._handle[slot])]) for slot in self._live()}
-        check_answered(output, due, lockstep=self._engine.lockstep)
+        check_answered(output, self._due, lockstep=self._engine.lockstep)
         check_step(output, self._engine.vocab_size)
         handles = self._handle[output.slots]
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
         self._say(messages.Step(handles, *columns, output.logprobs, output.finished))
         checkpoint("rollout.step")
+        self._due[output.slots] += 1
         self._report.tokens += len(handles)
         for row in np.flatnonzero(output.finished):
-            self._free.append(int(output.slots[row]))
+            slot = int(output.slots[row])
+            self._free.append(slot)
+            self._due[slot] = _FREE
             self._turn_ended(int(handles[row]))
 
     def _turn_ended(self, handle: int) -> None:

@@ -91,7 +91,7 @@ MUTATIONS = [
              "        check_step(output, self._engine.vocab_size)\n", "",
              UNIT + "test_rollout_runner.py -k garbage"),
     Mutation("take a step that answers for no sample", "engine.py",
-             "    if said and said == expected and len(said) == len(slots):", "    if True:", "13"),
+             "    _refuse(output, {", "    return\n    _refuse(output, {", "13"),
     Mutation("wait for a hanging engine for ever", "watch.py", "self._answers.get(timeout=DEADLINE_S)",
              "self._answers.get(timeout=9999)", "13"),
     Mutation("metadata before payload", "store/commit.py",

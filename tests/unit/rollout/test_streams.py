@@ -108,9 +108,16 @@ def step_of(slots: list[int], positions: list[int]) -> StepOutput:
 
 
 def test_only_an_engine_in_lockstep_must_answer_for_every_slot() -> None:
-    due = {0: 4, 2: 7}
+    due = np.array([4, -1, 7], np.int32)
     check_answered(step_of([2], [7]), due, lockstep=False)
-    wrong = [([2], [7], True), ([], [], False), ([2, 2], [7, 7], False), ([2], [8], False), ([1], [0], False)]
+    wrong = [
+        ([2], [7], True),
+        ([], [], False),
+        ([2, 2], [7, 7], False),
+        ([2], [8], False),
+        ([1], [-1], False),
+        ([9], [0], False),
+    ]
     for slots, positions, lockstep in wrong:
         with pytest.raises(EngineError, match="expected"):
             check_answered(step_of(slots, positions), due, lockstep=lockstep)
