@@ -16,7 +16,6 @@ import torch
 from deaths import Child, folder, killer, told_by
 from figures import Row, Tally
 from tinystage import (
-    SPEC,
     STAGE,
     TEACHER,
     LoaderChild,
@@ -25,6 +24,7 @@ from tinystage import (
     client_of,
     made,
     manifest,
+    nobody_holds_a_slot,
     open_files,
     shared_memory,
     whole_window,
@@ -119,7 +119,6 @@ def reader_killed(count: int, seed: int) -> Tally:
         path = home.with_name("l.sock")
         expected = whole_window(home, path)
         loader = LoaderChild(home, path)
-        most = max(len(batch) for batch in expected) + SPEC.slots
         with anchored(path):
             for case in range(count):
                 state = STATES[case % len(STATES)]
@@ -128,9 +127,10 @@ def reader_killed(count: int, seed: int) -> Tally:
                 began = time.monotonic()
                 with client_of(path) as client:
                     right = [manifest(batch) for batch in client.batches(STAGE, 0)] == expected
-                prompt, held = time.monotonic() - began < NOTICED_S, shared_memory(loader.pid)
-                what = f"case {case}: reader killed when a slot was {state}: {right=} {prompt=} slots {held} of {most}"
-                tally.case(right and prompt and held <= most, what)
+                    prompt = time.monotonic() - began < NOTICED_S
+                    back = nobody_holds_a_slot(client, NOTICED_S)
+                what = f"case {case}: reader killed when a slot was {state}: {right=} {prompt=} {back=}"
+                tally.case(right and prompt and back, what)
         loader.end_by(10)
     return tally
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tinystage import nobody_holds_a_slot
 
 from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
@@ -113,10 +114,6 @@ def slots_of(pid: int) -> int:
     return len(found)
 
 
-def nobody_holds_a_slot(stats: dict) -> bool:
-    return stats["lent"] == sum(rank["ready"] for rank in stats["ranks"])
-
-
 @pytest.mark.parametrize("state", TRAINER_STATES)
 def test_a_killed_trainer_gives_everything_back(loader, expected, state):
     victim = trainer(loader.socket)
@@ -127,9 +124,7 @@ def test_a_killed_trainer_gives_everything_back(loader, expected, state):
     with client_of(loader.socket) as client:
         assert [content(batch) for batch in client.batches(STAGE, 0)] == expected
         assert time.monotonic() - started < SPEC.deadline_s
-        while not nobody_holds_a_slot(client.stats()):
-            assert time.monotonic() - started < SPEC.deadline_s, "a slot that a dead trainer held never came back"
-            time.sleep(0.05)
+        assert nobody_holds_a_slot(client, SPEC.deadline_s), "a slot that a dead trainer held never came back"
 
 
 @pytest.mark.parametrize("state", TRAINER_STATES)

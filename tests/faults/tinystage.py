@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,6 +129,17 @@ def shared_memory(pid: int | str = "self") -> int:
             if "mopd-slot" in os.readlink(fd):
                 held.add(str(fd.stat().st_ino))
     return len(maps | held)
+
+
+def nobody_holds_a_slot(client: LoaderClient, deadline_s: float) -> bool:
+    """Whether what the loader lends comes down, in time, to what it keeps ready."""
+    until = time.monotonic() + deadline_s
+    while time.monotonic() < until:
+        stats = client.stats()
+        if stats["lent"] == sum(rank["ready"] for rank in stats["ranks"]):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def made(home: Path) -> dict[str, object]:
