@@ -7,6 +7,7 @@ The ledger is the only state of a sample; what is kept here is which slot works 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.errors import EngineError
 from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout import messages
@@ -121,10 +123,11 @@ class RolloutLoop:
             self._show()
 
     def let_go(self) -> None:
-        """Free the engine's slots."""
+        """Free the engine's slots, as far as it still answers."""
         self._watch.stop()
-        for slot in self._live():
-            self._engine.release(slot)
+        with contextlib.suppress(EngineError):
+            for slot in self._live():
+                self._engine.release(slot)
 
     def save(self, file: Path, limit_bytes: int) -> None:
         """Save what the engine remembers of the samples in its slots."""

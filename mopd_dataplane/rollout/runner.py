@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mopd_dataplane import config
-from mopd_dataplane.errors import InputError, MismatchError, PromptError
+from mopd_dataplane.errors import EngineError, InputError, MismatchError, PromptError
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
 from mopd_dataplane.rollout.draft import Opening
@@ -101,15 +101,21 @@ def run_rollout(
             loop.settle(stored)
             known = stored | {draft.opening.uid for draft in ledger.drafts.values()}
             saved = log.folder / SAVED
-            if rollout.weight_change == "pin":
-                _finish_pinned(engine, loop, ledger, policies, saved)
-            if not stop.asked:
-                loop.restore(saved, ledger.unfinished())
-                _discard_saved(log.folder)
-                loop.run([*ledger.unfinished(), *(opening for opening in openings if opening.uid not in known)])
+            lost = False
+            try:
+                if rollout.weight_change == "pin":
+                    _finish_pinned(engine, loop, ledger, policies, saved)
+                if not stop.asked:
+                    loop.restore(saved, ledger.unfinished())
+                    _discard_saved(log.folder)
+                    loop.run([*ledger.unfinished(), *(opening for opening in openings if opening.uid not in known)])
+            except EngineError:
+                if not stop.asked:
+                    raise
+                lost = True  # Ctrl-C goes to every process of the terminal, the engine's own too
             committer.drain()
             loop.collect_commits()
-            if stop.asked:
+            if stop.asked and not lost:
                 loop.save(saved, wal.kv_bytes)
         except BaseException:
             committer.stop()

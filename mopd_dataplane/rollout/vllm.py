@@ -11,18 +11,17 @@ resume is statistical whatever the logits are.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.models import load_tokenizer, model_shape, stop_ids, tokenizer_digest, weights_digest
-from mopd_dataplane.rollout.engine import RESCORED, Request, StepOutput
-from mopd_dataplane.rollout.streams import Streams, rescored
+from mopd_dataplane.models import model_shape, weights_digest
+from mopd_dataplane.rollout.engine import StepOutput
+from mopd_dataplane.rollout.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
+from mopd_dataplane.rollout.streams import Stream
 from mopd_dataplane.rollout.ticket import Ticket
 from mopd_dataplane.vllm_local import answering, require_vllm, start
 
@@ -30,15 +29,13 @@ SAMPLER = "mopd_dataplane.rollout.keyed_sampler:KeyedSampler"
 LOGPROBS_MODE = {"keyed": "processed_logits", "seeded": "processed_logprobs"}
 
 
-class VllmEngine:
+class VllmEngine(StreamingEngine):
     """Decodes with vLLM on this machine.
 
     folder: model folder. options: more of vLLM's EngineArgs (`tensor_parallel_size`, `gpu_memory_utilization`, …).
     threads: CPU threads of vLLM's process, 0 leaves the choice to vLLM. Raises InputError without vLLM or with options
     it does not know, UnknownNameError without weights, EngineError when vLLM does not start.
     """
-
-    lockstep = False
 
     def __init__(
         self,
@@ -47,22 +44,14 @@ class VllmEngine:
         slots: int,
         policy_version: int = 0,
         dtype: str = "float32",
-        noise: Literal["keyed", "seeded"] = "keyed",
+        noise: Noise = "keyed",
         threads: int = 0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         require_vllm()
         self._folder = Path(folder)
-        self.slots = slots
-        self.position_keyed = noise == "keyed"
-        self.tokenizer = load_tokenizer(folder)
-        self.tokenizer_digest = tokenizer_digest(self.tokenizer)
-        self.policy_digest = weights_digest(folder)
-        self.policy_version = policy_version
-        self._shape = model_shape(self._folder)
-        self.vocab_size = self._shape["vocab_size"]
-        self.context_length = self._shape["max_position_embeddings"]
-        self._streams = Streams(slots, self.tokenizer, stop_ids(folder, self.tokenizer))
+        super().__init__(self._folder, slots=slots, noise=noise)
+        self.policy_version, self.policy_digest = policy_version, weights_digest(folder)
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "max_num_seqs": slots,
@@ -70,37 +59,29 @@ class VllmEngine:
             "logprobs_mode": LOGPROBS_MODE[noise],
             "logits_processors": [SAMPLER] if self.position_keyed else None,
             "generation_config": "vllm",
+            **(options or {}),
         }
-        self._engine = start(self._folder, arguments | dict(options or {}), threads=threads)
+        self.context_length = int(arguments["max_model_len"])
+        self._engine = start(self._folder, arguments, threads=threads)
 
-    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
-        """See Engine.admit. Other live slots go on meanwhile; their tokens are kept for the steps that follow."""
-        again = RESCORED if self.position_keyed else 0
-        opened = []
-        for slot, request in requests:
-            stream = self._streams.open(slot, request, again=min(again, len(request.prefix_ids)))
-            known = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
-            prompt = {"prompt_token_ids": known[: len(known) - len(stream.again)]}
-            with answering():
-                self._engine.add_request(stream.name, prompt, self._sampling(request, stream.again))
-            opened.append((slot, stream))
-        while not all(stream.is_rescored for _, stream in opened):
-            self._listen()
-        return rescored(opened)
+    def _send(self, stream: Stream, prompt: list[int]) -> None:
+        with answering():
+            self._engine.add_request(stream.name, {"prompt_token_ids": prompt}, self._sampling(stream))
 
-    def _sampling(self, request: Request, again: tuple[int, ...]) -> Any:
+    def _sampling(self, stream: Stream) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        request = stream.request
         settings: dict[str, Any] = {
-            "max_tokens": request.max_new_tokens - len(request.prefix_ids) + len(again),
+            "max_tokens": tokens_to_draw(stream),
             "logprobs": 0,
             "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
             "detokenize": False,
             "output_kind": RequestOutputKind.DELTA,
         }
         if self.position_keyed:
-            settings |= {"temperature": 0.0, "extra_args": Ticket.of(request, again).as_arguments()}
+            settings |= {"temperature": 0.0, "extra_args": Ticket.of(request, stream.again).as_arguments()}
         else:
             settings |= {
                 "temperature": request.temperature,
@@ -111,12 +92,8 @@ class VllmEngine:
         return SamplingParams(**settings)
 
     def step(self) -> StepOutput:
-        """See Engine.step. Waits until at least one slot's next token is here."""
-        while not self._streams.ready:
-            self._listen()
-        output, ended = self._streams.step()
-        with answering():
-            self._engine.abort_request(ended)
+        """See Engine.step. Raises EngineError on non-finite logits."""
+        output = super().step()
         bad = np.flatnonzero(np.isnan(output.logprobs))
         if len(bad):
             raise EngineError(
@@ -137,19 +114,16 @@ class VllmEngine:
                 if answer.finished:
                     self._streams.end(answer.request_id)
 
-    def release(self, slot: int) -> None:
-        """See Engine.release."""
-        if slot in self._streams:
-            with answering():
-                self._engine.abort_request([self._streams.close(slot)])
+    def _cancel(self, names: Sequence[str]) -> None:
+        with answering():
+            self._engine.abort_request(list(names))
 
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the weights in place; every slot must be free. Every cached prefix is dropped with the old weights.
 
         Raises MismatchError when the folder holds a model of another shape; the old weights stay.
         """
-        if len(self._streams):
-            raise EngineError(f"{len(self._streams)} slots are still live; release them before loading another policy")
+        self._require_free()
         shape = model_shape(folder)
         if shape != self._shape:
             odd = sorted(key for key in shape | self._shape if shape.get(key) != self._shape.get(key))
@@ -164,20 +138,6 @@ class VllmEngine:
                     raise EngineError("vLLM did not drop its cached prefixes; run again to continue with a new engine")
         self.policy_version, self.policy_digest = version, digest
 
-    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
-        """vLLM's keys and values are out of reach: nothing is saved, prefixes are read again."""
-        return 0
-
-    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
-        """See save."""
-        return []
-
     def close(self) -> None:
         """End vLLM's process."""
         self._engine.engine_core.shutdown()
-
-
-def native_seed(request: Request) -> int:
-    """Seed of vLLM's own generator: other noise for every prefix, so that a resume repeats none that it has seen."""
-    text = f"{request.key:032x}:{len(request.prefix_ids)}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -9,31 +9,29 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError
-from mopd_dataplane.models import load_tokenizer, model_shape, stop_ids, tokenizer_digest, weights_digest
+from mopd_dataplane.models import weights_digest
 from mopd_dataplane.rollout import watch
 from mopd_dataplane.rollout.completions import Completions
-from mopd_dataplane.rollout.engine import RESCORED, Request, StepOutput
-from mopd_dataplane.rollout.streams import Streams, rescored
+from mopd_dataplane.rollout.engine import Request
+from mopd_dataplane.rollout.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
+from mopd_dataplane.rollout.streams import Stream
 from mopd_dataplane.rollout.ticket import LOWEST, Ticket
-from mopd_dataplane.rollout.vllm import LOGPROBS_MODE, SAMPLER, native_seed
+from mopd_dataplane.rollout.vllm import LOGPROBS_MODE, SAMPLER
 from mopd_dataplane.vllm_http import VllmServer
 
 
-class ServerEngine:
+class ServerEngine(StreamingEngine):
     """Decodes with a running vLLM server.
 
     folder: the policy's folder here; its digest must be the server's (see VllmServer.serve). reload: whether the server
     may be told to load another version. Raises InputError, EngineError when nobody answers, MismatchError when the
     server has other weights, or does not run the sampler that `noise` needs.
     """
-
-    lockstep = False
 
     def __init__(
         self,
@@ -42,25 +40,19 @@ class ServerEngine:
         url: str,
         slots: int,
         policy_version: int = 0,
-        noise: Literal["keyed", "seeded"] = "keyed",
+        noise: Noise = "keyed",
         reload: bool = False,
     ) -> None:
-        self.slots = slots
-        self.position_keyed = noise == "keyed"
-        self.tokenizer = load_tokenizer(folder)
-        self.tokenizer_digest = tokenizer_digest(self.tokenizer)
-        shape = model_shape(folder)
-        self.vocab_size = int(shape["vocab_size"])
+        super().__init__(Path(folder), slots=slots, noise=noise)
         self._reload = reload
         self._server = VllmServer(url)
-        self.context_length = min(self._server.context_length, int(shape["max_position_embeddings"]))
-        self._streams = Streams(slots, self.tokenizer, stop_ids(folder, self.tokenizer))
+        self.context_length = min(self._server.context_length, self.context_length)
         self.load_policy(Path(folder), policy_version)
         self._cuts_reported = True
         self._check_sampler(noise)
         self._completions = Completions(self._server.url, self._server.headers, most=slots)
 
-    def _check_sampler(self, noise: Literal["keyed", "seeded"]) -> None:
+    def _check_sampler(self, noise: Noise) -> None:
         """Have the server draw two tokens and look at what it says of them."""
         if noise == "seeded":
             # The only token left by top_k = 1 has log-prob 0, unless the server reports the softmax before the cut.
@@ -85,7 +77,6 @@ class ServerEngine:
         body: dict[str, Any] = {
             "model": self._server.name,
             "prompt": prompt,
-            "max_tokens": request.max_new_tokens - len(request.prefix_ids) + len(again),
             "stream": True,
             "logprobs": 0,
             "return_token_ids": True,
@@ -103,22 +94,12 @@ class ServerEngine:
         settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         return body | settings | {"seed": native_seed(request)}
 
-    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
-        """See Engine.admit. Raises MismatchError when the server cannot say the log-probs of this sampling."""
-        again = RESCORED if self.position_keyed else 0
-        opened = []
-        for slot, request in requests:
-            self._check_reported(request)
-            stream = self._streams.open(slot, request, again=min(again, len(request.prefix_ids)))
-            known = [*request.prompt_ids.tolist(), *request.prefix_ids.tolist()]
-            prompt = known[: len(known) - len(stream.again)]
-            self._completions.start(stream.name, self._body(request, prompt, stream.again))
-            opened.append((slot, stream))
-        while not all(stream.is_rescored for _, stream in opened):
-            self._listen()
-        return rescored(opened)
+    def _send(self, stream: Stream, prompt: list[int]) -> None:
+        body = self._body(stream.request, prompt, stream.again) | {"max_tokens": tokens_to_draw(stream)}
+        self._completions.start(stream.name, body)
 
-    def _check_reported(self, request: Request) -> None:
+    def _check(self, request: Request) -> None:
+        """Raise MismatchError when the server cannot say the log-probs of this sampling."""
         plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
         if not plain and not self._cuts_reported:
             raise MismatchError(
@@ -127,14 +108,12 @@ class ServerEngine:
                 f"--logprobs-mode {LOGPROBS_MODE['seeded']}, or sample at temperature 1 without cuts"
             )
 
-    def step(self) -> StepOutput:
-        """See Engine.step. Waits until at least one slot's next token is here."""
-        while not self._streams.ready or not self._completions.said.empty():
-            self._listen()
-        output, ended = self._streams.step()
-        for name in ended:
+    def _waiting(self) -> bool:
+        return not self._completions.said.empty()
+
+    def _cancel(self, names: Sequence[str]) -> None:
+        for name in names:
             self._completions.stop(name)
-        return output
 
     def _listen(self) -> None:
         """Take the next thing that some stream says. Raises EngineError when a stream broke, DeadlineError."""
@@ -155,26 +134,12 @@ class ServerEngine:
         else:
             self._streams.end(chunk.name)
 
-    def release(self, slot: int) -> None:
-        """See Engine.release."""
-        if slot in self._streams:
-            self._completions.stop(self._streams.close(slot))
-
     def load_policy(self, folder: Path, version: int) -> None:
         """Make sure that the server has these weights, see VllmServer.serve; every slot must be free."""
-        if len(self._streams):
-            raise EngineError(f"{len(self._streams)} slots are still live; release them before loading another policy")
+        self._require_free()
         digest = weights_digest(folder)
         self._server.serve(folder, digest, reload=self._reload)
         self.policy_version, self.policy_digest = version, digest
-
-    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
-        """A server's keys and values are out of reach: nothing is saved, prefixes are read again."""
-        return 0
-
-    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
-        """See save."""
-        return []
 
     def close(self) -> None:
         """Leave the server; it goes on."""

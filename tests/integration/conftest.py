@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commandline import ENVIRONMENT, command, run_mopd
 
 sys.path.insert(0, str(Path(__file__).parent))  # for trainer_ground
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""One compute thread per process: tests share the machine."""
 
 TINY_JOB = """
 name = "tiny"
@@ -107,15 +104,6 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 JobWriter = Callable[..., Path]
 
 
-def run_mopd(*arguments: str | Path, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "mopd_dataplane", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, check=False)
-    if check and done.returncode:
-        raise AssertionError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done
-
-
 def write_tiny_job(folder: Path, text: str = TINY_JOB, *, extra: str = "") -> Path:
     """The tiny job as a file whose store lies beside it; `extra` is appended."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +129,7 @@ def start_mopd() -> Callable[..., subprocess.Popen[bytes]]:
     """Start the command line without waiting for it."""
 
     def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "mopd_dataplane", *map(str, arguments)]
-        return subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return subprocess.Popen(command(*arguments), env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     return start
 

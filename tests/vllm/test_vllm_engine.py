@@ -6,41 +6,29 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from decoding import TOLERANCE, Shelf, assert_same, decode, make_requests
 from safetensors.torch import load_file, save_file
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
-from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engine import STOP, Request, StepOutput
 from mopd_dataplane.rollout.hf import HfEngine
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
 from mopd_dataplane.rollout.vllm import VllmEngine
 
-TOLERANCE = 2e-5
-"""float32 through two layers and a 64-wide sum, by two implementations: a few units of 2^-24 relative on logits of
-size ~10, and the softmax adds their rounding up."""
 CUT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
-
-
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Same tokens and endings; log-probs within float tolerance."""
-    assert {uid: (answer[0], answer[2]) for uid, answer in ours.items()} == {
-        uid: (answer[0], answer[2]) for uid, answer in theirs.items()
-    }
-    for uid, (_, logprobs, _) in ours.items():
-        np.testing.assert_allclose(logprobs, theirs[uid][1], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("settings", [{}, CUT, {"temperature": 0.0}], ids=["plain", "cut", "greedy"])
 def test_tokens_and_logprobs_are_those_of_the_hugging_face_engine(
-    keyed: VllmEngine, models: tuple[Path, Path], make_requests: Any, decode: Any, settings: dict[str, Any]
+    keyed: VllmEngine, models: tuple[Path, Path], settings: dict[str, Any]
 ) -> None:
     requests = make_requests(24, **settings)
     assert_same(decode(keyed, requests), decode(HfEngine(models[0], slots=3), requests))
@@ -48,9 +36,7 @@ def test_tokens_and_logprobs_are_those_of_the_hugging_face_engine(
 
 @pytest.mark.parametrize("settings", [{}, CUT], ids=["plain", "cut"])
 @pytest.mark.parametrize("kept", [1, 7, 29])
-def test_a_prefix_continues_as_if_never_interrupted(
-    keyed: VllmEngine, make_requests: Any, decode: Any, kept: int, settings: dict[str, Any]
-) -> None:
+def test_a_prefix_continues_as_if_never_interrupted(keyed: VllmEngine, kept: int, settings: dict[str, Any]) -> None:
     requests = make_requests(12, **settings)
     whole = decode(keyed, requests)
     tried = 0
@@ -73,7 +59,7 @@ def test_a_prefix_continues_as_if_never_interrupted(
     assert tried > 3
 
 
-def test_a_prefix_may_hold_what_ends_a_turn(keyed: VllmEngine, make_requests: Any) -> None:
+def test_a_prefix_may_hold_what_ends_a_turn(keyed: VllmEngine) -> None:
     """After a tool's answer the prefix holds an end-of-sequence token and text that nobody sampled."""
     request = make_requests(1)[0]
     prefix = np.array([40, 41, keyed.tokenizer.eos_token_id, 50, 51], np.int32)
@@ -89,7 +75,7 @@ def test_a_prefix_may_hold_what_ends_a_turn(keyed: VllmEngine, make_requests: An
     keyed.release(0)
 
 
-def test_stop_strings_end_a_sample_wherever_they_fall(keyed: VllmEngine, make_requests: Any, decode: Any) -> None:
+def test_stop_strings_end_a_sample_wherever_they_fall(keyed: VllmEngine) -> None:
     plain = decode(keyed, make_requests(16))
     text = {uid: keyed.tokenizer.decode(tokens) for uid, (tokens, _, _) in plain.items()}
     uid = next(uid for uid, answer in text.items() if len(answer) > 12)
@@ -102,9 +88,7 @@ def test_stop_strings_end_a_sample_wherever_they_fall(keyed: VllmEngine, make_re
     assert all(answers[other][0] == plain[other][0] for other in untouched)
 
 
-def test_new_weights_never_read_a_prefix_that_the_old_ones_cached(
-    keyed: VllmEngine, models: tuple[Path, Path], make_requests: Any, decode: Any
-) -> None:
+def test_new_weights_never_read_a_prefix_that_the_old_ones_cached(keyed: VllmEngine, models: tuple[Path, Path]) -> None:
     """Prompts fill several cache blocks, and each has been read twice by the first version."""
     requests = [
         request for request in make_requests(24, longest=400, max_new_tokens=8) if len(request.prompt_ids) > 280
@@ -121,9 +105,7 @@ def test_new_weights_never_read_a_prefix_that_the_old_ones_cached(
     assert_same(decode(keyed, requests), first)
 
 
-def test_a_policy_is_swapped_only_when_every_slot_is_free(
-    keyed: VllmEngine, models: tuple[Path, Path], make_requests: Any
-) -> None:
+def test_a_policy_is_swapped_only_when_every_slot_is_free(keyed: VllmEngine, models: tuple[Path, Path]) -> None:
     keyed.admit([(0, make_requests(1)[0])])
     with pytest.raises(EngineError, match="still live"):
         keyed.load_policy(models[1], 1)
@@ -142,9 +124,7 @@ def test_a_model_of_another_shape_is_refused_and_changes_nothing(
     assert keyed.policy_version == 0
 
 
-def test_garbage_weights_are_an_error(
-    keyed: VllmEngine, models: tuple[Path, Path], make_requests: Any, tmp_path: Path
-) -> None:
+def test_garbage_weights_are_an_error(keyed: VllmEngine, models: tuple[Path, Path], tmp_path: Path) -> None:
     sick = tmp_path / "sick"
     shutil.copytree(models[0], sick)
     weights = load_file(sick / "model.safetensors")
@@ -182,7 +162,7 @@ class Doomed(VllmEngine):
         return psutil.Process(self._engine.engine_core.resources.engine_manager.processes[0].pid)
 
 
-def roll(engine: VllmEngine, shelf: Any, home: Path) -> RolloutReport:
+def roll(engine: VllmEngine, shelf: Shelf, home: Path) -> RolloutReport:
     """16 prompts with a group of two, of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
@@ -192,10 +172,8 @@ def roll(engine: VllmEngine, shelf: Any, home: Path) -> RolloutReport:
     )  # fmt: skip
 
 
-def test_a_killed_vllm_process_costs_no_token(
-    keyed: VllmEngine, models: tuple[Path, Path], shelves: Callable[[], Any], tmp_path: Path
-) -> None:
-    whole, shelf = shelves(), shelves()
+def test_a_killed_vllm_process_costs_no_token(keyed: VllmEngine, models: tuple[Path, Path], tmp_path: Path) -> None:
+    whole, shelf = Shelf(), Shelf()
     assert roll(keyed, whole, tmp_path / "whole").resumed == 0
     doomed = Doomed(models[0], slots=8, threads=1)
     family = [doomed.process, *doomed.process.children(recursive=True)]
@@ -206,7 +184,7 @@ def test_a_killed_vllm_process_costs_no_token(
     report = roll(keyed, shelf, tmp_path / "log")
     assert report.resumed == 8
     assert report.max_drift < TOLERANCE
-    samples: dict[str, Sample] = shelf.samples
+    samples = shelf.samples
     assert samples.keys() == whole.samples.keys()
     for uid, sample in samples.items():
         np.testing.assert_array_equal(sample.tokens, whole.samples[uid].tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import TOLERANCE, Shelf, assert_same, decode, make_requests
 from serving import Server, serving
 
 from mopd_dataplane import config
@@ -19,9 +20,6 @@ from mopd_dataplane.rollout.keyed_sampler import KeyedSampler
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
 from mopd_dataplane.rollout.vllm import SAMPLER, VllmEngine
 from mopd_dataplane.rollout.vllm_server import ServerEngine
-
-TOLERANCE = 2e-5
-"""As in test_vllm_engine.py."""
 
 
 @pytest.fixture(scope="module")
@@ -44,20 +42,16 @@ def test_the_sampler_is_named_by_its_path() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20}], ids=["plain", "cut"])
 def test_tokens_and_logprobs_are_those_of_the_hugging_face_engine(
-    server: Server, models: tuple[Path, Path], make_requests: Any, decode: Any, settings: dict[str, Any]
+    server: Server, models: tuple[Path, Path], settings: dict[str, Any]
 ) -> None:
     engine = ServerEngine(models[0], url=server.url, slots=6)
     requests = make_requests(16, **settings)
     ours, theirs = decode(engine, requests), decode(HfEngine(models[0], slots=4), requests)
-    for uid, (tokens, logprobs, finished) in theirs.items():
-        assert (ours[uid][0], ours[uid][2]) == (tokens, finished)
-        np.testing.assert_allclose(ours[uid][1], logprobs, atol=TOLERANCE)
+    assert_same(ours, theirs)
     engine.close()
 
 
-def test_a_prefix_is_repeated_and_continued(
-    server: Server, models: tuple[Path, Path], make_requests: Any, decode: Any
-) -> None:
+def test_a_prefix_is_repeated_and_continued(server: Server, models: tuple[Path, Path]) -> None:
     engine = ServerEngine(models[0], url=server.url, slots=6)
     requests = make_requests(8)
     whole = decode(engine, requests)
@@ -72,20 +66,14 @@ def test_a_prefix_is_repeated_and_continued(
     engine.close()
 
 
-def test_other_weights_are_refused_or_loaded(
-    server: Server, models: tuple[Path, Path], make_requests: Any, decode: Any
-) -> None:
+def test_other_weights_are_refused_or_loaded(server: Server, models: tuple[Path, Path]) -> None:
     with pytest.raises(MismatchError, match=r"update_weight_version.*engine\.reload"):
         ServerEngine(models[1], url=server.url, slots=4)
     requests = make_requests(16, longest=400, max_new_tokens=8)
     engine = ServerEngine(models[0], url=server.url, slots=4, reload=True)
     first = decode(engine, requests)
     engine.load_policy(models[1], 1)
-    theirs = decode(HfEngine(models[1], slots=4), requests)
-    ours = decode(engine, requests)
-    assert {uid: answer[0] for uid, answer in ours.items()} == {uid: answer[0] for uid, answer in theirs.items()}
-    for uid, (_, logprobs, _) in theirs.items():
-        np.testing.assert_allclose(ours[uid][1], logprobs, atol=TOLERANCE)
+    assert_same(decode(engine, requests), decode(HfEngine(models[1], slots=4), requests))
     with pytest.raises(MismatchError, match=engine.policy_digest):
         ServerEngine(models[0], url=server.url, slots=4)
     engine.load_policy(models[0], 0)
@@ -98,9 +86,7 @@ def test_a_server_without_the_sampler_is_found_out(plain_server: Server, models:
         ServerEngine(models[0], url=plain_server.url, slots=4)
 
 
-def test_a_plain_server_draws_by_seed(
-    plain_server: Server, models: tuple[Path, Path], make_requests: Any, decode: Any
-) -> None:
+def test_a_plain_server_draws_by_seed(plain_server: Server, models: tuple[Path, Path]) -> None:
     engine = ServerEngine(models[0], url=plain_server.url, slots=4, noise="seeded")
     assert not engine.position_keyed
     requests = make_requests(8)
@@ -139,7 +125,7 @@ def test_the_key_is_sent_and_never_printed(
     engine.close()
 
 
-def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Any, home: Path) -> RolloutReport:
+def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Shelf, home: Path) -> RolloutReport:
     """16 prompts of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
@@ -150,10 +136,10 @@ def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Any, home: P
 
 
 def test_a_killed_server_costs_no_token(
-    server: Server, keyed: VllmEngine, models: tuple[Path, Path], shelves: Callable[[], Any], tmp_path: Path
+    server: Server, keyed: VllmEngine, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The server dies in the middle; vLLM on this machine finishes the samples with the same noise. Runs last."""
-    shelf, whole = shelves(), shelves()
+    shelf, whole = Shelf(), Shelf()
     render = keyed.tokenizer.encode
     engine = ServerEngine(models[0], url=server.url, slots=6)
     stepped, left = engine.step, 12

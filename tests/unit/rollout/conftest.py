@@ -7,23 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from decoding import TINY, Shelf
 
 from mopd_dataplane import config
 from mopd_dataplane.bench.toyengine import ToyEngine
-from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
-
-TINY = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-}
 
 
 @pytest.fixture(scope="session")
@@ -32,20 +21,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mopd_dataplane.run.student import make_student
 
     return make_student(config.Student(config=TINY), tmp_path_factory.mktemp("models") / "tiny", seed=3)
-
-
-class Shelf:
-    """A store in a list that, like the real one, keeps each uid once."""
-
-    def __init__(self) -> None:
-        self.samples: dict[str, Sample] = {}
-        self.offered = 0
-
-    def commit(self, samples: list[Sample]) -> None:
-        """Keep what is new."""
-        self.offered += len(samples)
-        for sample in samples:
-            self.samples.setdefault(sample.uid, sample)
 
 
 @pytest.fixture

@@ -7,70 +7,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from decoding import TOLERANCE, Answer, assert_same, decode, make_requests
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.rollout.engine import LENGTH, STOP, Request, check_step
+from mopd_dataplane.rollout.engine import LENGTH, STOP, Request
 from mopd_dataplane.rollout.hf import HfEngine
-from mopd_dataplane.rollout.sampling import sample_key
 from mopd_dataplane.rollout.stops import StopText
-
-Answer = tuple[list[int], list[float], int]
-TOLERANCE = 2e-5
-"""float32 through two layers and a 64-wide sum: a few units of 2^-24 relative on logits of size ~10."""
-
-
-def requests(count: int, **settings: object) -> list[Request]:
-    rng = np.random.default_rng(5)
-    made = []
-    for i in range(count):
-        prompt = rng.integers(4, 100, rng.integers(1, 40)).astype(np.int32)
-        made.append(Request(uid=str(i), prompt_ids=prompt, key=sample_key(str(i)), **{"max_new_tokens": 30} | settings))
-    return made
-
-
-def decode(engine: HfEngine, work: list[Request]) -> dict[str, Answer]:
-    """Run requests to their end, refilling each slot as it gets free."""
-    waiting, free = list(work), list(range(engine.slots))
-    running: dict[int, Request] = {}
-    answers: dict[str, Answer] = {request.uid: ([], [], 0) for request in work}
-    while waiting or running:
-        admitted = []
-        while waiting and free:
-            slot, request = free.pop(), waiting.pop(0)
-            running[slot] = request
-            admitted.append((slot, request))
-        engine.admit(admitted)
-        output = engine.step()
-        check_step(output, engine.vocab_size)
-        for slot, token, logprob, finished in zip(
-            *(a.tolist() for a in (output.slots, output.token_ids, output.logprobs, output.finished)), strict=True
-        ):
-            tokens, logprobs, _ = answers[running[slot].uid]
-            tokens.append(token)
-            logprobs.append(logprob)
-            if finished:
-                answers[running[slot].uid] = (tokens, logprobs, finished)
-                del running[slot]
-                free.append(slot)
-    return answers
 
 
 @pytest.fixture(scope="module")
 def reference(tiny_model: Path) -> dict[str, Answer]:
-    return decode(HfEngine(tiny_model, slots=16), requests(40))
+    return decode(HfEngine(tiny_model, slots=16), make_requests(40))
 
 
 @pytest.mark.parametrize("slots", [1, 3, 40])
 def test_tokens_do_not_depend_on_batch_mates_or_order(
     tiny_model: Path, reference: dict[str, Answer], slots: int
 ) -> None:
-    work = [requests(40)[i] for i in np.random.default_rng(slots).permutation(40)]
+    work = [make_requests(40)[i] for i in np.random.default_rng(slots).permutation(40)]
     answers = decode(HfEngine(tiny_model, slots=slots), work)
-    for uid, (tokens, logprobs, finished) in reference.items():
-        assert answers[uid][0] == tokens
-        assert answers[uid][2] == finished
-        np.testing.assert_allclose(answers[uid][1], logprobs, atol=TOLERANCE)
+    assert_same(answers, reference)
 
 
 def test_both_ends_occur(reference: dict[str, Answer]) -> None:
@@ -82,7 +39,7 @@ def test_both_ends_occur(reference: dict[str, Answer]) -> None:
 
 def test_greedy_agrees_with_transformers(tiny_model: Path) -> None:
     engine = HfEngine(tiny_model, slots=4)
-    work = requests(6, temperature=0.0, max_new_tokens=20)
+    work = make_requests(6, temperature=0.0, max_new_tokens=20)
     answers = decode(engine, work)
     for request in work:
         prompt = torch.from_numpy(request.prompt_ids.astype(np.int64))[None]
@@ -94,7 +51,7 @@ def test_greedy_agrees_with_transformers(tiny_model: Path) -> None:
 
 def test_logprobs_are_those_of_the_model_at_the_sampling_settings(tiny_model: Path) -> None:
     engine = HfEngine(tiny_model, slots=4)
-    work = requests(4, temperature=0.8, top_k=20)
+    work = make_requests(4, temperature=0.8, top_k=20)
     for uid, (tokens, logprobs, _) in decode(engine, work).items():
         prompt = work[int(uid)].prompt_ids
         ids = torch.tensor([[*prompt.tolist(), *tokens]])
@@ -109,7 +66,7 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_settings(tiny_model: Pa
 @pytest.mark.parametrize("kept", [1, 7, 29])
 def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, reference: dict[str, Answer], kept: int) -> None:
     engine = HfEngine(tiny_model, slots=5)
-    for request in requests(40):
+    for request in make_requests(40):
         tokens, logprobs, _ = reference[request.uid]
         if len(tokens) <= kept:
             continue
@@ -130,7 +87,7 @@ def test_stop_strings_end_a_sample_wherever_they_fall(tiny_model: Path, referenc
     text = {uid: engine.tokenizer.decode(tokens) for uid, (tokens, _, _) in reference.items()}
     uid = next(uid for uid, answer in text.items() if len(answer) > 12)
     stop = text[uid][7:9]
-    answers = decode(engine, requests(40, stop=(stop, "never")))
+    answers = decode(engine, make_requests(40, stop=(stop, "never")))
     cut = text[uid].index(stop) + len(stop)
     assert engine.tokenizer.decode(answers[uid][0]) == text[uid][:cut]
     assert answers[uid][2] == STOP
@@ -153,7 +110,7 @@ def test_stop_text_is_found_across_the_resume_point() -> None:
 
 def test_garbage_weights_are_an_error_and_write_nothing(tiny_model: Path) -> None:
     engine = HfEngine(tiny_model, slots=2)
-    engine.admit([(0, requests(1)[0])])
+    engine.admit([(0, make_requests(1)[0])])
     engine._decoders[0]._head_weight = engine._decoders[0]._head_weight.clone()
     engine._decoders[0]._head_weight[5] = float("nan")
     with pytest.raises(EngineError, match="non-finite logits for sample 0 at response position 0"):
@@ -162,7 +119,7 @@ def test_garbage_weights_are_an_error_and_write_nothing(tiny_model: Path) -> Non
 
 def test_a_policy_is_swapped_only_when_every_slot_is_free(tiny_model: Path) -> None:
     engine = HfEngine(tiny_model, slots=2)
-    engine.admit([(0, requests(1)[0])])
+    engine.admit([(0, make_requests(1)[0])])
     with pytest.raises(EngineError, match="still live"):
         engine.load_policy(tiny_model, 1)
     engine.release(0)
@@ -191,5 +148,8 @@ def test_llama_decodes_too(tmp_path: Path) -> None:
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
     }  # fmt: skip
     folder = make_student(config.Student(config=shape), tmp_path / "llama", seed=0)
-    many, one = decode(HfEngine(folder, slots=8), requests(12)), decode(HfEngine(folder, slots=1), requests(12))
+    many, one = (
+        decode(HfEngine(folder, slots=8), make_requests(12)),
+        decode(HfEngine(folder, slots=1), make_requests(12)),
+    )
     assert {uid: answer[0] for uid, answer in many.items()} == {uid: answer[0] for uid, answer in one.items()}

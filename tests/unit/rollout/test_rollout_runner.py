@@ -161,6 +161,35 @@ def test_stopping_politely_keeps_the_log_and_says_how_to_go_on(
     assert content(shelf.samples) == content(reference)
 
 
+class Shot(ToyEngine):
+    """An engine whose own process the signal kills too; it answers nothing from then on."""
+
+    left = 9
+
+    def step(self) -> StepOutput:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        if self.left <= 0:
+            raise EngineError("vLLM failed")
+        return super().step()
+
+    def release(self, slot: int) -> None:
+        if self.left <= 0:
+            raise EngineError("vLLM failed")
+        super().release(slot)
+
+
+def test_an_engine_that_dies_of_the_same_signal_is_a_polite_stop_too(
+    roll: Roll, shelf: Any, reference: dict[str, Sample]
+) -> None:
+    with pytest.raises(KeyboardInterrupt, match="unfinished ones are kept in the log"):
+        roll(shelf, engine=Shot(slots=8))
+    report = roll(shelf)
+    assert report.resumed
+    assert content(shelf.samples) == content(reference)
+
+
 def test_what_the_store_has_is_not_sampled_again(roll: Roll, shelf: Any, reference: dict[str, Sample]) -> None:
     shelf.samples.update(dict(list(reference.items())[:13]))
     report = roll(shelf)
