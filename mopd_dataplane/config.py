@@ -161,15 +161,19 @@ class Engine(Section):
     already serve the one that is wanted."""
     options: dict[str, Any] = {}
     """vLLM started here: more of its EngineArgs, e.g. `{ tensor_parallel_size = 2 }`."""
+    keep: bool = True
+    """vLLM started here: whether it stays, with its memory, between two rollouts. False ends it after each, so that
+    scoring and training have the device to themselves, and starts it for the next."""
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Engine:
         given = [name for name in ("url", "reload", "options") if getattr(self, name)]
         given += ["noise"] if self.noise != "keyed" else []
+        given += ["keep"] if not self.keep else []
         if self.kind == "hf" and given:
             raise ValueError(f"{', '.join(given)}: only for kind = 'vllm'")
-        if self.url and (self.options or self.dtype):
-            raise ValueError("options and dtype are for vLLM started here; a server (url) was started with its own")
+        if self.url and (self.options or self.dtype or not self.keep):
+            raise ValueError("options, dtype and keep are for vLLM started here; a server (url) has its own")
         if self.reload and not self.url:
             raise ValueError("reload is for a running server; give its url")
         return self
@@ -220,9 +224,10 @@ class Score(Section):
 
     engine: Literal["hf", "vllm"] = "hf"
     """What runs the teachers."""
-    reads: Literal["states", "prompt_logprobs"] = "states"
-    """What vLLM is asked for: hidden states, which every signal follows from (a pooling server), or log-probs of the
-    text (a generating server): no hidden states, temperature 1, the teacher's own top-k."""
+    reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states"
+    """What vLLM is asked for: hidden states, which every signal follows from (`states`: a pooling model;
+    `extract_hidden_states`: a generating model started here), or log-probs of the text (a generating model): no hidden
+    states, temperature 1, the teacher's own top-k."""
     options: dict[str, Any] = {}
     """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
 
@@ -243,6 +248,13 @@ class Score(Section):
                 "options.quantization would change what teachers say without changing who they are; give vLLM a "
                 "quantised checkpoint as the teacher's source"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _of_its_engine(self) -> Score:
+        given = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
+        if self.engine == "hf" and given:
+            raise ValueError(f"{', '.join(given)}: only for engine = 'vllm'")
         return self
 
 

@@ -204,6 +204,7 @@ def _check_references(job: Job, where: str) -> None:
         if stage.data == "rollout":
             _check_rollout(job, stage, at)
         _check_discriminator(job, stage, at)
+        _check_reads(job, stage, at)
         _check_weights(job, stage, at)
         _check_routing(job, stage, at)
         known_starts.add(stage.name)
@@ -256,6 +257,15 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             )
         if rollout.group_size > 1:
             raise JobFileError(f"{at}: a prompt has one reference answer, not {rollout.group_size}: set group_size = 1")
+
+
+def _check_reads(job: Job, stage: Stage, at: str) -> None:
+    served = [name for name, teacher in job.teachers.items() if teacher.url]
+    if stage.score.reads == "extract_hidden_states" and served:
+        raise JobFileError(
+            f'{at}.score.reads = "extract_hidden_states" is for teachers that vLLM runs on this machine, but teacher '
+            f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
+        )
 
 
 def _check_discriminator(job: Job, stage: Stage, at: str) -> None:

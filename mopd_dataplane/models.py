@@ -180,6 +180,34 @@ def load_head(folder: str | Path, *, dtype: str) -> Head:
     return Head(head.weight.detach().clone(), bias, head.softcap, head.logit_scale)
 
 
+def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
+    """What a model folder applies to its last layer's output before the LM head reads it, without the model.
+
+    Raises MismatchError when the last thing the model does is not one of its own modules.
+    """
+    import copy
+
+    import torch
+
+    model = load_model(folder, dtype=dtype)
+    said: dict[str, torch.Tensor] = {}
+    hooks = [
+        module.register_forward_hook(lambda _module, _input, output, name=name: said.update({name: output}))
+        for name, module in model.base_model.named_children()
+    ]
+    with torch.no_grad():
+        states = hidden_states(model, torch.zeros(1, 1, dtype=torch.int64))
+    for hook in hooks:
+        hook.remove()
+    last = next((name for name, output in said.items() if output is states), None)
+    if last is None:
+        raise MismatchError(
+            f"{folder}: the states that the LM head reads are not the output of a module of {type(model).__name__}, so "
+            'its final norm cannot be taken out; set score.reads = "states"'
+        )
+    return copy.deepcopy(model.base_model.get_submodule(last))
+
+
 def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """[B, T, D] states after the final norm: what the LM head reads. The head itself is not run.
 

@@ -65,6 +65,11 @@ def _report_death(core: Any) -> None:
             asked.set_exception(EngineDeadError())
 
 
+def is_dead(engine: Any) -> bool:
+    """Whether a started engine's process is gone."""
+    return not all(process.is_alive() for process in engine.engine_core.resources.engine_manager.processes)
+
+
 def _cache_bytes(folder: Path, given: Mapping[str, Any]) -> int:
     """Keys and values of every slot at full length, within reason."""
     shape = model_shape(folder)

@@ -1,4 +1,5 @@
-"""Which engine a job samples with. vLLM takes long to start, so a run keeps it and gives it policy after policy."""
+"""Which engine a job samples with. vLLM takes long to start: unless told otherwise (`engine.keep`) a run keeps it and
+gives it policy after policy."""
 
 from __future__ import annotations
 
@@ -34,10 +35,10 @@ class Engines:
         except BaseException:
             engine.close()
             raise
-        if self._job.engine.kind == "hf":
-            engine.close()  # starts at once, and its memory is needed by the stages that follow
-        else:
+        if self._job.engine.kind == "vllm" and self._job.engine.keep:
             self._kept = engine
+        else:
+            engine.close()  # its memory is needed by what follows
 
     def close(self) -> None:
         """End the engine that is kept, if any."""

@@ -56,7 +56,7 @@ class TeacherPool:
         max_resident: int = 1,
         device: str = "cpu",
         engine: Literal["hf", "vllm"] = "hf",
-        reads: Literal["states", "prompt_logprobs"] = "states",
+        reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states",
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self._specs = dict(specs)
@@ -145,6 +145,10 @@ class TeacherPool:
         from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
 
         head = models.load_head(folder, dtype="float32")
+        if self._reads == "extract_hidden_states":
+            from mopd_dataplane.score.vllm_extract import ExtractingReader
+
+            return ExtractingReader(folder, head, dtype=settings.dtype, options=self._options)
         if settings.url:
             return ServerReader(folder, models.weights_digest(folder), head, url=settings.url)
         return VllmReader(folder, head, dtype=settings.dtype, options=self._options)

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models import model_shape
+from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
 from mopd_dataplane.vllm_http import VllmServer
-from mopd_dataplane.vllm_local import answering, require_vllm, start
 
 _AT_ONCE = 8
 """Requests that one server is asked at a time."""
-_SLOTS = 64
-"""Sequences that vLLM on this machine reads together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,46 +51,24 @@ class VllmLogprobs:
     """A teacher that vLLM runs on this machine. Raises InputError without vLLM, EngineError when it does not start."""
 
     def __init__(self, folder: Path, *, dtype: str, options: Mapping[str, Any]) -> None:
-        require_vllm()
-        shape = model_shape(folder)
-        self.vocab_size = int(shape["vocab_size"])
-        arguments = {
-            "dtype": dtype,
-            "max_num_seqs": _SLOTS,
-            "max_model_len": int(shape["max_position_embeddings"]) + 1,  # vLLM must generate a token too
-            "hf_overrides": {"max_position_embeddings": int(shape["max_position_embeddings"]) + 1},
-            "max_logprobs": -1,
-            "enable_prefix_caching": False,  # a cached prefix would have no log-probs
-        }
-        self._engine = start(folder, arguments | dict(options), threads=0)
-        self._asked = 0
+        self.vocab_size = int(model_shape(folder)["vocab_size"])
+        arguments = {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}
+        self._batches = VllmBatches(folder, arguments, options)
 
     def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
         """See LogprobReader."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
-        places = {}
-        found: dict[int, Said] = {}
-        with answering():
-            for place, ids in enumerate(sequences):
-                self._asked += 1
-                places[str(self._asked)] = place
-                self._engine.add_request(str(self._asked), {"prompt_token_ids": ids.tolist()}, parameters)
-            while len(found) < len(sequences):
-                for answer in self._engine.step():
-                    if answer.finished:
-                        place = places[answer.request_id]
-                        rows = (
-                            {token: (said.rank, said.logprob) for token, said in row.items()}
-                            for row in answer.prompt_logprobs[1:]
-                        )
-                        found[place] = _said(sequences[place], rows, k)
-        return [found[place] for place in range(len(sequences))]
+        answers = self._batches.ask(sequences, parameters)
+        return [
+            _said(ids, map(_ranked, answer.prompt_logprobs[1:]), k)
+            for ids, answer in zip(sequences, answers, strict=True)
+        ]
 
     def close(self) -> None:
         """End vLLM's process."""
-        self._engine.engine_core.shutdown()
+        self._batches.close()
 
 
 class ServerLogprobs:
@@ -125,6 +101,10 @@ class ServerLogprobs:
     def close(self) -> None:
         """Leave the server; it goes on."""
         self._server.close()
+
+
+def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:
+    return {token: (said.rank, said.logprob) for token, said in row.items()}
 
 
 def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int) -> Said:

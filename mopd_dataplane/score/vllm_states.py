@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.errors import EngineError
-from mopd_dataplane.models import model_shape
+from mopd_dataplane.score.vllm_batch import VllmBatches
 from mopd_dataplane.vllm_http import VllmServer
-from mopd_dataplane.vllm_local import answering, require_vllm, start
+from mopd_dataplane.vllm_local import require_vllm
 
 _TASK = "token_embed"
 _AT_ONCE = 8
 """Requests that one server is asked at a time."""
-_SLOTS = 64
-"""Sequences that vLLM on this machine reads together."""
 
 
 class VllmReader:
@@ -40,18 +38,13 @@ class VllmReader:
         from vllm.config import PoolerConfig
 
         self.head = head
-        longest = int(model_shape(folder)["max_position_embeddings"])
         arguments = {
             "runner": "pooling",
             "convert": "embed",
             "pooler_config": PoolerConfig(task=_TASK, use_activation=False),
             "dtype": dtype,
-            "max_num_seqs": _SLOTS,
-            "max_model_len": longest,
-            "enable_prefix_caching": False,  # a cached prefix would have no states
         }
-        self._engine = start(folder, arguments | dict(options), threads=0)
-        self._asked = 0
+        self._batches = VllmBatches(folder, arguments, options)
 
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
@@ -59,23 +52,12 @@ class VllmReader:
         """See Reader."""
         from vllm import PoolingParams
 
-        parameters = PoolingParams(task=_TASK, use_activation=False)
-        places = {}
-        with answering():
-            for place, ids in enumerate(sequences):
-                self._asked += 1
-                places[str(self._asked)] = place
-                self._engine.add_request(str(self._asked), {"prompt_token_ids": ids.tolist()}, parameters)
-            found: dict[int, Tensor] = {}
-            while len(found) < len(sequences):
-                for answer in self._engine.step():
-                    if answer.finished:
-                        found[places[answer.request_id]] = answer.outputs.data.float()
-        return _chosen([found[place] for place in range(len(sequences))], sequences, predicted)
+        answers = self._batches.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
+        return predicting([answer.outputs.data.float() for answer in answers], sequences, predicted)
 
     def close(self) -> None:
         """End vLLM's process."""
-        self._engine.engine_core.shutdown()
+        self._batches.close()
 
 
 class ServerReader:
@@ -95,7 +77,7 @@ class ServerReader:
         """See Reader; the states of one sequence are one answer."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = list(pool.map(self._read, sequences))
-        return _chosen(found, sequences, predicted)
+        return predicting(found, sequences, predicted)
 
     def _read(self, ids: NDArray[np.int64]) -> Tensor:
         width = self.head.weight.shape[1]
@@ -122,7 +104,7 @@ class ServerReader:
         self._server.close()
 
 
-def _chosen(
+def predicting(
     states: Sequence[Tensor], sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
 ) -> Tensor:
     """[sum of M, D] of states [T, D] of each sequence. Raises EngineError when a sequence has not one state a token."""

@@ -138,6 +138,23 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
             '"sampled"\nrollout = { group_size = 4 }\nplan = { strict_batches = false,',
             ["group_size = 4", "strict_batches = true"],
         ),
+        ("[teachers]", "[engine]\nkeep = false\n[teachers]", ["keep: only for kind = 'vllm'"]),
+        (
+            "[teachers]",
+            '[engine]\nkind = "vllm"\nurl = "http://h/v1"\nkeep = false\n[teachers]',
+            ["options, dtype and keep are for vLLM started here"],
+        ),
+        (
+            "[teachers]",
+            '[score]\nreads = "prompt_logprobs"\noptions = { seed = 1 }\n[teachers]',
+            ["reads, options: only for engine = 'vllm'"],
+        ),
+        (
+            "[teachers]",
+            '[score]\nengine = "vllm"\nreads = "extract_hidden_states"\n'
+            '[teachers]\nserved = { source = "student", url = "http://h/v1" }',
+            ["teacher 'served' has a url", 'set reads = "states"'],
+        ),
         ("batch_samples = 4", "batch_samples = 4, batch_tokens = 9", ["exactly one of batch_samples, batch_tokens"]),
     ],
 )

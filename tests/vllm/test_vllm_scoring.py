@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoding import TOLERANCE
 from serving import Server, serving
 
 from mopd_dataplane import config
@@ -17,9 +18,8 @@ from mopd_dataplane.models import load_tokenizer, tokenizer_digest
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.vllm_extract import ExtractingReader
 
-TOLERANCE = 2e-5
-"""float32 states of two layers, by two implementations; log-probs add the rounding of a 64-wide product."""
 KINDS = ("logprob", "topk", "hidden")
 SETTINGS = config.Score(hidden_codec="fp32", topk=5)
 
@@ -54,7 +54,7 @@ def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> Teacher
 
 def judged(pool: TeacherPool, samples: list[Scorable], settings: config.Score = SETTINGS) -> dict[Any, Signal]:
     """Every signal by uid and kind."""
-    kinds = KINDS if settings.reads == "states" else KINDS[:2]
+    kinds = KINDS[:2] if settings.reads == "prompt_logprobs" else KINDS
     return {(s.uid, s.kind): s for s in score_samples(pool, "teacher", kinds, samples, settings)}
 
 
@@ -84,6 +84,20 @@ def test_states_of_vllm_on_this_machine(
 ) -> None:
     with closing(pool_of(models[0], tmp_path, engine="vllm")) as pool:
         assert_same(judged(pool, samples), expected)
+
+
+def test_states_that_vllm_writes_out_before_its_final_norm(
+    models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
+) -> None:
+    extracted = SETTINGS.model_copy(update={"engine": "vllm", "reads": "extract_hidden_states"})
+    with closing(pool_of(models[0], tmp_path, engine="vllm", reads="extract_hidden_states")) as pool:
+        assert_same(judged(pool, samples, extracted), expected)
+        assert_same(judged(pool, samples, extracted), expected)
+        reader = pool.reader("teacher")
+        assert isinstance(reader, ExtractingReader)
+        files = Path(reader._files.name)
+        assert not list(files.iterdir()), "read states take no more room"
+    assert not files.exists()
 
 
 def at_one(samples: list[Scorable]) -> list[Scorable]:

@@ -125,6 +125,26 @@ def test_every_kind_agrees_with_the_models_own_logits(name: str, pool: TeacherPo
         torch.testing.assert_close(logits.log_softmax(-1), direct[mask], atol=3e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["math", "code", "capped"])
+def test_the_final_norm_stands_between_the_last_layer_and_the_head(name: str, teachers: dict[str, Path]) -> None:
+    model = models.load_model(teachers[name])
+    before: list[Tensor] = []
+    last_layer = model.get_submodule("model.layers.1")
+    last_layer.register_forward_hook(lambda _module, _input, output: before.append(output))
+    states = models.hidden_states(model, torch.arange(4, 20)[None])
+    after = models.load_final_norm(teachers[name], dtype="float32")(before[0])
+    assert not torch.allclose(before[0], states, atol=0.1)
+    torch.testing.assert_close(after, states, rtol=0, atol=0)
+
+
+def test_a_model_without_a_module_before_its_head_is_named(
+    teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "hidden_states", lambda model, ids: model.base_model(ids).last_hidden_state * 2)
+    with pytest.raises(MismatchError, match=r"Qwen3ForCausalLM.*score\.reads = \"states\""):
+        models.load_final_norm(teachers["math"], dtype="float32")
+
+
 def test_batching_changes_nothing(pool: TeacherPool) -> None:
     samples = make_samples(12)
     alone = by_uid(score_samples(pool, "math", KINDS, samples, SETTINGS.model_copy(update={"batch_tokens": 1})))

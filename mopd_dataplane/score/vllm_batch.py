@@ -1,0 +1,63 @@
+"""vLLM started on this machine to read texts: many at a time, one answer each, in the order of the question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.models import model_shape
+from mopd_dataplane.vllm_local import answering, is_dead, require_vllm, start
+
+_SLOTS = 64
+"""Sequences that vLLM reads together."""
+
+
+class VllmBatches:
+    """A running engine. Raises InputError without vLLM, EngineError when it does not start.
+
+    arguments: EngineArgs that the reading needs; options: the job's own, which win.
+    """
+
+    def __init__(self, folder: Path, arguments: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        require_vllm()
+        settings = {
+            "max_num_seqs": _SLOTS,
+            "max_model_len": int(model_shape(folder)["max_position_embeddings"]),
+            "enable_prefix_caching": False,  # vLLM says nothing of a cached prefix
+        }
+        self._engine = start(folder, settings | dict(arguments) | dict(options), threads=0)
+        self._asked = 0
+
+    def ask(self, sequences: Sequence[NDArray[np.int64]], parameters: Any) -> list[Any]:
+        """vLLM's final output for each sequence of token ids. Raises EngineError."""
+        places: dict[str, int] = {}
+        answers: dict[int, Any] = {}
+        with answering():
+            for place, ids in enumerate(sequences):
+                self._asked += 1
+                places[str(self._asked)] = place
+                self._engine.add_request(str(self._asked), {"prompt_token_ids": ids.tolist()}, parameters)
+            while len(answers) < len(sequences):
+                for answer in self._engine.step():
+                    if answer.finished:
+                        answers[places[answer.request_id]] = answer
+        return [answers[place] for place in range(len(sequences))]
+
+    @property
+    def dead(self) -> bool:
+        """vLLM's process is gone."""
+        return is_dead(self._engine)
+
+    def close(self) -> None:
+        """End vLLM's process."""
+        self._engine.engine_core.shutdown()
+
+
+def room_to_generate(folder: Path) -> dict[str, Any]:
+    """EngineArgs of a generating model that is to read texts of full length: it must generate a token too."""
+    longest = int(model_shape(folder)["max_position_embeddings"]) + 1
+    return {"max_model_len": longest, "hf_overrides": {"max_position_embeddings": longest}}

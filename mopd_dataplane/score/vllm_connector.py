@@ -1,0 +1,43 @@
+"""Runs inside vLLM: writes what `extract_hidden_states` collects of a request to one file, on any device.
+
+vLLM's own connector copies through pinned memory on a CUDA stream. This one copies in the worker's own thread, so it
+also runs on a CPU, and it gives a file its name only when it is whole: whoever sees the name may read it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    extract_from_kv_cache,
+)
+
+STATES = "hidden_states"
+"""Tensor in the file: [T, layers, D], before the final norm, in the model's dtype."""
+
+
+class _Copied:
+    """Stands for the event that vLLM's connector waits for: the copy is over before it is asked."""
+
+    def query(self) -> bool:
+        """Over."""
+        return True
+
+
+class StatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+    """See the module."""
+
+    def _submit_async_write(self, pending: Any) -> None:
+        if not self._is_tp_rank_zero:
+            return
+        inside = torch.arange(self._block_size)
+        slots = (torch.tensor(pending.block_ids)[:, None] * self._block_size + inside).flatten()
+        states = extract_from_kv_cache(self._kv_cache, slots.to(self._kv_cache.device), len(pending.token_ids))
+        staging = f"{pending.filename}.part"
+        save_file({STATES: states.cpu().contiguous()}, staging)
+        os.replace(staging, pending.filename)
+        self._req_copy_events[pending.req_id] = _Copied()
