@@ -21,7 +21,7 @@ COLUMNS = {
     "overlap": "overlap",
     "discrimination": "right > wrong",
     "calibration_error": "calib. error",
-    "gradient_agreement": "verifier",
+    "gradient_agreement": "push",
 }
 
 

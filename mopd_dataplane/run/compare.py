@@ -12,16 +12,15 @@ from rich.console import Console
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.models import load_model
-from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.evaluate import accuracy
-from mopd_dataplane.run.judge import teacher_pool
+from mopd_dataplane.run.judge import prompt_renderer, stored_samples, teacher_pool
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.rows import stage_samples
 from mopd_dataplane.score.compare import Answer, compare
 from mopd_dataplane.score.judge import Judge
 from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.scorer import Scorable, model_input
 
 
 def compare_teachers(
@@ -45,11 +44,15 @@ def compare_teachers(
     with run.progress.step(stage.name, "compare", total=total, unit="answers") as (advance, report):
         done = 0
         for name in names:
-            teacher, template = pool.judge(name), job.teachers[name].prompt_template
+            teacher = pool.judge(name)
             for domain, chosen in answers.items():
                 if not chosen:
                     continue
-                read = [_answer(run, *one, template) for one in chosen]
+                told = prompt_renderer(run, name, [sample for sample, _ in chosen])
+                read = [
+                    Answer(student=model_input(sample, None), teacher=model_input(sample, told), reward=reward)
+                    for sample, reward in chosen
+                ]
                 found = compare(student, teacher, read, k=topk)
                 rows.append(
                     {"domain": domain, "teacher": name, **asdict(found), "accuracy": _accuracy(run, name, domain)}
@@ -60,39 +63,16 @@ def compare_teachers(
     return sorted(rows, key=lambda row: (list(answers).index(row["domain"]), list(job.teachers).index(row["teacher"])))
 
 
-_Chosen = tuple[Prompt, list[int], list[int], float]
-"""Prompt, response tokens, loss mask, reward."""
+_Rewarded = tuple[Scorable, float]
 
 
-def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[_Chosen]:
-    """The first answers of a domain that have a reward."""
-    every, table = stage_samples(run.store, stage, 0, ["domain", "prompt_id", "prompt_len"])
+def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[_Rewarded]:
+    """The first answers of a domain that have a reward, with it."""
+    every, table = stage_samples(run.store, stage, 0, ["domain"])
     rewards = run.store.table("rewards", columns=["sample_row", "reward"])
     value = dict(zip(rewards["sample_row"].to_pylist(), rewards["reward"].to_pylist(), strict=True))
     inside = pc.equal(table["domain"], domain).to_numpy() & np.isin(every, rewards["sample_row"].to_numpy())
-    rows, table = every[inside][:count], table.filter(inside).slice(0, count)
-    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(split="train", domains=[domain])}
-    payload = run.store.read_tokens(rows, columns=["tokens", "loss_mask"])
-    return [
-        (prompts[prompt_id], tokens.as_py()[prompt_len:], mask.as_py(), value[row])
-        for row, prompt_id, prompt_len, tokens, mask in zip(
-            rows.tolist(), table["prompt_id"].to_pylist(), table["prompt_len"].to_pylist(),
-            payload["tokens"], payload["loss_mask"], strict=True,
-        )
-    ]  # fmt: skip
-
-
-def _answer(run: Run, prompt: Prompt, ids: list[int], mask: list[int], reward: float, template: str) -> Answer:
-    own = run.job.student.prompt_template
-    seen = render(prompt.text, run.tokenizer, template=own)
-    told = render(prompt.text, run.tokenizer, template=template or own, context=prompt.teacher_context)
-    return Answer(
-        student_tokens=np.array(seen + ids, np.int64),
-        teacher_tokens=np.array(told + ids, np.int64),
-        response=np.flatnonzero(mask),
-        response_len=len(ids),
-        reward=reward,
-    )
+    return [(sample, value[sample.sample_row]) for sample in stored_samples(run, every[inside][:count])]
 
 
 def _is_there(run: Run, teacher: str) -> bool:

@@ -216,15 +216,15 @@ def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
 def _judge(
     run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, teacher: str, kinds: list[str], rows: Rows
 ) -> dict[str, list[Signal]]:
-    scorables = list(_scorables(run, rows))
+    samples = list(stored_samples(run, rows))
     signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
-    renderer = _renderer(run, teacher, scorables)
-    for signal in score_samples(pool, teacher, kinds, scorables, stage.score, render_prompt=renderer, student=student):
+    renderer = prompt_renderer(run, teacher, samples)
+    for signal in score_samples(pool, teacher, kinds, samples, stage.score, render_prompt=renderer, student=student):
         signals[signal.kind].append(signal)
     return signals
 
 
-def _renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
+def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
     """How a teacher reads the samples' prompts; None for as the student does."""
     template = run.job.teachers[teacher].prompt_template
     if not template:
@@ -247,11 +247,11 @@ def _record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[
             form = run.job.teachers[member].quantisation
             if form == "none" or f"quantisation/{member}/kl" in measured:
                 continue
-            samples = [one for one in _scorables(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
+            samples = [one for one in stored_samples(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
             if not samples:
                 continue
             effect = quantisation_effect(
-                pool, member, samples, stage.score, render_prompt=_renderer(run, task.teacher, samples)
+                pool, member, samples, stage.score, render_prompt=prompt_renderer(run, task.teacher, samples)
             )
             facts = asdict(effect)
             detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}
@@ -261,7 +261,8 @@ def _record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[
                 measured.append(event)
 
 
-def _scorables(run: Run, rows: Rows) -> Iterator[Scorable]:
+def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
+    """Rows of `samples` as a teacher takes them."""
     metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
     payload = run.store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask", "version_starts", "versions"])
     for place, row in enumerate(rows.tolist()):

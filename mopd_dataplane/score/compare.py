@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.score.scorer import ModelInput
 
 BINS = 10
 """Of the calibration error."""
@@ -26,14 +27,9 @@ BINS = 10
 class Answer:
     """A sampled answer as student and teacher read it, and what the verifier gave it."""
 
-    student_tokens: NDArray[np.int64]
-    """[P + R]"""
-    teacher_tokens: NDArray[np.int64]
-    """[P' + R]: the same response behind the prompt as the teacher reads it."""
-    response: NDArray[np.int64]
-    """[M] places of trained tokens in the response"""
-    response_len: int
-    """R"""
+    student: ModelInput
+    teacher: ModelInput
+    """The same response, behind the prompt as the teacher reads it."""
     reward: float
     """1 is right."""
 
@@ -84,8 +80,9 @@ class _Sums:
 
 
 def compare(student: Judge, teacher: Judge, answers: Sequence[Answer], *, k: int, batch: int = 32) -> Comparison:
-    """Judge the answers of one domain by one teacher. k: likeliest tokens whose overlap is counted."""
-    ordered = sorted(answers, key=lambda answer: len(answer.student_tokens))  # little padding
+    """Judge the answers of one domain by one teacher. k: likeliest tokens whose overlap is counted, at most
+    the vocabulary."""
+    ordered = sorted(answers, key=lambda answer: len(answer.student.tokens))  # little padding
     rewards = np.array([answer.reward for answer in ordered])
     sums = _Sums()
     for start in range(0, len(ordered), batch):
@@ -131,12 +128,10 @@ def calibration_error(confidence: Sequence[Tensor], hit: Sequence[Tensor]) -> fl
 
 
 def _add(sums: _Sums, student: Judge, teacher: Judge, part: Sequence[Answer], baseline: float, k: int) -> None:
-    counts = [len(answer.response) for answer in part]
-    seen = [answer.response + len(answer.student_tokens) - answer.response_len for answer in part]
-    told = [answer.response + len(answer.teacher_tokens) - answer.response_len for answer in part]
-    states = student.states([answer.student_tokens for answer in part], seen).float().requires_grad_()
-    judged = teacher.states([answer.teacher_tokens for answer in part], told)
-    targets = torch.from_numpy(np.concatenate([a.student_tokens[p] for a, p in zip(part, seen, strict=True)]))
+    counts = [len(answer.student.masked) for answer in part]
+    states = student.states([a.student.tokens for a in part], [a.student.masked for a in part]).float().requires_grad_()
+    judged = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
+    targets = torch.from_numpy(np.concatenate([a.student.tokens[a.student.masked] for a in part]))
     advantage = torch.tensor([answer.reward - baseline for answer in part]).repeat_interleave(torch.tensor(counts))
     right = torch.tensor([answer.reward >= 1 for answer in part]).repeat_interleave(torch.tensor(counts))
 
@@ -147,6 +142,7 @@ def _add(sums: _Sums, student: Judge, teacher: Judge, part: Sequence[Answer], ba
     sums.pull += float(pull.double().square().sum())
     sums.push += float(push.double().square().sum())
 
+    k = min(k, len(student.head.weight), len(teacher.head.weight))
     with torch.no_grad():
         support = _logprob(judged, teacher, targets)
         ids, logprobs = topk_logprobs(judged, teacher.head, k)

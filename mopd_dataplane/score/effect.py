@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd_dataplane import config
 from mopd_dataplane.score.readers import Reader
-from mopd_dataplane.score.scorer import PromptRenderer, Scorable, TeacherInput, batches, teacher_input
+from mopd_dataplane.score.scorer import ModelInput, PromptRenderer, Scorable, batches, model_input
 from mopd_dataplane.score.teachers import TeacherPool
 
 
@@ -41,7 +41,7 @@ def quantisation_effect(
 
     samples: at least one with a trained token. Log-probs at temperature 1. Raises what TeacherPool.reader raises.
     """
-    inputs = [teacher_input(sample, render_prompt) for sample in samples]
+    inputs = [model_input(sample, render_prompt) for sample in samples]
     parts = [batch for _, batch in batches(inputs, settings.batch_tokens)]
     exact = list(_states(pool.as_stored(teacher), parts))
     rounded = pool.reader(teacher)
@@ -59,7 +59,7 @@ def quantisation_effect(
     return QuantisationEffect(tokens=tokens, kl=kl / tokens, logprob_gap=gap / tokens, top1_agreement=agreed / tokens)
 
 
-def _states(reader: Reader, parts: Sequence[Sequence[TeacherInput]]) -> Iterator[Tensor]:
+def _states(reader: Reader, parts: Sequence[Sequence[ModelInput]]) -> Iterator[Tensor]:
     """[sum of M, D] states of each part."""
     for batch in parts:
         yield reader.predicting_states([item.tokens for item in batch], [item.masked for item in batch])

@@ -69,7 +69,7 @@ def score_samples(
     for kind in kinds:
         if kind not in SIGNAL_KINDS:
             raise MismatchError(f"unknown signal kind {kind!r}: {nearest(kind, SIGNAL_KINDS)}")
-    inputs = [teacher_input(sample, render_prompt) for sample in samples]
+    inputs = [model_input(sample, render_prompt) for sample in samples]
     if settings.engine == "vllm" and settings.reads == "prompt_logprobs":
         yield from _said_of_text(pool.logprob_reader(teacher), teacher, kinds, inputs, settings)
         return
@@ -84,28 +84,28 @@ def score_samples(
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherInput:
-    """A sample as a teacher reads it."""
+class ModelInput:
+    """A sample behind the prompt as a model reads it."""
 
     sample: Scorable
     tokens: NDArray[np.int64]
-    """[P + R] as the teacher reads it."""
+    """[P + R]"""
     masked: NDArray[np.int64]
     """[M] positions of loss-masked tokens in `tokens`."""
 
 
-def teacher_input(sample: Scorable, render_prompt: PromptRenderer | None) -> TeacherInput:
+def model_input(sample: Scorable, render_prompt: PromptRenderer | None) -> ModelInput:
     """A sample behind the prompt as the teacher reads it; default the student's own."""
     prompt = sample.tokens[: sample.prompt_len] if render_prompt is None else np.asarray(render_prompt(sample))
     tokens = np.concatenate([prompt, sample.tokens[sample.prompt_len :]]).astype(np.int64)
-    return TeacherInput(sample, tokens, np.flatnonzero(sample.loss_mask) + len(prompt))
+    return ModelInput(sample, tokens, np.flatnonzero(sample.loss_mask) + len(prompt))
 
 
-def batches(inputs: list[TeacherInput], batch_tokens: int) -> Iterator[tuple[float, list[TeacherInput]]]:
+def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float, list[ModelInput]]]:
     """Rectangles of at most `batch_tokens` tokens (padding counted; at least one sample), longest first."""
     ordered = sorted(inputs, key=lambda item: (item.sample.temperature, -len(item.tokens), item.sample.uid))
     for temperature, group in groupby(ordered, key=lambda item: item.sample.temperature):
-        batch: list[TeacherInput] = []
+        batch: list[ModelInput] = []
         for item in group:
             if batch and (len(batch) + 1) * len(batch[0].tokens) > batch_tokens:
                 yield temperature or 1.0, batch
@@ -115,7 +115,7 @@ def batches(inputs: list[TeacherInput], batch_tokens: int) -> Iterator[tuple[flo
 
 
 def _said_of_text(
-    reader: LogprobReader, teacher: str, kinds: Sequence[str], inputs: list[TeacherInput], settings: config.Score
+    reader: LogprobReader, teacher: str, kinds: Sequence[str], inputs: list[ModelInput], settings: config.Score
 ) -> Iterator[Signal]:
     """Signals of a teacher that only says log-probs. Raises MismatchError for what does not follow from those."""
     if "hidden" in kinds or ("topk" in kinds and settings.topk_support == "student"):
@@ -144,7 +144,7 @@ def _said_of_text(
 def _signals(
     kind: str,
     teacher: str,
-    batch: list[TeacherInput],
+    batch: list[ModelInput],
     states: Tensor,
     head: Head,
     temperature: float,
@@ -178,7 +178,7 @@ def _signals(
 
 
 def _topk(
-    batch: list[TeacherInput], states: Tensor, head: Head, settings: config.Score, student: StudentSupport | None
+    batch: list[ModelInput], states: Tensor, head: Head, settings: config.Score, student: StudentSupport | None
 ) -> tuple[Tensor, Tensor]:
     """Ids and teacher log-probs [sum of M, K] of the teacher's or the student's likeliest tokens."""
     if settings.topk_support == "teacher":
@@ -189,7 +189,7 @@ def _topk(
     return ids, chosen_logprobs(states, head, ids)[0]
 
 
-def _logprob_signal(item: TeacherInput, values: NDArray[np.float32]) -> Signal:
+def _logprob_signal(item: ModelInput, values: NDArray[np.float32]) -> Signal:
     sample = item.sample
     mask = sample.loss_mask.astype(bool)
     logprob = np.zeros(len(mask), dtype=np.float32)
@@ -200,11 +200,11 @@ def _logprob_signal(item: TeacherInput, values: NDArray[np.float32]) -> Signal:
     return _signal(item, "logprob", logprob=logprob, mean_reverse_kl=reverse_kl)
 
 
-def _signal(item: TeacherInput, kind: str, **payload: object) -> Signal:
+def _signal(item: ModelInput, kind: str, **payload: object) -> Signal:
     return Signal(uid=item.sample.uid, sample_row=item.sample.sample_row, kind=kind, **payload)  # type: ignore[arg-type]
 
 
-def _check_finite(teacher: str, batch: list[TeacherInput], values: Tensor) -> None:
+def _check_finite(teacher: str, batch: list[ModelInput], values: Tensor) -> None:
     """values: [sum of M] or [sum of M, D]."""
     finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
     for item, good in zip(batch, torch.split(finite, [len(item.masked) for item in batch]), strict=True):
@@ -217,7 +217,7 @@ def _check_finite(teacher: str, batch: list[TeacherInput], values: Tensor) -> No
             )
 
 
-def _check_vocabulary(teacher: str, batch: list[TeacherInput], rows: int) -> None:
+def _check_vocabulary(teacher: str, batch: list[ModelInput], rows: int) -> None:
     for item in batch:
         highest = int(item.tokens.max(initial=0))
         if highest >= rows:

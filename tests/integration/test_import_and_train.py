@@ -78,3 +78,18 @@ def test_a_policy_gradient_needs_the_samplers_log_probs(
     refused = mopd("run", job, check=False)
     assert refused.returncode == 2
     assert "32 of 32 samples came without the sampler's log-probs" in " ".join(refused.stderr.split())
+
+
+def test_a_policy_gradient_refuses_log_probs_of_a_cut_distribution(
+    write_job: Callable[..., Path], mopd: Callable, tmp_path: Path
+) -> None:
+    job = with_stored_stage(write_job(tmp_path), "sampled")
+    student = make_student(load_job(job).student, tmp_path / "student", seed=7)
+    row = {"prompt_ids": [20, 21], "response_ids": [22, 23], "logprobs": [-0.5, -0.1], "prompt": "1 + 1 = "}
+    file = tmp_path / "cut.jsonl"
+    file.write_text("".join(json.dumps(row | {"top_p": top_p}) + "\n" for top_p in (1.0, 0.9, 0.9)))
+    place = ("--store", tmp_path / "store", "--run", "imported", "--domain", "sums", "--tokenizer", student)
+    mopd("import", "plain", file, *place)
+    refused = mopd("plan", job, "--stage", "imported", check=False)
+    assert refused.returncode == 2
+    assert "2 of 3 samples were drawn under top_p or top_k" in " ".join(refused.stderr.split())

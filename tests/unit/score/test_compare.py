@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from mopd_dataplane import models
@@ -15,6 +16,7 @@ from mopd_dataplane.run.student import make_student
 from mopd_dataplane.score.compare import Answer, auroc, calibration_error, compare
 from mopd_dataplane.score.judge import Judge
 from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.scorer import Scorable, model_input
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -40,31 +42,35 @@ def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
     for number in range(count):
         length = int(rng.integers(2, 9))
         tokens = rng.integers(4, 90, 5 + length)
-        told = np.concatenate([rng.integers(4, 90, shift), tokens])
-        mask = np.flatnonzero(rng.random(length) < 0.8)
-        mask = mask if len(mask) else np.array([0])
-        made.append(
-            Answer(
-                student_tokens=tokens, teacher_tokens=told, response=mask, response_len=length, reward=1.0 - number % 2
-            )
-        )
+        before = rng.integers(4, 90, shift)
+        mask = (rng.random(length) < 0.8).astype(np.uint8)
+        mask[0] |= not mask.any()
+        made.append(answer(tokens, mask, 1.0 - number % 2, told=[*before, *tokens[:5]]))
     return made
+
+
+def answer(tokens: NDArray[np.int64], mask: NDArray[np.uint8], reward: float, *, told: list[int]) -> Answer:
+    """A response behind a prompt of 5 tokens, and behind the teacher's."""
+    sample = Scorable(
+        uid="0", sample_row=0, prompt_id="p", prompt_len=5, tokens=tokens.astype(np.int32), loss_mask=mask
+    )
+    return Answer(student=model_input(sample, None), teacher=model_input(sample, lambda _: told), reward=reward)
 
 
 def logprobs(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
     """[M, V] from one plain forward pass."""
     with torch.no_grad():
-        logits = model(torch.from_numpy(answer.teacher_tokens)[None]).logits[0]
-    places = torch.from_numpy(answer.response) + len(answer.teacher_tokens) - answer.response_len
-    return logits[places - 1].log_softmax(-1)
+        logits = model(torch.from_numpy(answer.teacher.tokens)[None]).logits[0]
+    return logits[torch.from_numpy(answer.teacher.masked) - 1].log_softmax(-1)
 
 
 def test_the_student_itself_has_nothing_to_teach(student: Judge) -> None:
     found = compare(student, student, answers(), k=8)
     assert found.answers == 24
-    assert found.tokens == sum(len(answer.response) for answer in answers())
+    assert found.tokens == sum(len(answer.student.masked) for answer in answers())
     assert found.reverse_kl == pytest.approx(0, abs=1e-5)
     assert (found.overlap, found.top1_agreement) == (1.0, 1.0)
+    assert compare(student, student, answers(2), k=10**6).overlap == 1.0, "more than the vocabulary"
 
 
 def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Path) -> None:
@@ -75,10 +81,7 @@ def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Pa
     given = answers(shift=3)
     found = compare(student, teacher, given, k=8, batch=7)
     said = [logprobs(model, answer) for answer in given]
-    written = [
-        torch.from_numpy(answer.student_tokens[answer.response + len(answer.student_tokens) - answer.response_len])
-        for answer in given
-    ]
+    written = [torch.from_numpy(answer.student.tokens[answer.student.masked]) for answer in given]
     support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(said, written, strict=True)]
     assert found.support == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
     entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in said])
@@ -101,15 +104,12 @@ def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: 
         return Judge((HfReader(model),))
 
     given = []
-    for number, answer in enumerate(answers()):
-        tokens = answer.student_tokens.copy()
+    for number, each in enumerate(answers()):
+        tokens = each.student.tokens.copy()
         tokens[-1] = 8 if number % 2 else 7
-        given.append(
-            Answer(
-                student_tokens=tokens, teacher_tokens=tokens, response=np.array([answer.response_len - 1]),
-                response_len=answer.response_len, reward=answer.reward,
-            )
-        )  # fmt: skip
+        mask = np.zeros(len(tokens) - 5, np.uint8)
+        mask[-1] = 1
+        given.append(answer(tokens, mask, each.reward, told=tokens[:5].tolist()))
     with_it, against_it = (compare(student, leaning(sign), given, k=4).gradient_agreement for sign in (0.5, -0.5))
     assert with_it > 0.1
     assert against_it < with_it
