@@ -14,8 +14,9 @@ from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.models import load_model
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.evaluate import accuracy
-from mopd_dataplane.run.judge import prompt_renderer, stored_samples, teacher_pool
+from mopd_dataplane.run.judge import teacher_pool
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.readings import prompt_renderer, stored_samples
 from mopd_dataplane.run.rows import stage_samples
 from mopd_dataplane.score.compare import Answer, compare
 from mopd_dataplane.score.judge import Judge

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 
-from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.records import Signal
-from mopd_dataplane.rollout.prompts import render
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.readings import prompt_renderer, stored_samples
+from mopd_dataplane.run.rounding import check_precision, record_rounding
 from mopd_dataplane.run.rows import Rows, stage_samples
-from mopd_dataplane.score.effect import quantisation_effect
-from mopd_dataplane.score.quantise import quantisation_of
 from mopd_dataplane.score.reward import Reward, resolve_reward
-from mopd_dataplane.score.scorer import PromptRenderer, Scorable, score_samples
+from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.support import StudentSupport
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
-ROUNDING_SAMPLES = 32
-"""Samples that show what a teacher's quantisation does."""
 CHUNK = 512
 """Samples read, judged and committed together: what a kill can cost."""
 
@@ -58,7 +52,7 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
     tokenizer, weights or quantisation do not fit.
     """
-    _check_precision(run, stage)
+    check_precision(run, (*run.job.teachers_of(stage), *_reference(run, stage)))
     work = _missing(run, stage, generation)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
@@ -71,7 +65,7 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
         for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
         for chunk in _chunks(rows)
     ]
-    _record_rounding(run, stage, pool, tasks)
+    record_rounding(run, stage, pool, ((task.teacher, task.rows) for task in tasks))
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with closing(pool), step as (advance, report):
 
@@ -181,18 +175,6 @@ def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, ta
     return Judged(task.teacher, new, positions)
 
 
-def _check_precision(run: Run, stage: Stage) -> None:
-    """Refuse signals of another precision than the job now says, also where none is missing."""
-    known = run.store.teachers()
-    for teacher in (*run.job.teachers_of(stage), *_reference(run, stage)):
-        now = quantisation_of(run.job.teachers[member].quantisation for member in run.job.members_of(teacher))
-        if teacher in known and known[teacher].quantisation != now:
-            raise MismatchError(
-                f"the store has signals of teacher {teacher!r} with quantisation {known[teacher].quantisation!r}, the "
-                f"job now says {now!r}; go back to that, or give the new teacher another name"
-            )
-
-
 def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:
     """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
     objective = run.job.objective(stage)
@@ -224,78 +206,11 @@ def _judge(
     return signals
 
 
-def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
-    """How a teacher reads the samples' prompts; None for as the student does."""
-    template = run.job.teachers[teacher].prompt_template
-    if not template:
-        return None
-    wanted = {sample.prompt_id for sample in samples}
-    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts() if prompt.prompt_id in wanted}
-
-    def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
-        prompt = prompts[sample.prompt_id]
-        return render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
-
-    return as_the_teacher_reads_it
-
-
-def _record_rounding(run: Run, stage: Stage, pool: TeacherPool, tasks: Sequence[JudgeTask]) -> None:
-    """Measure what rounding does to each quantised teacher, once, before its first signal is stored."""
-    measured = run.store.table("events", ["event_id"], filter="kind = 'quantisation'")["event_id"].to_pylist()
-    for task in tasks:
-        for member in run.job.members_of(task.teacher):
-            form = run.job.teachers[member].quantisation
-            if form == "none" or f"quantisation/{member}/kl" in measured:
-                continue
-            samples = [one for one in stored_samples(run, task.rows[:ROUNDING_SAMPLES]) if one.loss_mask.any()]
-            if not samples:
-                continue
-            effect = quantisation_effect(
-                pool, member, samples, stage.score, render_prompt=prompt_renderer(run, task.teacher, samples)
-            )
-            facts = asdict(effect)
-            detail = {"teacher": member, "quantisation": form, "samples": len(samples), "tokens": facts.pop("tokens")}
-            for name, value in reversed(facts.items()):  # kl comes last: where it is, all are
-                event = f"quantisation/{member}/{name}"
-                run.store.add_event(event, stage.name, "quantisation", -1, value, {**detail, "measure": name})
-                measured.append(event)
-
-
-def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
-    """Rows of `samples` as a teacher takes them."""
-    metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
-    payload = run.store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask", "version_starts", "versions"])
-    for place, row in enumerate(rows.tolist()):
-        logprobs = payload["logprobs"][place]
-        yield Scorable(
-            uid=metadata["uid"][place].as_py(),
-            sample_row=row,
-            prompt_id=metadata["prompt_id"][place].as_py(),
-            prompt_len=metadata["prompt_len"][place].as_py(),
-            tokens=_array(payload["tokens"][place]),
-            loss_mask=_array(payload["loss_mask"][place]),
-            versions=_token_versions(payload, place),
-            logprobs=_array(logprobs) if logprobs.is_valid else None,
-            temperature=metadata["temperature"][place].as_py(),
-        )
-
-
-def _token_versions(payload: pa.Table, place: int) -> NDArray[np.int32]:
-    """[R] policy version of each response token, from its spans."""
-    starts, versions = _array(payload["version_starts"][place]), _array(payload["versions"][place])
-    return np.repeat(versions, np.diff(starts, append=len(payload["loss_mask"][place])))
-
-
 def _responses(run: Run, rows: Rows) -> Iterator[str]:
     prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
     tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
     for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
-        yield decode(run, _array(ids)[prompt_len:].tolist())
-
-
-def _array(values: pa.ListScalar) -> NDArray[Any]:
-    array: NDArray[Any] = values.values.to_numpy(zero_copy_only=True)
-    return array
+        yield decode(run, ids.as_py()[prompt_len:])
 
 
 def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
