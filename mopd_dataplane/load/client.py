@@ -13,7 +13,6 @@ neither Lance nor pyarrow, and torch only for torch views.
 from __future__ import annotations
 
 import contextlib
-import math
 import mmap
 import os
 import socket as sockets
@@ -25,10 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
-import numpy as np
-
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
-from mopd_dataplane.load.layout import Field, read_header, slot_crc
+from mopd_dataplane.load.layout import Field, read_header, slot_crc, view_of
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
 from mopd_dataplane.records import Batch, Pack
 
@@ -278,8 +275,7 @@ class _MappedSlot:
 
     def numpy_view(self, field: Field) -> Any:
         """Read-only numpy view of a field."""
-        count = math.prod(field.shape)
-        return np.frombuffer(self.memory, field.dtype, count, field.offset).reshape(field.shape)
+        return view_of(self.memory, field)
 
     def torch_view(self, field: Field) -> Any:
         """Torch view of a field. Torch does not know read-only memory: writing to it ends the process."""

@@ -1,6 +1,6 @@
 """The fields of a pack inside a slot: a header, a table of fields, then the arrays at 64-byte boundaries.
 
-    header   magic, format, number of fields, generation, pack, crc32c of the field table and all fields but `hidden`
+    header   magic, format, number of fields, generation, pack, crc32c of all that follows it but `hidden`
     field    name, dtype, shape, offset
 
 A slot describes itself, so a reader needs nothing but the slot and the generation it was promised.
@@ -12,6 +12,8 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,18 +25,18 @@ HEADER = struct.Struct("<4sHHQqII")
 FIELD = struct.Struct("<24s8sIQQQ")
 ALIGNMENT = 64
 MAGIC = b"MOPS"
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 64
 FIELD_BYTES = 64
 DTYPES = ("<i4", "<i8", "<f4", "|u1")
 UNCHECKED = "hidden"
-"""Left out of the slot's checksum: it carries its own in the store and is far larger than the rest."""
+"""The last field, left out of the slot's checksum: it has its own in the store and is far larger than the rest."""
+_KIND = {name: np.dtype(name) for name in DTYPES}
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """One array of a pack."""
 
     name: str
@@ -43,11 +45,7 @@ class Field:
     shape: Shape
     offset: int
     """Bytes from the start of the slot."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * int(self.dtype[2:])
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +63,20 @@ def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, .
     fields = []
     offset = HEADER_BYTES + FIELD_BYTES * len(shapes)
     for name, (dtype, shape) in shapes.items():
-        field = Field(name, dtype, shape, offset)
-        fields.append(field)
-        offset += -(-field.nbytes // ALIGNMENT) * ALIGNMENT
+        nbytes = math.prod(shape) * _KIND[dtype].itemsize
+        fields.append(Field(name, dtype, shape, offset, nbytes))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
 
 
 def arrays_of(memory: memoryview, fields: tuple[Field, ...]) -> dict[str, NDArray[np.generic]]:
     """Views of the arrays, writable where the memory is."""
-    return {
-        field.name: np.frombuffer(memory, dtype=field.dtype, count=math.prod(field.shape), offset=field.offset).reshape(
-            field.shape
-        )
-        for field in fields
-    }
+    return {field.name: view_of(memory, field) for field in fields}
+
+
+def view_of(memory: memoryview, field: Field) -> NDArray[Any]:
+    """View of one array."""
+    return np.ndarray(field.shape, _KIND[field.dtype], memory, field.offset)
 
 
 def write_table(memory: memoryview, fields: tuple[Field, ...]) -> None:
@@ -101,28 +99,29 @@ def read_header(memory: memoryview) -> Header:
     magic, version, count, generation, pack, crc, _ = HEADER.unpack_from(memory, 0)
     if magic != MAGIC or version != FORMAT:
         raise DamagedError(f"slot starts with {magic!r} format {version}, expected {MAGIC!r} format {FORMAT}")
-    if HEADER_BYTES + FIELD_BYTES * count > len(memory):
+    table_end = HEADER_BYTES + FIELD_BYTES * count
+    if not count or table_end > len(memory):
         raise DamagedError(f"slot of {len(memory):,} bytes says that it has {count} fields")
     fields = []
     for place in range(count):
-        name, dtype, axes, first, second, offset = FIELD.unpack_from(memory, HEADER_BYTES + FIELD_BYTES * place)
-        field = Field(_text(name), _text(dtype), (first, second)[:axes], offset)
-        if field.dtype not in DTYPES:
-            raise DamagedError(f"slot field {field.name!r} has type {field.dtype!r}, allowed: {', '.join(DTYPES)}")
-        if axes > 2 or offset + field.nbytes > len(memory):
-            raise DamagedError(f"slot field {field.name!r} reaches past the slot's {len(memory):,} bytes")
-        fields.append(field)
+        raw_name, raw_dtype, axes, first, second, offset = FIELD.unpack_from(memory, HEADER_BYTES + FIELD_BYTES * place)
+        name, dtype, shape = _text(raw_name), _text(raw_dtype), (first, second)[:axes]
+        if dtype not in _KIND:
+            raise DamagedError(f"slot field {name!r} has type {dtype!r}, allowed: {', '.join(DTYPES)}")
+        nbytes = math.prod(shape) * _KIND[dtype].itemsize
+        if axes > 2 or offset < table_end or offset + nbytes > len(memory):
+            raise DamagedError(f"slot field {name!r} reaches out of the slot's {len(memory):,} bytes")
+        fields.append(Field(name, dtype, shape, offset, nbytes))
     return Header(generation, pack, crc, tuple(fields))
 
 
 def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
-    """crc32c over the field table and every field but UNCHECKED."""
-    value = crc32c(np.frombuffer(memory, np.uint8, count=FIELD_BYTES * len(fields), offset=HEADER_BYTES))
-    for field in fields:
-        if field.name != UNCHECKED:
-            value = crc32c(np.frombuffer(memory, np.uint8, count=field.nbytes, offset=field.offset), start=value)
-    return value
+    """crc32c over the field table and the fields up to UNCHECKED, what lies between them included: one call."""
+    last = fields[-1]
+    end = last.offset if last.name == UNCHECKED else last.offset + last.nbytes
+    return crc32c(np.frombuffer(memory, np.uint8, count=end - HEADER_BYTES, offset=HEADER_BYTES))
 
 
+@lru_cache(maxsize=256)
 def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode("ascii", errors="backslashreplace")

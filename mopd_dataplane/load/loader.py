@@ -37,6 +37,8 @@ AHEAD_BYTES = 256 << 20
 """Payload in lists that is read at once, over all lanes: neighbouring rows are read far cheaper than scattered ones."""
 AHEAD_PACKS = 512
 """Packs of one lane that are looked at in advance."""
+DEALT_STEPS = 2 * AHEAD_PACKS
+"""Steps whose dealing is kept."""
 TRIM_PACKS = 2 * REMEMBERED
 """Packs lent between two looks whether the ring has slots that nobody used meanwhile."""
 
@@ -58,6 +60,8 @@ class Loader:
         self._seats = 0
         self._probed = 0.0
         self._lent_packs = 0
+        self._dealt: dict[tuple[int, int, int], list[list[int]]] = {}
+        """(window, step, ranks) → packs of each rank."""
         self._closed = False
         self._filler = threading.Thread(target=self._fill_forever, name="filler", daemon=True)
         self._filler.start()
@@ -226,7 +230,13 @@ class Loader:
             beat(f"{here} of {seat.lane.members} members of rank {seat.lane.rank} are here")
 
     def _packs(self, lane: Lane, source: WindowSource, step: int) -> list[int]:
-        return [pack for pack in self._deal(source.plan, source.lengths, step, lane.ranks)[lane.rank] if pack >= 0]
+        """Packs of one step of a lane; asked for when it is read ahead, and when the trainer gets there."""
+        place = (source.plan.window, step, lane.ranks)
+        if place not in self._dealt:
+            while len(self._dealt) >= DEALT_STEPS:
+                del self._dealt[next(iter(self._dealt))]
+            self._dealt[place] = self._deal(source.plan, source.lengths, step, lane.ranks)
+        return [pack for pack in self._dealt[place][lane.rank] if pack >= 0]
 
     # -- items; the lock is held -----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ while it pauses. Memory is bounded by the ring, not here.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 
 REMEMBERED = 64
 """Requests that are looked at, and so about the most packs kept ready."""
@@ -30,7 +30,9 @@ class Pace:
         """Packs to keep ready."""
         self.longest_read_s = 0.0
         self._least = least
-        self._asked: deque[float] = deque(maxlen=REMEMBERED)
+        self._asked: list[float] = []
+        self._within: list[int] = []
+        """Of each request: how many were made in the longest read before it."""
         self._worked = 0.0
         """The trainer's own time: all of it but what it waited."""
         self._lent_at: float | None = None
@@ -46,13 +48,10 @@ class Pace:
         if self._lent_at is not None:
             self._worked += now - self._lent_at
         self._asked.append(self._worked)
-        most = first = 0
-        times = list(self._asked)
-        for last, time in enumerate(times):
-            while time - times[first] > self.longest_read_s:
-                first += 1
-            most = max(most, last - first + 1)
-        self.depth = max(self._least, 1 + most)
+        del self._asked[:-REMEMBERED], self._within[: 1 - REMEMBERED]
+        first = bisect_left(self._asked, self._worked - self.longest_read_s)
+        self._within.append(len(self._asked) - first)
+        self.depth = max(self._least, 1 + max(self._within))
 
     def lent(self, now: float) -> None:
         """The trainer has the pack."""

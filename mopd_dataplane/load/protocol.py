@@ -27,7 +27,7 @@ from typing import Any
 from mopd_dataplane import errors
 from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE = 1 << 20
 READ_BYTES = 1 << 16
 HEARTBEAT_S = 1.0
@@ -102,7 +102,7 @@ class Channel:
 
     def _parse(self, body: bytes) -> Message:
         try:
-            message = json.loads(body)
+            message = json.loads(body.decode())  # bytes would have their encoding guessed first
         except (ValueError, RecursionError) as error:
             raise DamagedError(f"message is not JSON: {error}") from None
         if not isinstance(message, dict):

@@ -37,7 +37,7 @@ def test_a_fast_trainer_gets_as_many_as_it_takes_during_the_longest_read():
     play.read(2.0)
     play.take(REMEMBERED, pack_s=0.1)
     assert play.pace.depth == pytest.approx(1 + 2.0 / 0.1, abs=1)
-    play.take(REMEMBERED, pack_s=0.5)
+    play.take(2 * REMEMBERED, pack_s=0.5)
     assert play.pace.depth == pytest.approx(1 + 2.0 / 0.5, abs=1), "a trainer that becomes slower needs fewer"
 
 

@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane.errors import DamagedError, ResourceError
-from mopd_dataplane.load.layout import arrays_of, plan_fields, read_header, seal, slot_crc, write_table
+from mopd_dataplane.load.layout import (
+    FIELD,
+    FORMAT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    arrays_of,
+    plan_fields,
+    read_header,
+    seal,
+    slot_crc,
+    write_table,
+)
 from mopd_dataplane.load.ring import POISON, Ring, available_memory, make_slot
 
 PAGE = mmap.PAGESIZE
@@ -171,5 +183,13 @@ def test_what_is_no_slot_is_refused():
     memory, _ = filled()
     with pytest.raises(DamagedError, match="slot starts with"):
         read_header(memoryview(bytes(1024)))
-    with pytest.raises(DamagedError, match="reaches past"):
+    with pytest.raises(DamagedError, match="reaches out of"):
         read_header(memoryview(memory)[:260])
+    inside_the_table = bytearray(memory)
+    FIELD.pack_into(inside_the_table, HEADER_BYTES, b"tokens", b"<i4", 1, 5, 0, HEADER_BYTES)
+    with pytest.raises(DamagedError, match="'tokens' reaches out of"):
+        read_header(memoryview(inside_the_table))
+    without_fields = bytearray(memory)
+    HEADER.pack_into(without_fields, 0, MAGIC, FORMAT, 0, 3, 11, 0, 0)
+    with pytest.raises(DamagedError, match="has 0 fields"):
+        read_header(memoryview(without_fields))
