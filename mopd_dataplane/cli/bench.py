@@ -150,8 +150,12 @@ def size(
     teacher: Annotated[float, typer.Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0,
     teachers: Annotated[float, typer.Option("--teachers", min=0, help="Teachers that judge each sample.")] = 1.0,
     hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Of the teachers.")] = 5120,
-    fidelity: Annotated[str, typer.Option("--fidelity", help="logprob, topk or hidden.")] = "hidden",
-    codec: Annotated[str, typer.Option("--codec", help="Of hidden states: fp32, bf16, int8, fp8 or mxfp4.")] = "int8",
+    fidelity: Annotated[
+        Literal["logprob", "topk", "hidden"], typer.Option("--fidelity", help="What is kept of a teacher.")
+    ] = "hidden",
+    codec: Annotated[
+        Literal["fp32", "bf16", "int8", "fp8", "mxfp4"], typer.Option("--codec", help="Of hidden states.")
+    ] = "int8",
     topk: Annotated[int, typer.Option("--topk", min=1, help="K of the top-k.")] = 64,
     hidden_days: Annotated[float, typer.Option("--hidden-days", min=0, help="Days that hidden states are kept.")] = 1.0,
     days: Annotated[float, typer.Option("--days", min=0, help="Days that everything else is kept.")] = 30.0,
@@ -170,19 +174,14 @@ def size(
     Arithmetic on constants that are measured on real stores; docs/scale.md says which, and how to read the figures.
     """
     from mopd_dataplane.bench import size as sizes
-    from mopd_dataplane.errors import UnknownNameError, nearest
 
-    for value, known in ((fidelity, ("logprob", "topk", "hidden")), (codec, ("fp32", "bf16", "int8", "fp8", "mxfp4"))):
-        if value not in known:
-            raise UnknownNameError(f"{value!r}: {nearest(value, known)}")
-    chosen: Any = fidelity
     if ladder:
-        rows = sizes.ladder(chosen, codec, topk)
+        rows = sizes.ladder(fidelity, codec, topk)
         print_json(rows) if as_json else print_rows(rows[0], (row.values() for row in rows))
         return
     workload = sizes.Workload(
         tokens_per_day=tokens_per_day, prompt_tokens=prompt, response_tokens=response, student_b=student,
-        teacher_b=teacher, teachers_per_sample=teachers, hidden_size=hidden_size, fidelity=chosen, codec=codec,
+        teacher_b=teacher, teachers_per_sample=teachers, hidden_size=hidden_size, fidelity=fidelity, codec=codec,
         topk=topk, hidden_days=hidden_days, days=days, passes=passes, gpus_per_node=gpus_per_node,
     )  # fmt: skip
     machine = sizes.Machine(gpu_tflops=gpu_tflops, gpu_hour=gpu_hour, gb_month=gb_month)
