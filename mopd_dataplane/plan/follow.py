@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane import config
-from mopd_dataplane.config import weight_at
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.balance import LINEAR_COST
 from mopd_dataplane.plan.columns import Columns
@@ -24,6 +23,7 @@ from mopd_dataplane.plan.plan import build_window, plan_digest
 from mopd_dataplane.plan.select import unusable
 from mopd_dataplane.plan.shuffle import philox_key
 from mopd_dataplane.records import PlanWindow, Snapshot
+from mopd_dataplane.weights import Weight, weight_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ def next_window(
     group_size: int = 1,
     window_steps: int = 1,
     first_step: int = 0,
-    teacher_weights: Mapping[str, config.Weight] | None = None,
+    teacher_weights: Mapping[str, Weight] | None = None,
     linear_cost: float = LINEAR_COST,
     ranks: int = 1,
 ) -> Decision:

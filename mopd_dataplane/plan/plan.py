@@ -23,6 +23,7 @@ from mopd_dataplane.plan.packing import gather_packs
 from mopd_dataplane.plan.select import Selection, select
 from mopd_dataplane.plan.shuffle import stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
+from mopd_dataplane.weights import Weight, weight_at
 
 
 def build_window(
@@ -39,7 +40,7 @@ def build_window(
     policy_version: int | None = None,
     mixed: bool = False,
     first_step: int = 0,
-    teacher_weights: Mapping[str, config.Weight] | None = None,
+    teacher_weights: Mapping[str, Weight] | None = None,
     linear_cost: float = LINEAR_COST,
     ranks: int = 1,
 ) -> PlanWindow:
@@ -117,7 +118,7 @@ def recorded_settings(
 
 
 def recorded_weights(
-    settings: config.Plan, teacher_weights: Mapping[str, config.Weight], first_step: int, steps: int
+    settings: config.Plan, teacher_weights: Mapping[str, Weight], first_step: int, steps: int
 ) -> dict[str, Any]:
     """Weights that change over steps, with their value at each step of the window; empty when none does."""
     named = {f"mixture/{name}": weight for name, weight in settings.mixture.items()}
@@ -125,7 +126,7 @@ def recorded_weights(
     if all(isinstance(weight, int | float) for weight in named.values()):
         return {"teacher_weights": dict(teacher_weights)} if teacher_weights else {}
     at = np.arange(first_step, first_step + steps)
-    weights = {name: config.weight_at(weight, at).round(9).tolist() for name, weight in named.items()}
+    weights = {name: weight_at(weight, at).round(9).tolist() for name, weight in named.items()}
     return {"first_step": first_step, "weights": weights}
 
 
