@@ -6,8 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from mopd_dataplane.config import Load, Objective, Section
+from mopd_dataplane.config import Load, Section
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.objectives import Objective
 
 
 class LoadSpec(Section):

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mopd_dataplane.config import PolicyGradientTerm
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.objectives import PolicyGradientTerm
 from mopd_dataplane.train.microbatch import MicroBatch
 
 

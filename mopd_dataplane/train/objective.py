@@ -22,8 +22,8 @@ from mopd_kernels import decode, divergence, fused_policy_loss, token_logprob, t
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.config import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.objectives import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.overlap import Overlap, measure_overlap

@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from mopd_dataplane.config import Objective, Section, Train
+from mopd_dataplane.config import Section, Train
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.objectives import Objective
 
 
 class HeadFile(Section):

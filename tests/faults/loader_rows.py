@@ -30,7 +30,7 @@ from tinystage import (
     whole_window,
 )
 
-from mopd_dataplane import config, faultpoints, models
+from mopd_dataplane import config, faultpoints, models, objectives
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
 from mopd_dataplane.run.student import make_student
@@ -50,7 +50,7 @@ TINY = {
     "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 1000,
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
 }  # fmt: skip
-OBJECTIVE = config.Objective(policy_gradient=config.PolicyGradientTerm())
+OBJECTIVE = objectives.Objective(policy_gradient=objectives.PolicyGradientTerm())
 
 
 def walk_to(state: str, client: LoaderClient, done: list[Manifest]) -> Callable[[], object]:

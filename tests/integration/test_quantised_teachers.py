@@ -17,6 +17,8 @@ from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.judge import score
 from mopd_dataplane.run.progress import Progress
 
+pytestmark = pytest.mark.quantise
+
 ROUTED = """
 [teachers.rounded]
 source = "stage:sums"

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from mopd_dataplane import Store, config, create_store, models
-from mopd_dataplane.config import DivergenceTerm, Objective, PolicyGradientTerm, Train
+from mopd_dataplane.config import Train
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.objectives import DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Sample, sample_uid

@@ -22,6 +22,8 @@ from mopd_dataplane.score.quantise import quantise
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 
+pytestmark = pytest.mark.quantise
+
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64,
     "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -13,8 +13,8 @@ from mopd_kernels import encode, token_logprob, topk_logprobs
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.config import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, Totals

@@ -12,9 +12,9 @@ from mopd_kernels import chosen_logprobs, encode, token_logprob, topk_logprobs
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.config import Objective
 from mopd_dataplane.errors import JobFileError
 from mopd_dataplane.jobfile import check_job, load_job
+from mopd_dataplane.objectives import Objective
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, Totals

@@ -13,8 +13,9 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mopd_dataplane import models
-from mopd_dataplane.config import CrossEntropyTerm, Objective, PolicyGradientTerm, Train
+from mopd_dataplane.config import Train
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
+from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
