@@ -1,4 +1,4 @@
-"""`mopd rollout` and `mopd run` with vLLM: killed outright in the middle, then the same command again."""
+"""`mopd rollout` and `mopd run` with vLLM: killed or interrupted in the middle, then the same command again."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
+import pytest
+from commandline import ENVIRONMENT, command, run_mopd
+from decoding import TOLERANCE, decode, make_requests
 
 from mopd_dataplane import Store
+from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.rollout.vllm import VllmEngine
+from mopd_dataplane.run.engines import Engines
 
 JOB = """
 name = "tiny"
@@ -56,22 +64,6 @@ name = "student"
 objective = "sampled"
 iterations = 1
 """
-TOLERANCE = 2e-5
-"""As in test_vllm_engine.py."""
-
-
-def command(job: Path, verb: str) -> list[str]:
-    """A command line for this interpreter."""
-    return [sys.executable, "-m", "mopd_dataplane", verb, str(job)]
-
-
-def mopd(job: Path, verb: str) -> str:
-    """Run a command to its end; what it printed."""
-    done = subprocess.run(
-        command(job, verb), capture_output=True, text=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def write_job(home: Path, engine: str) -> Path:
@@ -82,20 +74,49 @@ def write_job(home: Path, engine: str) -> Path:
     return file
 
 
-def kill_in_the_middle(job: Path) -> None:
-    """SIGKILL to mopd and to vLLM, when some tokens are logged."""
+LISTEN = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+"""Tests that a shell runs in the background ignore Ctrl-C, and so would their children."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that a signal ended."""
+
+    code: int
+    said: str
+    left: list[psutil.Process]
+    """Of its processes, half a minute later."""
+    shared: set[Path]
+    """Shared memory it had, and that is still there."""
+
+
+def interrupt(job: Path, number: int, *, group: bool) -> Ended:
+    """A signal to mopd, or to it and every process of its group, when some tokens are logged."""
     with subprocess.Popen(
-        command(job, "rollout"), start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as running:
+        [sys.executable, "-c", LISTEN, *command("rollout", job)], start_new_session=True, env=ENVIRONMENT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as running:  # fmt: skip
         deadline = time.monotonic() + 600
         while sum(file.stat().st_size for file in job.parent.glob("store/wal/**/*.wal")) < 30_000:
             assert running.poll() is None, f"ended with code {running.returncode} before anything was logged"
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        os.killpg(running.pid, signal.SIGKILL)
+        family = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
+        assert len(family) > 1, "vLLM is not a process of its own"
+        shared = {Path(part.path) for process in family for part in process.memory_maps() if "/dev/shm/" in part.path}
+        if group:
+            os.killpg(running.pid, number)
+        else:
+            running.send_signal(number)
+        said, _ = running.communicate(timeout=300)
+        _, left = psutil.wait_procs(family, timeout=30)
+        return Ended(running.returncode, said, left, {file for file in shared if file.exists()})
 
 
-def rollouts(job: Path) -> dict[str, tuple[list[int], np.ndarray, int]]:
+Rollout = tuple[list[int], np.ndarray, int]
+
+
+def rollouts(job: Path) -> dict[str, Rollout]:
     """uid -> tokens, log-probs and interruptions of every stored sample."""
     store = Store.open(str(job.parent / "store"))
     samples = store.table("samples", columns=["uid", "interruptions"])
@@ -107,17 +128,58 @@ def rollouts(job: Path) -> dict[str, tuple[list[int], np.ndarray, int]]:
     }
 
 
-def test_a_killed_job_ends_with_the_samples_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    """Uninterrupted in transformers, killed in vLLM: the same tokens."""
-    calm, killed = write_job(tmp_path / "hf", "hf"), write_job(tmp_path / "vllm", "vllm")
-    mopd(calm, "rollout")
-    kill_in_the_middle(killed)
-    said = mopd(killed, "run")
-    assert "resumed" in said
-    ours, theirs = rollouts(killed), rollouts(calm)
-    assert ours.keys() == theirs.keys()
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rollout]:
+    """The samples of an uninterrupted job in transformers."""
+    job = write_job(tmp_path_factory.mktemp("calm") / "hf", "hf")
+    run_mopd("rollout", job, timeout=900)
+    return rollouts(job)
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "verb"),
+    [(signal.SIGKILL, True, "run"), (signal.SIGINT, True, "rollout"), (signal.SIGTERM, False, "rollout")],
+    ids=["killed", "ctrl-c", "terminated"],
+)
+def test_an_interrupted_job_ends_with_the_samples_of_an_uninterrupted_one(
+    calm: dict[str, Rollout], tmp_path: Path, number: int, group: bool, verb: str
+) -> None:
+    """Uninterrupted in transformers, interrupted in vLLM: the same tokens. Ctrl-C reaches vLLM's processes too."""
+    job = write_job(tmp_path / "vllm", "vllm")
+    ended = interrupt(job, number, group=group)
+    assert not ended.left
+    if number != signal.SIGKILL:
+        assert ended.code == 130, ended.said
+        assert "Traceback" not in ended.said
+        assert "run the same command again to continue" in ended.said
+        assert not ended.shared
+    assert "resumed" in run_mopd(verb, job, timeout=900).stderr
+    ours = rollouts(job)
+    assert ours.keys() == calm.keys()
     assert len(ours) == 128
     assert sum(interruptions > 0 for _, _, interruptions in ours.values()) == 4
     for uid, (tokens, logprobs, _) in ours.items():
-        assert tokens == theirs[uid][0]
-        np.testing.assert_allclose(logprobs, theirs[uid][1], atol=TOLERANCE)
+        assert tokens == calm[uid][0]
+        np.testing.assert_allclose(logprobs, calm[uid][1], atol=TOLERANCE)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process holds anything still."""
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_vllm_stays_between_two_rollouts_or_leaves_its_memory(
+    models: tuple[Path, Path], tmp_path: Path, keep: bool
+) -> None:
+    job = load_job(write_job(tmp_path / "job", "vllm"), overrides=[f"engine.keep={str(keep).lower()}"])
+    engines, used = Engines(job), []
+    for version, folder in enumerate(models):
+        with engines.use(folder, version) as engine:
+            assert isinstance(engine, VllmEngine)
+            assert len(decode(engine, make_requests(4))) == 4
+            used.append(psutil.Process(engine._engine.engine_core.resources.engine_manager.processes[0].pid))
+        assert lives(used[-1]) == keep
+    assert (used[0] == used[1]) == keep
+    engines.close()
+    assert not psutil.wait_procs(used, timeout=30)[1]
