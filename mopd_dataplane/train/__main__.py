@@ -22,7 +22,9 @@ from mopd_dataplane.train.stop import EXIT_CODE, Stop, only_writer
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.train", description="Train the windows of a spec.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mopd_dataplane.train", description="Train the windows of a stage as they are planned."
+    )
     parser.add_argument("spec", help="JSON file: mopd_dataplane.train.spec.TrainSpec")
     stop = Stop()
     stop.listen()

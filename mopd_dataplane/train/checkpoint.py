@@ -34,7 +34,7 @@ from mopd_dataplane.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.models import file_digest
 from mopd_dataplane.train.ranks import Ranks
 
-_FORMAT = 2
+FORMAT = 2
 _NAME = re.compile(r"step-\d{8,}")
 _STATE = "state.json"
 LATEST = "latest"
@@ -130,7 +130,7 @@ class Checkpoints:
         for file in sorted(staging.glob("shard-*.json")):
             digests |= json.loads(file.read_text())
         state = {
-            "format": _FORMAT, "position": asdict(position), "identity": asdict(identity), "digests": digests
+            "format": FORMAT, "position": asdict(position), "identity": asdict(identity), "digests": digests
         }  # fmt: skip
         (staging / _STATE).write_text(json.dumps(state, indent=1))
         checkpoint("train.save.written")
@@ -201,8 +201,8 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
         found = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"checkpoint {file}: {error}; point {folder / LATEST} at another one") from None
-    if found != _FORMAT:
-        raise MismatchError(f"{file} has format {found}, this version reads {_FORMAT}; use the one that wrote it")
+    if found != FORMAT:
+        raise MismatchError(f"{file} has format {found}, this version reads {FORMAT}; use the one that wrote it")
     return state
 
 

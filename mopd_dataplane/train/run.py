@@ -1,4 +1,4 @@
-"""Train the windows of a spec: resume, step, checkpoint, publish.
+"""Train the windows of a plan log: resume, step, checkpoint, publish.
 
 A run that is interrupted anywhere continues from its last checkpoint and takes the same steps an uninterrupted run
 would have taken. `latest` always names a complete checkpoint, and metrics.jsonl never runs behind it.
@@ -59,12 +59,12 @@ class Run:
         return self._position
 
     def train(self, stop: Stop) -> bool:
-        """Train what is left of every window. Returns False when `stop` ended it early, at a checkpoint."""
+        """Train what is left of the plan log until it is closed. Returns False when `stop` ended it at a checkpoint."""
         # A run killed before it published opens its finished window again; else that window may be gone by now.
         (published,) = self._ranks.max(int(self._version_folder(self._position.window).exists()))
         first = self._position.window if published else max(self._position.window - 1, 0)
         try:
-            for window in self.spec.windows or self._followed(first, stop):
+            for window in self._followed(first, stop):
                 if window.window >= self._position.window:
                     if not self._train_window(window, stop):
                         return False
@@ -138,13 +138,10 @@ class Run:
     def _resume(self) -> Position:
         saved = self._checkpoints.latest()
         if saved is None:
-            return Position(window=self.spec.windows[0].window if self.spec.windows else 0)
+            return Position(window=0)
         position, identity = saved
-        inside = [window for window in self.spec.windows if window.window == position.window]
-        if not self.spec.windows and position.window_step:
-            inside = [self._planned(position.window)]
-        wanted = self._identity(inside[0] if inside else None)
-        check_identity(identity, wanted, self._checkpoints.folder, inside_window=bool(inside and position.window_step))
+        inside = self._planned(position.window) if position.window_step else None
+        check_identity(identity, self._identity(inside), self._checkpoints.folder, inside_window=inside is not None)
         self._checkpoints.restore(self._trainer.student, self._trainer.optimizer)
         return position
 

@@ -44,8 +44,6 @@ class TrainSpec(Section):
     """`checkpoints/<stage>`: checkpoints and metrics.jsonl."""
     socket: str
     """Unix socket of the loader."""
-    windows: tuple[Window, ...] = ()
-    """Windows to train; when empty, the plan log is followed from the first window until it is closed."""
     train: Train
     objective: Objective
     heads: dict[str, HeadFile] = Field(default_factory=dict)

@@ -37,7 +37,7 @@ from mopd_dataplane.run.student import make_student
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
-from mopd_dataplane.train.spec import TrainSpec, Window
+from mopd_dataplane.train.spec import TrainSpec
 from mopd_dataplane.train.stop import Stop
 
 STATES = ("connected", "opened", "being filled", "lent", "half released", "released", "ended")
@@ -148,22 +148,22 @@ def trainer_killed(count: int, seed: int) -> Tally:
     tally, draw = Tally(), random.Random(seed)
     torch.set_num_threads(1)
     with folder() as home:
-        window = Window(window=0, policy_version=0, **made(home))  # type: ignore[arg-type]
+        steps = made(home)
         told_by(partial(make_policy, home))
         path = home.with_name("l.sock")
         loader = LoaderChild(home, path)
         with anchored(path):
-            calm = trained(home, path, window, home / "calm")
-            tally.case(len(calm["steps"]) == window.steps and calm["policy"] != "none", "the calm run is whole")
+            calm = trained(home, path, home / "calm")
+            tally.case(len(calm["steps"]) == steps and calm["policy"] != "none", "the calm run is whole")
             for case in range(count):
                 point, visit = TRAIN_POINTS[case % len(TRAIN_POINTS)], draw.choice((1, 1, 2, 3))
                 place = home / f"case-{case}"
-                victim = Child(partial(train, spec_of(home, path, window, place), point, visit))
+                victim = Child(partial(train, spec_of(home, path, place), point, visit))
                 if point == "at random":
                     time.sleep(draw.uniform(0, 0.4))
                     os.kill(victim.pid, signal.SIGKILL)
                 victim.end_by(60)
-                found = trained(home, path, window, place)
+                found = trained(home, path, place)
                 left = [str(file.relative_to(place)) for file in place.rglob("*.tmp")]
                 tally.case(found == calm and not left, f"case {case}: {point} visit {visit}: {found == calm}, {left}")
         loader.end_by(10)
@@ -175,11 +175,11 @@ def make_policy(home: Path) -> None:
     make_student(config.Student(config=TINY, tokenizer="characters"), home / "start", seed=0)
 
 
-def spec_of(home: Path, path: Path, window: Window, place: Path) -> TrainSpec:
+def spec_of(home: Path, path: Path, place: Path) -> TrainSpec:
     """Train one window into `place`, with a checkpoint at every second step."""
     return TrainSpec(
         stage=STAGE, start=str(home / "start"), policy_dir=str(place / "policies"), socket=str(path),
-        checkpoint_dir=str(place / "checkpoints"), windows=(window,), objective=OBJECTIVE, teachers=(TEACHER,),
+        checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, teachers=(TEACHER,),
         train=config.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=60, device="cpu",
     )  # fmt: skip
 
@@ -194,9 +194,9 @@ def train(spec: TrainSpec, point: str = "", visit: int = 0) -> None:
         run.close()
 
 
-def trained(home: Path, path: Path, window: Window, place: Path) -> dict[str, Any]:
+def trained(home: Path, path: Path, place: Path) -> dict[str, Any]:
     """Train what is left; the steps taken, without times, and the digest of the policy."""
-    told_by(partial(train, spec_of(home, path, window, place)))
+    told_by(partial(train, spec_of(home, path, place)))
     steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in read_metrics(place / "checkpoints")]
     policy = place / "policies" / "v1" / "model.safetensors"
     return {"steps": steps, "policy": models.file_digest(policy) if policy.exists() else "none"}

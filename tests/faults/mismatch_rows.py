@@ -21,7 +21,7 @@ from mopd_dataplane import config, faultpoints
 from mopd_dataplane.bench.toyengine import ToyEngine
 from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load.layout import HEADER, MAGIC, read_header
+from mopd_dataplane.load import layout as slots
 from mopd_dataplane.models import check_same_tokenizer
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout import framing
@@ -29,27 +29,33 @@ from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.layout import FORMAT_KEY, spec_of
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
-from mopd_dataplane.train.checkpoint import Checkpoints
+from mopd_dataplane.train import checkpoint as checkpoints
 from mopd_dataplane.train.ranks import Ranks
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
-VERSIONS = (FORMAT_VERSION + 1, FORMAT_VERSION - 1)
 Spoil = Callable[[Path], None]
 Case = tuple[str, Spoil, Callable[[Path], object], tuple[str, ...]]
 """what is wrong, how it comes about, what is then tried, words that the refusal must have"""
 
 
+def others(current: int) -> list[tuple[int, tuple[str, str]]]:
+    """The format before and the one after, and how a refusal names both."""
+    return [(version, (f" {version},", f" {current}")) for version in (current + 1, current - 1)]
+
+
 def cases() -> Iterator[Case]:
     """Every mismatch there is a format for."""
-    for version in VERSIONS:
-        both = (str(version), str(FORMAT_VERSION))
-        yield f"store of format {version}", partial(mark_store, version=version), Store.open, both
-        yield f"log of format {version}", partial(mark_log, version=version), roll, both
-        yield f"checkpoint of format {version}", partial(mark_checkpoint, version=version), read_checkpoint, both
-        yield f"slot of format {version}", no_change, partial(read_slot, version=version), both
+    for version, words in others(FORMAT_VERSION):
+        yield f"store of format {version}", partial(mark_store, version=version), Store.open, words
+    for version, words in others(framing.VERSION):
+        yield f"log of format {version}", partial(mark_log, version=version), roll, words
+    for version, words in others(checkpoints.FORMAT):
+        yield f"checkpoint of format {version}", partial(mark_checkpoint, version=version), read_checkpoint, words
+    for version, words in others(slots.FORMAT):
+        yield f"slot of format {version}", no_change, partial(read_slot, version=version), words
     for name in (*TABLES, signal_table(TEACHER, "logprob")):
-        for version in VERSIONS:
+        for version, _ in others(FORMAT_VERSION):
             both = (f"format version {version}", f"reads {FORMAT_VERSION}")
             yield f"{name} of format {version}", partial(mark_table, name=name, version=version), use(name), both
         yield f"{name}, column renamed", partial(change_column, name=name, how="renamed"), use(name), ("is missing",)
@@ -185,14 +191,14 @@ def mark_checkpoint(home: Path, version: int) -> None:
 
 def read_checkpoint(home: Path) -> object:
     """Resume from the newest checkpoint."""
-    return Checkpoints(home / "checkpoints", Ranks.join("cpu")).latest()
+    return checkpoints.Checkpoints(home / "checkpoints", Ranks.join("cpu")).latest()
 
 
 def read_slot(home: Path, version: int) -> object:
     """Read shared memory that another release filled."""
     slot = bytearray(4096)
-    HEADER.pack_into(slot, 0, MAGIC, version, 0, 1, 0, 0, 0)
-    return read_header(memoryview(slot))
+    slots.HEADER.pack_into(slot, 0, slots.MAGIC, version, 0, 1, 0, 0, 0)
+    return slots.read_header(memoryview(slot))
 
 
 def teach(home: Path, **change: str) -> None:

@@ -28,6 +28,7 @@ from mopd_dataplane.load import server
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.store.dataset import Store
 
@@ -40,8 +41,8 @@ Manifest = list[tuple[int, int]]
 """(pack, crc32c of what it holds) of every pack of a batch"""
 
 
-def make_stage(home: Path) -> dict[str, object]:
-    """A store with samples, one teacher's log-probs and a plan; the plan's digests and number of steps."""
+def make_stage(home: Path) -> int:
+    """A store with samples, one teacher's log-probs, a planned window and the end of the log; its number of steps."""
     store = Store.create(home)
     samples = [build.sample(number) for number in range(SAMPLES)]
     rows = store.commit_samples(samples, writer="w").rows
@@ -56,8 +57,8 @@ def make_stage(home: Path) -> dict[str, object]:
     settings = config.Plan(pack_tokens=64, batch_samples=4)
     plan = build_window(columns, settings, seed=0, stage=STAGE, window=0, snapshot=snapshot, teachers=[TEACHER])
     store.add_plan(plan)
-    steps = len(plan.step_starts) - 1
-    return {"steps": steps, "plan_digest": plan.digest, "snapshot_digest": plan.snapshot.digest}
+    store.add_plan(end_window(STAGE, 1, 0, snapshot))
+    return len(plan.step_starts) - 1
 
 
 class LoaderChild:
@@ -142,7 +143,7 @@ def nobody_holds_a_slot(client: LoaderClient, deadline_s: float) -> bool:
     return False
 
 
-def made(home: Path) -> dict[str, object]:
+def made(home: Path) -> int:
     """make_stage in a child."""
-    found: dict[str, object] = told_by(partial(make_stage, home))
-    return found
+    steps: int = told_by(partial(make_stage, home))
+    return steps

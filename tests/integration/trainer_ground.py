@@ -22,13 +22,14 @@ from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.objectives import DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Sample, sample_uid
 from mopd_dataplane.run.student import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
 from mopd_dataplane.train.metrics import read_metrics
-from mopd_dataplane.train.spec import HeadFile, TrainSpec, Window
+from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -55,6 +56,7 @@ class Ground:
         self._score(samples, rows)
         self.plan = self._plan(rows)
         self.store.add_plan(self.plan)
+        self.store.add_plan(end_window("student", 1, 3, self.plan.snapshot))
 
     def _sample(self, number: int) -> Sample:
         rng = np.random.default_rng(number)
@@ -119,13 +121,9 @@ class Ground:
             name: HeadFile(path=str(self.store.root / teacher.head_file), digest=teacher.head_digest)
             for name, teacher in self.store.teachers().items()
         }
-        window = Window(
-            window=0, plan_digest=self.plan.digest, snapshot_digest=self.plan.snapshot.digest, steps=self.steps,
-            policy_version=0,
-        )  # fmt: skip
         return TrainSpec(
             stage="student", start=str(self.start), policy_dir=str(place / "policies"), socket=str(socket),
-            checkpoint_dir=str(place / "checkpoints"), windows=(window,), objective=OBJECTIVE, heads=heads,
+            checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, heads=heads,
             teachers=DOMAINS, train=Train(learning_rate=1e-3, checkpoint_steps=2, micro_batch_packs=2, threads=1),
         )  # fmt: skip
 

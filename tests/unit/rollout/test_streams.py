@@ -163,7 +163,7 @@ def test_an_impossible_url_is_refused() -> None:
         ({"url": "http://127.0.0.1:1/v1"}, "only for kind = 'vllm'"),
         ({"noise": "seeded"}, "only for kind = 'vllm'"),
         ({"kind": "vllm", "reload": True}, "give its url"),
-        ({"kind": "vllm", "url": "http://127.0.0.1:1/v1", "options": {"seed": 1}}, "started with its own"),
+        ({"kind": "vllm", "url": "http://127.0.0.1:1/v1", "options": {"seed": 1}}, "has its own"),
     ],
 )
 def test_settings_that_contradict_each_other(given: dict[str, object], problem: str) -> None:

@@ -20,7 +20,7 @@ from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
-from mopd_dataplane.train.spec import TrainSpec, Window, load_spec
+from mopd_dataplane.train.spec import TrainSpec, load_spec
 from mopd_dataplane.train.stop import Stop
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -61,12 +61,8 @@ def spec(noisy: Path, tmp_path: Path) -> TrainSpec:
 
 
 def make_spec(policy: Path, tmp_path: Path) -> TrainSpec:
-    windows = tuple(
-        Window(window=w, plan_digest=f"plan{w}", snapshot_digest=f"snap{w}", steps=STEPS, policy_version=w)
-        for w in range(2)
-    )
     return TrainSpec(
-        stage="student", start=str(policy), policy_dir=str(tmp_path / "policies"), socket="unused", windows=windows,
+        stage="student", start=str(policy), policy_dir=str(tmp_path / "policies"), socket="unused",
         checkpoint_dir=str(tmp_path / "checkpoints"), objective=OPD, teachers=("math",), total_steps=2 * STEPS, seed=7,
         train=Train(learning_rate=1e-3, warmup_steps=2, schedule="cosine", weight_decay=0.1, checkpoint_steps=2),
     )  # fmt: skip
@@ -185,32 +181,12 @@ def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
     assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
 
 
-def test_windows_of_one_stage_may_come_in_separate_processes(
-    spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
-) -> None:
-    for window in spec.windows:
-        assert run_to_end(spec.model_copy(update={"windows": (window,)}), windows())
-    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
-
-
-def test_the_plan_log_is_followed_to_its_end_and_across_a_stop(
-    spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
-) -> None:
-    followed = spec.model_copy(update={"windows": ()})
-    assert not run_to_end(followed, windows(), StopAfter(7))
-    assert run_to_end(followed, windows())
-    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
-    for version in ("v1", "v2"):
-        assert same_weights(Path(spec.policy_dir) / version, Path(whole.policy_dir) / version)
-
-
-def test_a_plan_that_changed_under_a_followed_window_is_refused(spec: TrainSpec, windows: Callable[[], Any]) -> None:
-    followed = spec.model_copy(update={"windows": ()})
-    assert not run_to_end(followed, windows(), StopAfter(3))
+def test_a_plan_that_changed_under_a_window_is_refused(spec: TrainSpec, windows: Callable[[], Any]) -> None:
+    assert not run_to_end(spec, windows(), StopAfter(3))
     source = windows()
     source.plan = lambda stage, window: {"steps": STEPS, "plan_digest": "planX", "snapshot_digest": f"snap{window}"}
     with pytest.raises(MismatchError, match=r"'plan0'.*'planX'"):
-        run_to_end(followed, source)
+        run_to_end(spec, source)
 
 
 def test_a_finished_window_is_only_published_again(spec: TrainSpec, windows: Callable[[], Any]) -> None:
@@ -232,15 +208,12 @@ def test_a_finished_window_is_only_published_again(spec: TrainSpec, windows: Cal
     [
         ({"stage": "other"}, ["'student'", "'other'"]),
         ({"objective": Objective(cross_entropy=CrossEntropyTerm())}, ["icepop", "cross_entropy"]),
-        ({"windows": None}, ["'plan0'", "'planX'"]),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(
     change: dict[str, Any], shown: list[str], spec: TrainSpec, windows: Callable[[], Any]
 ) -> None:
     assert not run_to_end(spec, windows(), StopAfter(3))
-    if "windows" in change:
-        change = {"windows": (spec.windows[0].model_copy(update={"plan_digest": "planX"}), spec.windows[1])}
     with pytest.raises(MismatchError) as refusal:
         run_to_end(spec.model_copy(update=change), windows())
     for part in shown:
@@ -261,6 +234,7 @@ def test_a_damaged_checkpoint_is_named(spec: TrainSpec, windows: Callable[[], An
 def test_a_loader_that_gives_fewer_steps_than_planned_is_refused(spec: TrainSpec, windows: Callable[[], Any]) -> None:
     source = windows()
     source.windows[0].pop()
+    source.plan = lambda stage, window: {"steps": STEPS, "plan_digest": "plan0", "snapshot_digest": "snap0"}
     with pytest.raises(MismatchError, match=r"5 steps by its plan, the loader gave 4"):
         run_to_end(spec, source)
 
@@ -281,7 +255,9 @@ def test_proximal_policy_is_the_windows_start(policy: Path, windows: Callable[[]
 
 
 def test_a_half_precision_policy_is_published_in_its_dtype(spec: TrainSpec, windows: Callable[[], Any]) -> None:
-    assert run_to_end(spec.model_copy(update={"dtype": "bfloat16", "windows": spec.windows[:1]}), windows())
+    source = windows()
+    del source.windows[1]
+    assert run_to_end(spec.model_copy(update={"dtype": "bfloat16"}), source)
     from safetensors.torch import load_file
 
     (file,) = (Path(spec.policy_dir) / "v1").glob("*.safetensors")
@@ -290,10 +266,10 @@ def test_a_half_precision_policy_is_published_in_its_dtype(spec: TrainSpec, wind
 
 def test_a_bad_spec_names_its_key(spec: TrainSpec, tmp_path: Path) -> None:
     content = json.loads(spec.model_dump_json())
-    content["windows"][0]["steps"] = -1
+    content["context_parallel"] = 0
     file = tmp_path / "spec.json"
     file.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"windows\.0\.steps"):
+    with pytest.raises(InputError, match="context_parallel"):
         load_spec(file)
     file.write_text(spec.model_dump_json())
     assert load_spec(file) == spec
