@@ -3,22 +3,63 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from mopd_dataplane.errors import MopdError, ResourceError
+from mopd_dataplane.errors import DeadlineError, MopdError, ResourceError
+
+_PUBLISH_S = 60.0
+"""Longest wait for another process that publishes the same file."""
 
 
 def publish_file(target: Path, content: bytes) -> None:
-    """Replace a small file atomically and durably."""
+    """Replace a small file atomically and durably; processes that do so at once take turns.
+
+    Raises DeadlineError when another one does not come to an end.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp")
-    staging.write_bytes(content)
-    fsync(staging)
-    staging.rename(target)
+    with _owned(staging) as file:
+        file.truncate()
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        staging.rename(target)
     fsync(target.parent)
+
+
+@contextmanager
+def _owned(staging: Path) -> Iterator[BinaryIO]:
+    """The file of that name, open for writing and locked: whoever had it before has renamed it, or is dead."""
+    until = time.monotonic() + _PUBLISH_S
+    while time.monotonic() < until:
+        with open(os.open(staging, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb") as file:
+            if _locked(file) and _is_named(file, staging):
+                yield file
+                return
+        time.sleep(0.002)
+    raise DeadlineError(f"{staging} has been another process's for {_PUBLISH_S:g} s; end that process and run again")
+
+
+def _locked(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(file: BinaryIO, path: Path) -> bool:
+    """Whether the name still means this file: its last owner may have renamed it before it let go."""
+    try:
+        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 def publish_folder(staging: Path, target: Path) -> None:
