@@ -177,18 +177,14 @@ def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[
         log.append(message)
         ledger.apply(message)
 
-    def admit(slots: list[int], budgets: list[int]) -> None:
-        for slot in slots:
-            handles[slot] = ledger.next_handle
-            say(messages.Open(ledger.next_handle, _opening(ledger.next_handle)))
-        keys = handles.tolist()
-        engine.admit([
-            (slot, Request(uid="", prompt_ids=prompt, key=keys[slot], max_new_tokens=budget))
-            for slot, budget in zip(slots, budgets, strict=True)
-        ])  # fmt: skip
+    def opened(slot: int, budget: int) -> tuple[int, Request]:
+        handle = ledger.next_handle
+        handles[slot] = handle
+        say(messages.Open(handle, _opening(handle)))
+        return slot, Request(uid="", prompt_ids=prompt, key=handle, max_new_tokens=budget)
 
     with _log(home / "decode", settings) as log:
-        admit(list(range(sequences)), [1 + place * _RESPONSE // sequences for place in range(sequences)])
+        engine.admit([opened(place, 1 + place * _RESPONSE // sequences) for place in range(sequences)])
         for _ in range(_STEPS):
             began = time.perf_counter()
             output = engine.step()
@@ -201,9 +197,10 @@ def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[
             for slot in free:
                 draft = ledger.drafts[handle := int(handles[slot])]
                 say(messages.Finish(handle, len(draft), draft.digest(), "length"))
+            requests = [opened(slot, _RESPONSE) for slot in free]
             log_s += time.perf_counter() - decoded
             decode_s += decoded - began
-            admit(free, [_RESPONSE] * len(free))
+            engine.admit(requests)
     engine.close()
     return decode_s / _STEPS, log_s / _STEPS
 
