@@ -31,8 +31,9 @@ STUDENT = {
     "num_key_value_heads": 2,
     "head_dim": 48,
     "max_position_embeddings": 1024,
+    "eos_token_id": None,
 }
-"""About 1.5 million parameters, the size of the quickstart's student."""
+"""About 1.5 million parameters, the size of the quickstart's student. Random weights would draw an end token soon."""
 _RAW_BYTES = 64 << 20
 _PACED_STEPS_PER_S = 50
 _RESPONSE = 512
@@ -163,11 +164,16 @@ def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[
     A steady state: responses of _RESPONSE tokens that began at different times, so that one ends, is finished in the
     log and makes room for another every few steps.
     """
+    from mopd_dataplane.models import load_tokenizer
     from mopd_dataplane.rollout.engine import Request
     from mopd_dataplane.rollout.hf import HfEngine
     from mopd_dataplane.run.student import make_student
 
-    engine = HfEngine(make_student(config.Student(config=STUDENT), home / "model", seed=0), slots=sequences)
+    model = make_student(config.Student(config=STUDENT), home / "model", seed=0)
+    tokenizer = load_tokenizer(model)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(model)
+    engine = HfEngine(model, slots=sequences)
     prompt = np.arange(4, 36, dtype=np.int32)
     ledger = Ledger()
     handles = np.zeros(sequences, np.uint32)

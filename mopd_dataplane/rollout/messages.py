@@ -27,6 +27,9 @@ class Message(Protocol):
         """Bytes of the body."""
 
 
+_TEXT_FIELDS = tuple(name for name in Opening.__slots__ if name != "prompt_ids")
+
+
 @dataclass(frozen=True, slots=True)
 class Open:
     """A sample is admitted, or carried into this segment by a checkpoint."""
@@ -38,8 +41,8 @@ class Open:
     resume: str = "none"
 
     def encode(self) -> bytes:
-        fields = asdict(self.opening)
-        prompt = np.array(fields.pop("prompt_ids"), "<i4")
+        fields = {name: getattr(self.opening, name) for name in _TEXT_FIELDS}
+        prompt = np.array(self.opening.prompt_ids, "<i4")
         fields |= {"interruptions": self.interruptions, "resume": self.resume}
         text = json.dumps(fields).encode()
         return struct.pack("<II", self.handle, len(text)) + text + prompt.tobytes()
@@ -55,6 +58,7 @@ class Open:
 
 
 _STEP = np.dtype([("handle", "<u4"), ("position", "<u4"), ("token", "<u4"), ("logprob", "<f4"), ("ended", "u1")])
+_STEP_TYPES = tuple(_STEP[name] for name in _STEP.names or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +73,8 @@ class Step:
     ended: NDArray[np.uint8]
 
     def encode(self) -> bytes:
-        return b"".join(
-            (
-                self.handles.astype("<u4").tobytes(),
-                self.positions.astype("<u4").tobytes(),
-                self.tokens.astype("<u4").tobytes(),
-                self.logprobs.astype("<f4").tobytes(),
-                self.ended.astype("u1").tobytes(),
-            )
-        )
+        columns = (self.handles, self.positions, self.tokens, self.logprobs, self.ended)
+        return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, _STEP_TYPES, strict=True))
 
     @classmethod
     def decode(cls, body: bytes) -> Step:
