@@ -8,6 +8,7 @@ A mutation that nothing notices is a hole in the tests: the exit code is the num
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -122,8 +123,12 @@ MUTATIONS = [
 
 def main() -> int:
     """Apply each mutation to a fresh copy, run its test, and print what happened."""
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="*", help="only mutations whose name contains one of these")
+    words = parser.parse_args().words
     chosen = [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
+    if not chosen:
+        parser.error(f"no mutation's name contains {' or '.join(words)}; without a word every mutation runs")
     holes = 0
     for mutation in chosen:
         began = time.monotonic()
@@ -134,6 +139,7 @@ def main() -> int:
             f"{mutation.name:<52} {verdict:<12} by {_label(mutation.test)}  {time.monotonic() - began:.0f} s",
             flush=True,
         )
+    print(f"{len(chosen) - holes} of {len(chosen)} mutations noticed")
     return holes
 
 
