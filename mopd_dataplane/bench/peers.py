@@ -179,6 +179,29 @@ def ray(work: Work) -> Pass:
     return one_pass
 
 
+def transferqueue(work: Work) -> Pass:
+    """TransferQueue with its own storage in other processes' memory: a key per sample, one `kv_batch_get` a pack."""
+    import ray as cluster
+    import torch
+    import transfer_queue as tq
+    from tensordict import TensorDict
+
+    cluster.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    tq.init()
+    samples = range(len(work.offsets) - 1)
+    for part in (samples[first : first + 256] for first in samples[::256]):
+        rows = [torch.from_numpy(np.array(work.record(sample))) for sample in part]
+        fields = TensorDict({"data": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, [len(rows)])
+        tq.kv_batch_put([str(sample) for sample in part], "work", fields)
+
+    def read(pack: list[int]) -> Bytes:
+        got = tq.kv_batch_get([str(sample) for sample in pack], "work", "data")["data"]
+        joined: Bytes = torch.cat(got.unbind()).numpy()
+        return joined
+
+    return lambda: map(read, work.packs)
+
+
 PEERS: dict[str, Callable[[Work], Pass]] = {
     "memmap": memmap,
     "memmap-plain": memmap_plain,
@@ -187,6 +210,7 @@ PEERS: dict[str, Callable[[Work], Pass]] = {
     "webdataset": webdataset,
     "litdata": litdata,
     "ray": ray,
+    "transferqueue": transferqueue,
 }
 HAND_ROLLED = ("memmap", "memmap-plain")
 
