@@ -22,6 +22,8 @@ NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
 Fraction = typing.Annotated[float, Field(ge=0, le=1)]
 Band = tuple[float, float]
+SUPPORT_MOST = 1 << 16
+"""Largest kept set that is recorded."""
 Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
 
 
@@ -166,6 +168,9 @@ class Rollout(Section):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
+    record: tuple[Literal["support"], ...] = ()
+    """What is stored of every drawn token besides its log-prob. `support`: the ids that top_k and top_p left to draw
+    from, at most top_k of them; a policy gradient then takes its log-probs over the same tokens."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     max_new_tokens: int = Field(default=256, ge=1)
     stop: tuple[str, ...] = ()
@@ -185,6 +190,15 @@ class Rollout(Section):
     """Who answers the others: `reference` for the stored answers, the name of a teacher, or `routed`."""
     policy: str = "self"
     """Who samples: `self`, the name of a teacher (off-policy data), or `routed`, each prompt's own teacher."""
+
+    @model_validator(mode="after")
+    def _support_is_bounded(self) -> Rollout:
+        if "support" in self.record and not 1 <= self.top_k <= SUPPORT_MOST:
+            raise ValueError(
+                f'record = ["support"] stores up to top_k token ids for every token; set top_k to 1 .. {SUPPORT_MOST}, '
+                f"found {self.top_k} (beside top_p it may be wide: 1000 rarely cuts more than top_p does)"
+            )
+        return self
 
 
 class Score(Section):

@@ -85,11 +85,22 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: rollout.group_size = {rollout.group_size} keeps groups in one step, which "
             "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
         )
-    if gradient and (rollout.top_p < 1 or rollout.top_k):
+    if gradient and (rollout.top_p < 1 or rollout.top_k) and "support" not in rollout.record:
         raise JobFileError(
             f"{at}: under rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k} the sampler's log-probs are those "
             "of the tokens it keeps, the trainer's those of all, so the ratios of a policy gradient would be wrong; "
-            f"set top_p = 1 and top_k = 0, or give objective {stage.objective!r} a divergence instead"
+            'set record = ["support"] to store what it keeps, or top_p = 1 and top_k = 0, or give objective '
+            f"{stage.objective!r} a divergence instead"
+        )
+    if "support" in rollout.record and rollout.teacher_mix:
+        raise JobFileError(
+            f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
+            'not from what the student keeps; take "support" out of rollout.record, or set teacher_mix = 0'
+        )
+    if "support" in rollout.record and job.engine.kind != "hf":
+        raise JobFileError(
+            f'{at}: engine.kind = {job.engine.kind!r} does not say which tokens it keeps; set engine.kind = "hf", or '
+            'take "support" out of rollout.record'
         )
     if rollout.teacher_mix and rollout.policy != "self":
         raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')

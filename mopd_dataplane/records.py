@@ -101,6 +101,10 @@ class Sample:
     """[spans] response position where each policy-version span starts; the first is 0."""
     versions: NDArray[np.int32]
     """[spans] policy version of each span."""
+    support_sizes: NDArray[np.int32] | None = None
+    """[M] how many ids each loss-masked token was drawn from; 0 where nothing was cut; None when not recorded."""
+    support_ids: NDArray[np.int32] | None = None
+    """[sum of support_sizes] those ids, token after token."""
     turns: int = 1
     finish_reason: str
     """One of FINISH_REASONS."""
@@ -248,6 +252,10 @@ class Pack:
     """[S] f32, NaN where a sample has none"""
     advantages: Any
     """[S] f32, group-relative outcome advantage; 0 where there is none"""
+    support_sizes: Any | None = None
+    """[M] int32, ids that each trained token was drawn from; 0: from the whole vocabulary"""
+    support_ids: Any | None = None
+    """[sum of support_sizes] int32, those ids, token after token"""
     teacher_logprobs: Any | None = None
     """[T] f32, 0 where loss_mask is 0"""
     reference_logprobs: Any | None = None

@@ -101,6 +101,9 @@ SAMPLES = TableSpec(
             _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
+            _field(
+                "support_len", pa.int32(), "kept token ids in `tokens`; null when not recorded", null=True, unit="ids"
+            ),
         ]
     ),
     key=("uid",),
@@ -127,6 +130,19 @@ TOKENS = TableSpec(
                 "[spans] response position where each policy version starts",
             ),
             _field("versions", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[spans] policy versions"),
+            _field(
+                "support_sizes",
+                pa.list_(pa.field("item", pa.int32(), nullable=False)),
+                "[M] ids that top-k and top-p kept for each loss token; 0 where nothing was cut; null if not recorded",
+                null=True,
+                unit="ids",
+            ),
+            _field(
+                "support_ids",
+                pa.list_(pa.field("item", pa.int32(), nullable=False)),
+                "[sum of support_sizes] those ids, token after token; null if not recorded",
+                null=True,
+            ),
         ]
     ),
     key=("uid",),

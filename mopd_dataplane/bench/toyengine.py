@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
-from mopd_dataplane.rollout.sampling import SlotNoise, choose, log_distribution
+from mopd_dataplane.rollout.keptsets import kept_of
+from mopd_dataplane.rollout.sampling import SlotNoise, draw, log_distribution
 
 EOS = 0
 
@@ -68,7 +69,11 @@ class ToyEngine:
         positions = np.array([len(response) for _, response in live], np.int64)
         logits = np.stack([self._logits(request, response) for request, response in live])
         noise = self._noise.rows(slots, positions, [request.key for request, _ in live])
-        tokens, logprobs = choose(logits, noise, *_settings([request for request, _ in live]))
+        temperature, top_k, top_p = _settings([request for request, _ in live])
+        log_q = log_distribution(logits, temperature, top_k, top_p)
+        tokens, logprobs = draw(log_q, noise, temperature)
+        asked = np.array([request.support for request, _ in live])
+        kept = kept_of(log_q, asked) if asked.any() else None
         finished = np.zeros(len(slots), np.uint8)
         for row, (request, response) in enumerate(live):
             response.append(int(tokens[row]))
@@ -76,7 +81,7 @@ class ToyEngine:
             finished[row] = STOP if tokens[row] == EOS else LENGTH if full else GOING
             if finished[row]:
                 del self._live[int(slots[row])]
-        return StepOutput(slots, positions.astype(np.int32), tokens, logprobs, finished)
+        return StepOutput(slots, positions.astype(np.int32), tokens, logprobs, finished, kept)
 
     def release(self, slot: int) -> None:
         """See Engine.release."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.reading import SignalReader
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
+SUPPORT = ("support_sizes", "support_ids")
 REQUEST_TOKENS = 1 << 20
 """Tokens of one read: large enough to spread its fixed cost, small enough that its buffers are reused."""
 
@@ -42,11 +43,14 @@ class Payload:
         lengths: NDArray[np.int64],
         signals: Wanted,
         *,
+        support: bool,
         verify: bool,
     ) -> None:
-        """Read them. sample_rows: [n], sorted, distinct. lengths: [n] tokens of each."""
-        tables = [store.read_tokens(sample_rows[part], PAYLOAD, snapshot, verify=verify) for part in _requests(lengths)]
+        """Read them. sample_rows: [n], sorted, distinct. lengths: [n] tokens of each. support: kept sets too."""
+        wanted = (*PAYLOAD, *SUPPORT) if support else PAYLOAD
+        tables = [store.read_tokens(sample_rows[part], wanted, snapshot, verify=verify) for part in _requests(lengths)]
         self._place = {row: place for place, row in enumerate(sample_rows.tolist())}
+        self._kept = [_Lists([table[name] for table in tables]) for name in SUPPORT if support]
         columns = ([table[name] for table in tables] for name in PAYLOAD)
         self._tokens, self._logprobs, self._masks, self._starts, self._versions = map(_Lists, columns)
         self._signals: dict[tuple[str, str], dict[int, Any]] = {}
@@ -84,6 +88,23 @@ class Payload:
             starts = self._starts[place].tolist()
             for start, stop, version in zip(starts, [*starts[1:], len(mask)], self._versions[place], strict=True):
                 out["policy_versions"][begin + start : begin + stop] = version
+
+    def fill_support(self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], out: Arrays) -> None:
+        """Write the kept sets of a pack, token after token; a sample without any was drawn from everything.
+
+        lengths: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
+        """
+        sizes, ids = self._kept
+        begin = first = 0
+        for row, length in zip(sample_rows.tolist(), lengths.tolist(), strict=True):
+            place = self._place[row]
+            own = sizes[place] if len(sizes[place]) else np.zeros(int(self._masks[place].sum()), np.int32)
+            if len(ids[place]) != length or own.sum() != length:
+                said = f"sample row {row} has {len(ids[place])} kept ids, its metadata says {length}"
+                raise DamagedError(f"{said}; run `mopd store verify`")
+            out["support_sizes"][begin : begin + len(own)] = own
+            out["support_ids"][first : first + length] = ids[place]
+            begin, first = begin + len(own), first + length
 
     def fill_logprobs(
         self, teacher: str, sample_rows: NDArray[np.int64], bounds: NDArray[np.int32], out: NDArray[np.float32]

@@ -38,6 +38,7 @@ class WindowSource:
         metadata = store.take_samples(rows, columns, plan.snapshot)
         self.lengths: NDArray[np.int64] = metadata["total_len"].to_numpy().astype(np.int64)
         self.loss_tokens: NDArray[np.int64] = metadata["loss_tokens"].to_numpy().astype(np.int64)
+        self._support_lens = self._support() if spec.support else None
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
         self._signals = self._signal_readers()
@@ -76,6 +77,9 @@ class WindowSource:
             "rewards": ("<f4", (sequences,)),
             "advantages": ("<f4", (sequences,)),
         }
+        if self._support_lens is not None:
+            shapes["support_sizes"] = ("<i4", (trained,))
+            shapes["support_ids"] = ("<i4", (int(self._support_lens[inside].sum()),))
         if "logprob" in self._spec.signals:
             shapes["teacher_logprobs"] = ("<f4", (tokens,))
         if self._spec.reference:
@@ -93,7 +97,10 @@ class WindowSource:
         """Bytes of a slot that holds any pack of the window."""
         starts = self.plan.pack_starts
         tokens, trained = (np.add.reduceat(counts, starts[:-1]) for counts in (self.lengths, self.loss_tokens))
-        heaviest = {int(np.argmax(measure)) for measure in (tokens, trained, np.diff(starts), tokens + trained)}
+        measures = [tokens, trained, np.diff(starts), tokens + trained]
+        if self._support_lens is not None:
+            measures.append(np.add.reduceat(self._support_lens, starts[:-1]))
+        heaviest = {int(np.argmax(measure)) for measure in measures}
         spare = FIELD_BYTES * len(self.fields(0)[0])
         return max(self.fields(pack)[1] for pack in heaviest) + spare
 
@@ -131,7 +138,10 @@ class WindowSource:
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
         rows, first = np.unique(self.plan.sample_rows[places], return_index=True)
         lengths = self.lengths[places[first]]
-        return Payload(self._store, self.plan.snapshot, rows, lengths, signals, verify=self._spec.verify)
+        support = self._support_lens is not None
+        return Payload(
+            self._store, self.plan.snapshot, rows, lengths, signals, support=support, verify=self._spec.verify
+        )
 
     def _judges(self, teacher: str) -> list[tuple[str, str]]:
         """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""
@@ -154,6 +164,8 @@ class WindowSource:
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
         span, rows, teacher = self._span(pack), self._rows(pack), self.teacher(pack)
         payload.fill_tokens(rows, self.lengths[span], out)
+        if self._support_lens is not None:
+            payload.fill_support(rows, self._support_lens[span], out)
         out["sample_rows"][:] = rows
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
@@ -164,6 +176,14 @@ class WindowSource:
             payload.fill_topk(teacher, rows, out)
         if self._hidden is not None:
             self._hidden.fill(teacher, rows, out["hidden"].reshape(-1))
+
+    def _support(self) -> NDArray[np.int64] | None:
+        """Kept ids of each sample; None when no sample of the window has any."""
+        if not self._store.has_column("samples", "support_len", self.plan.snapshot):
+            return None
+        metadata = self._store.take_samples(self.plan.sample_rows, ["support_len"], self.plan.snapshot)
+        lengths: NDArray[np.int64] = metadata["support_len"].fill_null(0).to_numpy().astype(np.int64)
+        return lengths if lengths.any() else None
 
     def _rewards(self) -> Outcomes:
         table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)

@@ -24,6 +24,8 @@ class LoadSpec(Section):
     """Teacher whose log-probs are the reference policy's; empty for none."""
     rewards: bool = False
     """Whether packs carry outcome rewards and group-relative advantages."""
+    support: bool = False
+    """Whether packs carry the kept sets of their tokens, where a sample of the window has them."""
     reward_std: bool = False
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
@@ -56,6 +58,7 @@ class LoadSpec(Section):
             topk_support=topk_support if "topk" in objective.signals else "",
             reference=gradient.reference if gradient else "",
             rewards=objective.needs_rewards,
+            support=gradient is not None,
             verifier=verifier,
             reward_std=bool(gradient and gradient.reward_std),
             slots=load.slots,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engine import GOING, Request
+from mopd_dataplane.rollout.keptsets import KeptSets
 from mopd_dataplane.rollout.sampling import sample_key
 from mopd_dataplane.rollout.sandbox import Call
 
@@ -37,6 +38,8 @@ class Opening:
     stop: tuple[str, ...]
     tokenizer: str
     prompt_ids: tuple[int, ...]
+    support: bool = False
+    """Whether the kept sets of its tokens are recorded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +50,8 @@ class Draft:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     loss_mask: bytearray = field(default_factory=bytearray)
+    kept: KeptSets = field(default_factory=KeptSets)
+    """Of the tokens that the policy wrote; empty unless the opening asks for them."""
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     """(first position, policy version, digest of its weights) of each stretch by one policy"""
     ended: int = GOING
@@ -84,8 +89,12 @@ class Draft:
         return bool(self.spans) and self.spans[-1][2] == policy_digest
 
     def digest(self) -> int:
-        """crc32c over tokens, log-prob bits and mask."""
-        return crc32c(self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask))
+        """crc32c over tokens, log-prob bits, mask, and kept sets where they are recorded."""
+        columns = [self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask)]
+        if self.opening.support:
+            kept = self.kept.first(self.kept.drawn)
+            columns += [kept.sizes.tobytes(), kept.ids.tobytes()]
+        return crc32c(*columns)
 
     def request(self) -> Request:
         """What the engine needs to continue."""
@@ -100,11 +109,13 @@ class Draft:
             top_k=opening.top_k,
             max_new_tokens=opening.max_new_tokens,
             stop=opening.stop,
+            support=opening.support,
         )
 
     def sample(self) -> Sample:
         """The finished sample."""
         opening = self.opening
+        kept = self.kept.first(self.kept.drawn) if opening.support else None
         return Sample(
             uid=opening.uid,
             prompt_id=opening.prompt_id,
@@ -126,6 +137,8 @@ class Draft:
             loss_mask=np.array(self.loss_mask, np.uint8),
             version_starts=np.array([start for start, _, _ in self.spans], np.int32),
             versions=np.array([version for _, version, _ in self.spans], np.int32),
+            support_sizes=None if kept is None else kept.sizes,
+            support_ids=None if kept is None else kept.ids,
             turns=self.turns,
             finish_reason=self.finish_reason,
             interruptions=self.interruptions,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.support import Kept
 
 GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
@@ -42,6 +43,8 @@ class Request:
     """Budget of the whole response, prefix included."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched over the whole response text."""
+    support: bool = False
+    """Whether the engine says which tokens it kept to draw from."""
 
     def digest(self) -> str:
         """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
@@ -66,6 +69,8 @@ class StepOutput:
     """[B] log-prob under the distribution the token was drawn from (see sampling.py)"""
     finished: NDArray[np.uint8]
     """[B] GOING, STOP or LENGTH; a finished slot is free when step returns"""
+    kept: Kept | None = None
+    """Kept sets of the B tokens, empty for those whose request does not ask; None when no request asks"""
 
 
 class Engine(Protocol):
@@ -136,6 +141,23 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
             f"the engine returned token {output.token_ids[bad]} with log-prob {output.logprobs[bad]} at response "
             f"position {output.positions[bad]} (allowed: 0 <= token < {vocab_size}, finite log-prob <= 0); "
             "nothing of this step was written; check the policy's weights, then run again to continue"
+        )
+
+
+def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
+    """Refuse a step without a kept set for every token that is asked for it [B], or with a set that lacks its token."""
+    if not asked.any():
+        return
+    if output.kept is None or not output.kept.fits(asked):
+        raise EngineError(
+            "the engine does not say which tokens it kept to draw from, and rollout.record asks for it; nothing of "
+            'this step was written; set engine.kind = "hf", or take "support" out of rollout.record'
+        )
+    if not (good := output.kept.holds(output.token_ids)).all():
+        bad = int(np.flatnonzero(~good)[0])
+        raise EngineError(
+            f"the engine drew token {output.token_ids[bad]} at response position {output.positions[bad]} and says that "
+            "it had not kept it; nothing of this step was written; run again to continue with a new engine"
         )
 
 

@@ -28,8 +28,10 @@ from mopd_dataplane.models import check_same_tokenizer, load_tokenizer, stop_ids
 from mopd_dataplane.rollout import kvfile
 from mopd_dataplane.rollout.decoder import Decoder
 from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
+from mopd_dataplane.rollout.keptsets import joined, kept_of
 from mopd_dataplane.rollout.sampling import Floats, SlotNoise, draw, log_distribution, mixture
 from mopd_dataplane.rollout.stops import StopText
+from mopd_dataplane.support import Kept
 
 _PREFILL_TOKENS = 8192
 """Tokens of one prefill pass, padding included."""
@@ -127,6 +129,7 @@ class HfEngine:
         self._temperature = np.zeros(slots)
         self._top_p = np.zeros(slots)
         self._top_k = np.zeros(slots, np.int64)
+        self._support = np.zeros(slots, np.bool_)
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         """See Engine.admit. Prefills in groups of similar length."""
@@ -167,6 +170,7 @@ class HfEngine:
         self._temperature[row] = request.temperature
         self._top_p[row] = request.top_p
         self._top_k[row] = request.top_k
+        self._support[row] = request.support
         self._noise.forget(slot)
         return row
 
@@ -197,9 +201,9 @@ class HfEngine:
                 "check the policy's weights, then run again to continue"
             )
         positions = self._length[:live] - self._prompt[:live]
-        tokens, logprobs = self._sample(logits, positions)
+        tokens, logprobs, kept = self._sample(logits, positions)
         finished = self._finished(tokens, positions)
-        output = StepOutput(self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished)
+        output = StepOutput(self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, kept)
         self._last[:live] = tokens
         self._length[:live] += 1
         for row in np.flatnonzero(finished)[::-1]:
@@ -220,8 +224,9 @@ class HfEngine:
 
     def _sample(
         self, logits: Sequence[NDArray[np.float32]], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], Kept | None]:
         live = len(positions)
+        asked, kept = self._support[:live], []
         tokens = np.zeros(live, np.int32)
         logprobs = np.zeros(live, np.float32)
         rows = max(1, _SAMPLE_VALUES // self.vocab_size)
@@ -234,7 +239,9 @@ class HfEngine:
                 [own[part] for own in logits], temperature, self._top_k[part], self._top_p[part]
             )
             tokens[part], logprobs[part] = draw(log_q, noise, temperature)
-        return tokens, logprobs
+            if asked.any():
+                kept.append(kept_of(log_q, asked[part]))
+        return tokens, logprobs, joined(kept) if kept else None
 
     def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         live = len(tokens)
@@ -262,7 +269,7 @@ class HfEngine:
             decoder.cache.move(last, row, int(self._length[last]))
         for column in (
             self._slot, self._last, self._length, self._prompt, self._budget,
-            self._temperature, self._top_p, self._top_k,
+            self._temperature, self._top_p, self._top_k, self._support,
         ):  # fmt: skip
             column[row] = column[last]
 

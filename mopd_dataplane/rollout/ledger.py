@@ -39,6 +39,8 @@ class Ledger:
         match message:
             case messages.Step():
                 self._step(message)
+            case messages.Support():
+                self._support(message)
             case messages.Open():
                 self._open(message)
             case messages.Span(handle, position, version, digest):
@@ -83,6 +85,12 @@ class Ledger:
         self.drafts[message.handle] = draft
         self.next_handle = max(self.next_handle, message.handle + 1)
 
+    def _support(self, message: messages.Support) -> None:
+        ends = np.cumsum(message.kept.sizes)
+        columns = (message.handles, message.ordinals, ends - message.kept.sizes, ends)
+        for handle, ordinal, first, last in zip(*(column.tolist() for column in columns), strict=True):
+            self._open_draft(handle).kept.put(ordinal, message.kept.ids[first:last])
+
     def _step(self, message: messages.Step) -> None:
         drafts = self.drafts
         columns = (message.handles, message.positions, message.tokens, message.logprobs, message.ended)
@@ -90,6 +98,8 @@ class Ledger:
             draft = drafts[handle]
             if position != len(draft.tokens) or draft.ended or draft.finish_reason:
                 raise ValueError(f"sample {draft.opening.uid}: token {position} follows token {len(draft) - 1}")
+            if draft.opening.support:
+                draft.kept.take(1)
             draft.tokens.append(token)
             draft.logprobs.append(logprob)
             draft.loss_mask.append(1)
@@ -97,6 +107,8 @@ class Ledger:
 
     def _tokens(self, message: messages.Tokens) -> None:
         draft = self._at(message.handle, message.position)
+        if draft.opening.support:
+            draft.kept.take(int(np.count_nonzero(message.loss_mask)))
         draft.tokens.frombytes(message.tokens.astype(np.int32).tobytes())
         draft.logprobs.frombytes(message.logprobs.astype(np.float32).tobytes())
         draft.loss_mask += message.loss_mask.astype(np.uint8).tobytes()
@@ -128,9 +140,12 @@ def _set_call(draft: Draft, ordinal: int, call: Call) -> None:
 
 
 def _carried(handle: int, draft: Draft) -> Iterator[messages.Any]:
-    """A draft's spans, tokens and FINISH, in an order that replays."""
+    """A draft's kept sets, spans, tokens and FINISH, in an order that replays."""
     tokens, logprobs = draft.response, np.array(draft.logprobs, np.float32)
     mask = np.array(draft.loss_mask, np.uint8)
+    if sets := len(draft.kept):
+        handles = np.full(sets, handle, np.uint32)
+        yield from messages.Support.records(handles, np.arange(sets, dtype=np.uint32), draft.kept.first(sets))
     cuts = sorted({*range(0, len(tokens), _RUN), *(start for start, _, _ in draft.spans), len(tokens)})
     for begin, end in zip(cuts, [*cuts[1:], len(tokens)], strict=True):
         for span in draft.spans:

@@ -22,13 +22,24 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.committer import Committer, Finished
 from mopd_dataplane.rollout.draft import Draft, Opening
-from mopd_dataplane.rollout.engine import FINISH_REASON, LENGTH, STOP, Engine, Request, check_answered, check_step
+from mopd_dataplane.rollout.engine import (
+    FINISH_REASON,
+    LENGTH,
+    STOP,
+    Engine,
+    Request,
+    StepOutput,
+    check_answered,
+    check_kept,
+    check_step,
+)
 from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.report import RolloutReport
 from mopd_dataplane.rollout.sandbox import Abandoned, Call, Sandbox, Turn
 from mopd_dataplane.rollout.wal import TokenLog
 from mopd_dataplane.rollout.watch import Watch
 from mopd_dataplane.rollout.weights import WeightChange
+from mopd_dataplane.support import Kept
 
 Environment = Callable[[Turn], list[int] | None]
 """Called when the policy ends a turn. Returns the environment's tokens, or None when the conversation is over. Must be
@@ -74,6 +85,8 @@ class RolloutLoop:
         self._free = list(range(engine.slots))[::-1]
         self._handle = np.zeros(engine.slots, np.uint32)
         self._due = np.full(engine.slots, _FREE, np.int32)
+        self._asks = np.zeros(engine.slots, np.bool_)
+        """Slots whose sample has its kept sets recorded."""
         self._work: deque[int | Opening] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
@@ -142,7 +155,7 @@ class RolloutLoop:
         restored = self._watch.call(lambda: self._engine.restore(file, requests))
         for slot, (uid, gap) in enumerate(restored):
             self._free.remove(slot)
-            self._handle[slot], self._due[slot] = drafts[uid], len(self._ledger.drafts[drafts[uid]])
+            self._take(slot, drafts[uid])
             self._resume(drafts[uid], exact=gap == 0, drift=gap)
             self._report.restored += 1
 
@@ -168,15 +181,19 @@ class RolloutLoop:
             item = self._work.popleft()
             handle = self._open(item) if isinstance(item, Opening) else item
             slot = self._free.pop()
-            draft = self._ledger.drafts[handle]
-            self._handle[slot], self._due[slot] = handle, len(draft)
-            admitted.append((slot, draft.request()))
+            self._take(slot, handle)
+            admitted.append((slot, self._ledger.drafts[handle].request()))
         rescored = self._watch.call(lambda: self._engine.admit(admitted))
         for slot, _ in admitted:
             handle = int(self._handle[slot])
             if handle in self._interrupted:
                 self._resume(handle, *self._compare(handle, rescored.get(slot, np.zeros(0, np.float32))))
             self._say_policy(handle)
+
+    def _take(self, slot: int, handle: int) -> None:
+        """From now on the slot works for this sample."""
+        draft = self._ledger.drafts[handle]
+        self._handle[slot], self._due[slot], self._asks[slot] = handle, len(draft), draft.opening.support
 
     def _open(self, opening: Opening) -> int:
         handle = self._ledger.next_handle
@@ -230,6 +247,7 @@ class RolloutLoop:
         check_answered(output, self._due, lockstep=self._engine.lockstep)
         check_step(output, self._engine.vocab_size)
         handles = self._handle[output.slots]
+        self._say_kept(output, handles)
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
         self._say(messages.Step(handles, *columns, output.logprobs, output.finished))
         checkpoint("rollout.step")
@@ -240,6 +258,17 @@ class RolloutLoop:
             self._free.append(slot)
             self._due[slot] = _FREE
             self._turn_ended(int(handles[row]))
+
+    def _say_kept(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
+        """Record what the step's tokens were drawn from, for the samples that ask."""
+        asked = self._asks[output.slots]
+        check_kept(output, asked)
+        if output.kept is None or not asked.any():
+            return
+        ordinals = [self._ledger.drafts[handle].kept.drawn for handle in handles[asked].tolist()]
+        kept = Kept(output.kept.sizes[asked], output.kept.ids)
+        for message in messages.Support.records(handles[asked], np.array(ordinals, np.uint32), kept):
+            self._say(message)
 
     def _turn_ended(self, handle: int) -> None:
         """The policy stopped writing: ask the environment for more, or finish the sample."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Protocol
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.rollout.draft import Opening
 from mopd_dataplane.rollout.sandbox import Call, Command, Result
+from mopd_dataplane.support import Kept
 
 
 class Message(Protocol):
@@ -87,6 +89,46 @@ class Step:
             columns.append(np.frombuffer(body, _STEP[name], count=count, offset=offset))
             offset += columns[-1].nbytes
         return cls(*columns)
+
+
+_SUPPORT_IDS = 1 << 15
+"""Token ids and rows of a SUPPORT record, from which on another one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Kept sets of tokens that a STEP or TOKENS record behind this one holds; without that record they say nothing.
+
+    ordinals: which of its sample's own tokens (environment tokens do not count) each set is of.
+    """
+
+    kind: ClassVar[int] = 14
+    handles: NDArray[np.uint32]
+    ordinals: NDArray[np.uint32]
+    kept: Kept
+
+    @classmethod
+    def records(cls, handles: NDArray[np.uint32], ordinals: NDArray[np.uint32], kept: Kept) -> Iterator[Support]:
+        """Rows [n] in as many records as their size asks for; one row has at most 65,536 ids."""
+        ends = np.cumsum(kept.sizes)
+        parts = (ends + np.arange(len(ends))) // _SUPPORT_IDS
+        for part in np.unique(parts):
+            rows = np.flatnonzero(parts == part)
+            begin = ends[rows[0]] - kept.sizes[rows[0]]
+            yield cls(handles[rows], ordinals[rows], Kept(kept.sizes[rows], kept.ids[begin : ends[rows[-1]]]))
+
+    def encode(self) -> bytes:
+        columns = (self.handles, self.ordinals, self.kept.sizes, self.kept.ids)
+        return struct.pack("<I", len(self.handles)) + b"".join(column.astype("<u4").tobytes() for column in columns)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Support:
+        (count,) = struct.unpack_from("<I", body)
+        handles, ordinals, sizes = (np.frombuffer(body, "<u4", count=count, offset=4 + 4 * count * n) for n in range(3))
+        ids = np.frombuffer(body, "<u4", offset=4 + 12 * count)
+        if sizes.sum(dtype=np.int64) != len(ids):
+            raise ValueError(f"support body holds {len(ids)} ids, its sizes say {sizes.sum(dtype=np.int64)}")
+        return cls(handles, ordinals, Kept(sizes.astype(np.int32), ids.astype(np.int32)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,10 +333,10 @@ class Close:
         return cls()
 
 
-Any = Open | Step | Span | Tokens | Resume | Finish | Commit | Abandon | Tool | Base | Sync | Fence | Close
+Any = Open | Step | Support | Span | Tokens | Resume | Finish | Commit | Abandon | Tool | Base | Sync | Fence | Close
 _KINDS: dict[int, type[Any]] = {
     message.kind: message
-    for message in (Open, Step, Span, Tokens, Resume, Finish, Commit, Abandon, Tool, Base, Sync, Fence, Close)
+    for message in (Open, Step, Support, Span, Tokens, Resume, Finish, Commit, Abandon, Tool, Base, Sync, Fence, Close)
 }
 
 

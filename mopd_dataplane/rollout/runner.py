@@ -218,6 +218,7 @@ def _openings(
                     stop=rollout.stop,
                     tokenizer=engine.tokenizer_digest,
                     prompt_ids=ids,
+                    support="support" in rollout.record,
                 )
             )
     return openings

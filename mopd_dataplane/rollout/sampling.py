@@ -118,17 +118,6 @@ def draw(log_q: Floats, noise: Floats, temperature: Floats) -> tuple[NDArray[np.
     return tokens.astype(np.int32), log_q[np.arange(len(tokens)), tokens].astype(np.float32)
 
 
-def choose(
-    logits: NDArray[np.float32],
-    noise: Floats,
-    temperature: Floats,
-    top_k: NDArray[np.int64],
-    top_p: Floats,
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Token [B] and its log-prob [B] for logits and noise [B, V]; see draw. Logits must be finite."""
-    return draw(log_distribution(logits, temperature, top_k, top_p), noise, temperature)
-
-
 def _keep_top_k(row: Floats, k: int) -> None:
     """Set all but the k largest to -inf, in place; equal values keep the lower id."""
     threshold = np.partition(row, -k)[-k]

@@ -94,10 +94,11 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
 
 def _check_sampler_logprobs(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> None:
     """Raise InputError when a policy gradient would divide by log-probs that an import did not bring, or that are those
-    of a cut distribution."""
+    of a cut distribution whose kept tokens are not stored."""
     if run.job.objective(stage).policy_gradient is None:
         return
     columns = ["mean_logprob", "loss_tokens", "top_p", "top_k"]
+    columns += ["support_len"] if run.store.has_column("samples", "support_len", snapshot) else []
     rows, samples = stage_samples(run.store, stage, generation, columns, snapshot)
     lacking = pc.and_(pc.is_null(samples["mean_logprob"]), pc.greater(samples["loss_tokens"], 0))
     if missing := pc.sum(lacking).as_py():
@@ -106,9 +107,11 @@ def _check_sampler_logprobs(run: Run, stage: Stage, generation: int | None, snap
             "policy gradient needs; train them with cross_entropy or divergence, or import a format that has them"
         )
     cut = pc.or_(pc.less(samples["top_p"], 1), pc.greater(samples["top_k"], 0))
+    if "support_len" in samples.column_names:
+        cut = pc.and_(cut, pc.is_null(samples["support_len"]))
     if some := pc.sum(cut).as_py():
         raise InputError(
             f"stage {stage.name!r}: {some} of {len(rows)} samples were drawn under top_p or top_k: their log-probs are "
-            "those of the tokens the sampler kept, and the ratios of the policy gradient would be wrong; train them "
-            "with cross_entropy or divergence"
+            "those of the tokens the sampler kept, which are not stored, so the ratios of the policy gradient would be "
+            "wrong; train them with cross_entropy or divergence"
         )

@@ -139,6 +139,10 @@ class Store:
             raise UnknownNameError(f"table {name!r} is not in the snapshot: {nearest(name, snapshot.versions)}")
         return self._table(name).open(snapshot.versions[name])
 
+    def has_column(self, name: str, column: str, snapshot: Snapshot | None = None) -> bool:
+        """Whether a table has a column at that version; those made later are missing from older snapshots."""
+        return column in self.dataset(name, snapshot).schema.names
+
     def table(
         self,
         name: str,
@@ -187,10 +191,9 @@ class Store:
         Raises DamagedError when a payload row is not the sample's (uid echo) or, with `verify`, when its checksum
         differs.
         """
-        wanted = list(columns) if columns is not None else list(TABLES["tokens"].schema.names)
-        return reading.read_tokens(
-            self.dataset("samples", snapshot), self.dataset("tokens", snapshot), sample_rows, wanted, verify=verify
-        )
+        tokens = self.dataset("tokens", snapshot)
+        wanted = list(columns) if columns is not None else list(tokens.schema.names)
+        return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, wanted, verify=verify)
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import FREED
-from mopd_dataplane.store.rows import PAYLOAD, list_views
+from mopd_dataplane.store.rows import PAYLOAD, SUPPORT, list_views, tokens_crc
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
@@ -41,21 +41,26 @@ def read_tokens(
 ) -> pa.Table:
     """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
     metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
-    read = [*dict.fromkeys(["uid", *columns, *(PAYLOAD if verify else ())])]
+    read = [*dict.fromkeys(["uid", *columns, *(_checked(tokens) if verify else ())])]
     payload = take_rows(tokens, metadata["payload_row"].to_numpy(), read)
     check_echo("tokens", metadata, payload)
     if verify:
-        check_crcs("tokens", metadata, _crcs_of(payload, PAYLOAD))
+        check_crcs("tokens", metadata, _crcs_of(payload.select(_checked(tokens))))
     return payload.select(columns)
 
 
 def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
-    return _crcs_of(take_rows(tokens, rows, PAYLOAD), PAYLOAD)
+    return _crcs_of(take_rows(tokens, rows, _checked(tokens)))
 
 
-def _crcs_of(payload: pa.Table, columns: Sequence[str]) -> list[int]:
-    return [payload_crc(*arrays) for arrays in zip(*(list_views(payload[name]) for name in columns), strict=True)]
+def _checked(tokens: lance.LanceDataset) -> list[str]:
+    """Columns that the checksum is over; a version of the table from before SUPPORT has only the others."""
+    return [name for name in (*PAYLOAD, *SUPPORT) if name in tokens.schema.names]
+
+
+def _crcs_of(payload: pa.Table) -> list[int]:
+    return [tokens_crc(arrays) for arrays in zip(*map(list_views, payload.columns), strict=True)]
 
 
 def scored_rows(scores: lance.LanceDataset, teacher: str, kind: str) -> pa.Table:

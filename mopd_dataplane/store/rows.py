@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from mopd_dataplane.checksum import payload_crc
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
+from mopd_dataplane.support import Kept
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
-"""Columns of `tokens` in the order of payload_crc."""
+SUPPORT = ("support_sizes", "support_ids")
+"""Columns of `tokens` in the order of payload_crc; those of SUPPORT have no part in it where they are null."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -89,11 +91,37 @@ def check_sample(sample: Sample) -> None:
                 f"{where}: log-prob {sample.logprobs[place]} at response position {place}; allowed: finite and <= 0; "
                 "the engine's logits are not to be trusted"
             )
+    _check_support(sample, where)
+
+
+def _check_support(sample: Sample, where: str) -> None:
+    sizes, ids = sample.support_sizes, sample.support_ids
+    if sizes is None and ids is None:
+        return
+    if sizes is None or ids is None or len(sizes) != sample.loss_tokens or (sizes < 0).any() or sizes.sum() != len(ids):
+        said = [None if array is None else len(array) for array in (sizes, ids)]
+        raise MismatchError(
+            f"{where}: support_sizes and support_ids have {said[0]} and {said[1]} values; a size for each of the "
+            f"{sample.loss_tokens} loss tokens, at least 0, and as many ids as they sum to"
+        )
+    if (ids < 0).any():
+        raise MismatchError(f"{where}: support_ids holds {ids.min()}; token ids are at least 0")
+    drawn = sample.tokens[sample.prompt_len :][np.asarray(sample.loss_mask, bool)]
+    if not (good := Kept(sizes, ids).holds(drawn)).all():
+        place = int(np.argmin(good))
+        raise MismatchError(f"{where}: loss token {place} is id {drawn[place]}, which its kept set does not hold")
 
 
 def sample_crc(sample: Sample) -> int:
     """payload_crc of the arrays of a sample, in the dtypes they are stored in."""
-    return payload_crc(*(_typed(getattr(sample, name), name) for name in PAYLOAD))
+    arrays = [_typed(getattr(sample, name), name) for name in (*PAYLOAD, *SUPPORT)]
+    return tokens_crc(arrays)
+
+
+def tokens_crc(arrays: Sequence[NDArray[Any] | None]) -> int:
+    """payload_crc of the columns PAYLOAD and SUPPORT of one row of `tokens`."""
+    fixed = len(PAYLOAD)
+    return payload_crc(*arrays[:fixed], *(array for array in arrays[fixed:] if array is not None))
 
 
 def _typed(array: NDArray[Any] | None, column: str) -> NDArray[Any] | None:
@@ -117,7 +145,7 @@ def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
 def token_rows(samples: Sequence[Sample]) -> pa.Table:
     """Rows of `tokens`."""
     columns = {"uid": pa.array([sample.uid for sample in samples], pa.string())}
-    for name in PAYLOAD:
+    for name in (*PAYLOAD, *SUPPORT):
         columns[name] = list_column([getattr(s, name) for s in samples], TOKENS.schema.field(name).type)
     return pa.table(columns, schema=TOKENS.schema)
 
@@ -138,6 +166,7 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
                 "total_len": len(sample.tokens),
                 "loss_tokens": sample.loss_tokens,
                 "mean_logprob": mean,
+                "support_len": None if sample.support_ids is None else len(sample.support_ids),
                 "payload_row": payload_row,
                 "payload_crc": crc,
                 "schema_version": FORMAT_VERSION,

@@ -1,7 +1,8 @@
 """Packs become the tensors of one forward pass.
 
-Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, in the order of
-the packs. A trained token at column t of a row is predicted by the hidden state at column t - 1.
+Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, U ids of the
+largest kept set, in the order of the packs. A trained token at column t of a row is predicted by the hidden state at
+column t - 1.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class MicroBatch:
     """[S] f32, NaN where there is none"""
     tokens: int
     """Real tokens, padding excluded."""
+    support: Tensor | None = None
+    """[M, U] int32 ids that each token was drawn from, -1 behind the last; a row of -1: from the whole vocabulary"""
     teacher_logprobs: Tensor | None = None
     """[M] f32"""
     reference_logprobs: Tensor | None = None
@@ -136,6 +139,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         advantages=_required(joined("advantages")),
         rewards=_required(joined("rewards")),
         tokens=len(tokens),
+        support=_padded(joined("support_sizes"), joined("support_ids")),
         teacher_logprobs=trained("teacher_logprobs"),
         reference_logprobs=trained("reference_logprobs"),
         topk_ids=None if topk_ids is None else topk_ids.long(),
@@ -143,6 +147,16 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         hidden=joined("hidden"),
         hidden_codec=packs[0].hidden_codec,
     )
+
+
+def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
+    """[M, U] kept sets one a row, -1 behind their ends."""
+    if sizes is None or ids is None:
+        return None
+    columns = torch.arange(int(sizes.max()) if len(sizes) else 0)
+    rows = torch.full((len(sizes), len(columns)), -1, dtype=torch.int32)
+    rows[columns < sizes[:, None]] = ids
+    return rows
 
 
 class _PackView:

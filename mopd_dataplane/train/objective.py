@@ -57,7 +57,8 @@ class TermSums:
 class ObjectiveLoss:
     """A declared objective as a function of hidden states and the student's head.
 
-    temperature: of the sampler; log-probs of the policy-gradient term are taken at it. max_new_tokens: longest
+    temperature: of the sampler; log-probs of the policy-gradient term are taken at it, and over the tokens that the
+    sampler kept where the batch says which. max_new_tokens: longest
     response, which the `constant` normaliser divides by.
     """
 
@@ -101,8 +102,10 @@ class ObjectiveLoss:
         return exact is None or "reverse_kl" not in _divergence_metrics(exact)
 
     def logprob(self, hidden: Tensor, head: Head, batch: MicroBatch) -> Tensor:
-        """[M] log-prob of each trained token at the sampling temperature."""
-        return _logprob(hidden, head, batch, self._temperature)
+        """[M] log-prob of each trained token at the sampling temperature, over what its sampler kept."""
+        found = token_logprob(hidden, head, batch.targets, temperature=self._temperature, support=batch.support)
+        assert isinstance(found, Tensor)
+        return found
 
     def __call__(
         self,
@@ -190,6 +193,7 @@ class ObjectiveLoss:
             band=term.band,
             weights=weights,
             temperature=self._temperature,
+            support=batch.support,
         )
         tokens = result.metrics["tokens"]
         for name in ("dropped", "clipped", "advantage"):
@@ -274,15 +278,10 @@ def _topk_divergence(
 
 
 def _cross_entropy(hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
-    logprob = _logprob(hidden, head, batch, 1.0)
+    logprob = token_logprob(hidden, head, batch.targets)
+    assert isinstance(logprob, Tensor)
     sums.add("nll", -logprob)
     return -(logprob * weights).sum()
-
-
-def _logprob(hidden: Tensor, head: Head, batch: MicroBatch, temperature: float) -> Tensor:
-    found = token_logprob(hidden, head, batch.targets, temperature=temperature)
-    assert isinstance(found, Tensor)
-    return found
 
 
 def _present(value: T | None, what: str) -> T:

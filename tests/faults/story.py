@@ -10,11 +10,12 @@ import numpy as np
 
 from mopd_dataplane import config
 from mopd_dataplane.rollout import messages
-from mopd_dataplane.rollout.draft import Opening
+from mopd_dataplane.rollout.draft import Draft, Opening
 from mopd_dataplane.rollout.engine import STOP
 from mopd_dataplane.rollout.ledger import Ledger
 from mopd_dataplane.rollout.recovery import recover
 from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.support import Kept
 
 LENGTH = 150
 SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
@@ -54,6 +55,8 @@ def _next(draw: random.Random, ledger: Ledger, name: str) -> messages.Any:
         handle, draft = draw.choice(list(growing.items()))
         return messages.Span(handle, len(draft), draw.randrange(9), "digest")
     handles = sorted(draw.sample(list(growing), k=draw.randint(1, len(growing))))
+    if lacking := [h for h in handles if _lacks_its_set(growing[h])]:
+        return _support(draw, {handle: growing[handle] for handle in lacking})
     count = len(handles)
     return messages.Step(
         np.array(handles, np.uint32),
@@ -64,11 +67,26 @@ def _next(draw: random.Random, ledger: Ledger, name: str) -> messages.Any:
     )
 
 
+def _lacks_its_set(draft: Draft) -> bool:
+    return draft.opening.support and len(draft.kept) == draft.kept.drawn
+
+
+def _support(draw: random.Random, drafts: dict[int, Draft]) -> messages.Support:
+    sizes = [draw.randrange(5) for _ in drafts]
+    ids = [draw.randrange(50_000) for _ in range(sum(sizes))]
+    return messages.Support(
+        np.array(list(drafts), np.uint32),
+        np.array([draft.kept.drawn for draft in drafts.values()], np.uint32),
+        Kept(np.array(sizes, np.int32), np.array(ids, np.int32)),
+    )
+
+
 def _opening(name: str, draw: random.Random) -> Opening:
     return Opening(
         uid=name, prompt_id=name, group_id=name, group_index=0, generation=1, domain="d", effort="", run="r",
         writer="w", writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 20, stop=("#",),
         tokenizer="t", prompt_ids=tuple(draw.randrange(99) for _ in range(draw.randrange(1, 9))),
+        support=draw.random() < 0.3,
     )  # fmt: skip
 
 
@@ -86,7 +104,7 @@ def state(ledger: Ledger) -> tuple[object, ...]:
     return tuple(
         (
             handle, draft.opening, bytes(draft.tokens.tobytes()), bytes(draft.logprobs.tobytes()),
-            bytes(draft.loss_mask), tuple(draft.spans), draft.ended, draft.finish_reason,
+            bytes(draft.loss_mask), tuple(draft.spans), draft.ended, draft.finish_reason, draft.digest(),
         )
         for handle, draft in ledger.drafts.items()
     )  # fmt: skip

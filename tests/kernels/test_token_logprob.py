@@ -49,6 +49,80 @@ def test_gradcheck_with_bias_softcap_scale_and_a_skipped_row():
     assert logprob[1] == entropy[1] == 0
 
 
+def kept_sets(case, token_ids, seed=7):
+    """[N, U] sets of 1 to 6 ids with the sampled one somewhere in them; the second row has none."""
+    generator = torch.Generator().manual_seed(seed)
+    support = torch.full((case.rows, 6), -1, dtype=torch.int32)
+    for row, token in enumerate(token_ids.tolist()):
+        size = int(torch.randint(1, 7, (1,), generator=generator))
+        others = [t for t in torch.randperm(case.vocabulary, generator=generator)[:6].tolist() if t != token]
+        ids = [token, *others][:size]
+        support[row, : len(ids)] = torch.tensor(ids)[torch.randperm(len(ids), generator=generator)]
+    support[1:2] = -1
+    return support
+
+
+def cut(logits, support):
+    """Logits [N, V] with -inf outside each row's set."""
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    for row, ids in zip(kept, support, strict=True):
+        row[ids[ids >= 0].long() if bool((ids >= 0).any()) else slice(None)] = True
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("case", TINY_CASES, ids=str)
+def test_a_support_is_the_softmax_over_its_columns(case, softcap):
+    """Values and both gradients against logits that are -inf elsewhere, in float64; chunks smaller than the rows."""
+    inputs = make_inputs(case, dtype=torch.float64)
+    support = kept_sets(case, inputs.token_ids)
+    upstream = torch.randn(2, case.rows, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    ours, theirs = (leaves(inputs.student_hidden, inputs.student_head) for _ in range(2))
+    found = token_logprob(
+        *ours, inputs.token_ids, temperature=0.7, softcap=softcap, support=support, return_entropy=True, logit_rows=4
+    )
+    sum((value * factor).sum() for value, factor in zip(found, upstream, strict=True)).backward()
+
+    log_q = cut(reference.logits(theirs[0], Head(theirs[1], None, softcap), temperature=0.7), support).log_softmax(1)
+    logprob = log_q.gather(1, inputs.token_ids[:, None])[:, 0]
+    entropy = -(log_q.exp() * log_q.clamp(min=-1e9)).sum(1)
+    ((logprob * upstream[0]).sum() + (entropy * upstream[1]).sum()).backward()
+    torch.testing.assert_close(found[0], logprob)
+    torch.testing.assert_close(found[1], entropy)
+    for mine, truth in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, truth.grad)
+
+
+def test_a_column_outside_the_support_has_no_gradient_however_large_its_logit():
+    """Its probability under the kept set's normaliser would overflow."""
+    inputs = make_inputs(CASE)
+    bias = torch.zeros(CASE.vocabulary)
+    bias[5] = 500.0
+    support = torch.stack([inputs.token_ids, (inputs.token_ids + 1) % CASE.vocabulary], 1)
+    support[support == 5] = 6
+    ids = support[:, 0].clone()
+    hidden, head, bias = leaves(inputs.student_hidden, inputs.student_head, bias)
+    token_logprob(hidden, head, ids, bias=bias, support=support).sum().backward()
+    assert float(head.grad[5].abs().sum()) == float(bias.grad[5]) == 0
+    assert bool(torch.isfinite(hidden.grad).all())
+    assert float(hidden.grad.abs().sum()) > 0
+
+
+@pytest.mark.parametrize(
+    ("support", "message"),
+    [
+        (torch.full((9, 1), 611), "support holds id 611, the vocabulary has 611"),
+        (torch.full((9, 2), 610), "of row 0 is not in its support"),
+        (torch.zeros(9, 2), r"support must be int32 or int64 \[N, U\], got torch.float32"),
+        (torch.zeros(8, 2, dtype=torch.int64), r"support has shape \[8, 2\], expected 9 rows"),
+    ],
+)
+def test_a_support_that_does_not_fit_is_refused(support, message):
+    inputs = make_inputs(CASE)
+    with pytest.raises(ValueError, match=message):
+        token_logprob(inputs.student_hidden, inputs.student_head, inputs.token_ids, support=support)
+
+
 def test_frozen_head_scales_the_gradient_it_took_in_the_forward_pass():
     inputs = make_inputs(CASE, dtype=torch.float64)
     upstream = torch.linspace(-1, 1, CASE.rows, dtype=torch.float64)

@@ -13,6 +13,7 @@ from mopd_kernels.dispatch import Backend, make_plan
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
 from mopd_kernels.rowloss import PassResult, row_loss
+from mopd_kernels.support import KeptColumns, check_support
 from mopd_kernels.sweep import Needs, Rows, sweep
 from mopd_kernels.teachers import row_segments
 from mopd_kernels.torch_rows.softmax import SoftmaxRows
@@ -35,6 +36,7 @@ def write_logprob_gradient(
     logprob_factor: Tensor,
     entropy_factor: Tensor | None,
     gradient: Tensor,
+    kept: KeptColumns | None,
     backend: str,
 ) -> None:
     """Gradient of ``a log q_y + e Ent`` into ``gradient`` [C, V]; ``logit`` [C] is the sampled token's.
@@ -51,6 +53,8 @@ def write_logprob_gradient(
     if entropy_factor is not None:
         sampled = sampled - entropy_factor * log_q.exp() * (log_q + rows.entropy)
     softmax_gradient(z, epilogue, rows, -logprob_factor, entropy_factor, gradient)
+    if kept is not None:
+        kept.narrow(gradient)
     gradient.scatter_(1, ids[:, None], (sampled * epilogue.chain(logit)).to(gradient.dtype)[:, None])
 
 
@@ -60,6 +64,7 @@ def token_logprob(
     token_ids: Tensor,
     *,
     temperature: float = 1.0,
+    support: Tensor | None = None,
     return_entropy: bool = False,
     vocab_size: int | None = None,
     bias: Tensor | None = None,
@@ -76,6 +81,8 @@ def token_logprob(
         head: [V', D], or a :class:`Head`; trained when it requires grad. ``vocab_size`` keeps only its first tokens.
         token_ids: [N] integer, 0 <= id < V, or -100 for a row to skip (zeros, no gradient).
         temperature: divides the logits.
+        support: [N, U] ids that the token was sampled from, -1 behind the last: the softmax of that row is over these
+            columns only, and no other has a gradient. A row of -1 is over the whole vocabulary.
         return_entropy: also return the entropy in nats; both outputs are differentiable.
         bias, softcap, logit_scale: what the model does to its logits; the bias may be trained.
         logit_rows, grad_rows, backend: as in :func:`divergence`.
@@ -95,6 +102,7 @@ def token_logprob(
     model = as_head("policy", head, bias, softcap, logit_scale)
     columns = common_vocabulary(vocab_size, len(model.weight))
     check_token_ids(token_ids, columns, IGNORED)
+    support = check_support(support, token_ids, columns, IGNORED)
     dtype = compute_dtype(hidden, model.weight)
     plan = make_plan(
         device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=count, columns=columns,
@@ -125,13 +133,18 @@ def token_logprob(
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
             found = softmax_rows(z, epilogue)
+            kept = None if support is None else KeptColumns.of(support[rows])
+            if kept is not None:
+                found = kept.softmax(found, z, epilogue)
             ids = safe_ids[rows]
             logit = sampled_columns(z, epilogue, ids[:, None])[:, 0]
             logprob[rows] = found.log_prob(logit[:, None])[:, 0] * live[rows]
             entropy[rows] = found.entropy * live[rows]
             if gradient is not None:
                 e = None if entropy_factor is None else entropy_factor[rows]
-                write_logprob_gradient(z, epilogue, found, ids, logit, logprob_factor[rows], e, gradient, plan.backend)
+                write_logprob_gradient(
+                    z, epilogue, found, ids, logit, logprob_factor[rows], e, gradient, kept, plan.backend
+                )
 
         segments = [rows for _, rows in row_segments(count, None, live, hidden.device)]
         gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mopd_dataplane.rollout.sampling import (
     SlotNoise,
-    choose,
+    draw,
     gumbel,
     log_distribution,
     sample_key,
@@ -17,6 +17,12 @@ from mopd_dataplane.rollout.sampling import (
 )
 
 KEYS = st.integers(0, 2**128 - 1)
+
+
+def choose(
+    logits: np.ndarray, noise: np.ndarray, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    return draw(log_distribution(logits, temperature, top_k, top_p), noise, temperature)
 
 
 def plain(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -73,6 +73,9 @@ GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}
         ({"teacher_mix": 1.0}, None, {}, "teacher_mix"),
         ({"top_p": 0.9}, GRADIENT, {}, "top_p = 0.9, top_k = 0 the sampler's log-probs.*ratios of a policy gradient"),
         ({"top_k": 20}, GRADIENT, {}, "top_p = 1, top_k = 20 the sampler's log-probs"),
+        ({"top_k": 20, "record": ["support"], "teacher_mix": 0.2}, None, {}, "drawn from what two models keep"),
+        ({"top_p": 0.9, "record": ["support"]}, None, {}, r"set top_k to 1 \.\. 65536, found 0"),
+        ({"top_k": 20, "record": ["suport"]}, None, {}, "record"),
         ({"student_share": 0.5, "rest": "poeet"}, None, {}, "rollout.rest: no teacher 'poeet'.*'poet'"),
         ({"student_share": 0.5}, GRADIENT, {}, "no sampler log-prob for a policy gradient"),
         ({"student_share": 0.5, "group_size": 2}, None, {}, "one reference answer, not 2"),
@@ -93,6 +96,14 @@ def test_settings_that_contradict_one_another_are_named(
 
 def test_a_divergence_may_be_trained_on_cut_samples() -> None:
     assert job({"top_p": 0.9, "top_k": 20}).stage("student").rollout.top_k == 20
+
+
+def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_kept_sets_are_stored() -> None:
+    made = job({"top_p": 0.9, "top_k": 20, "record": ["support"]}, GRADIENT)
+    assert made.stage("student").rollout.record == ("support",)
+    raw = made.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
+    with pytest.raises(JobFileError, match=r"engine.kind = 'vllm' does not say which tokens it keeps"):
+        check_job(raw, where="j")
 
 
 def test_a_mixture_is_drawn_by_the_hugging_face_engine_only() -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import lance
+import numpy as np
 import pyarrow as pa
 import pytest
 import store_builders as build
@@ -136,6 +137,26 @@ def test_additive_evolution_both_ways(store: Store) -> None:
     assert row["mood"] is None
     assert row["uid"] == build.sample(0).uid
     assert row["mean_logprob"] is not None
+
+
+def test_a_store_from_before_a_column_is_read_verified_and_written(store: Store) -> None:
+    """Kept sets came to `tokens` and `samples` later: what was stored before has none, and keeps its checksum."""
+    assert store.root is not None
+    store.commit_samples([build.sample(0)], writer="w")
+    lance.dataset(str(store.root / "tokens")).drop_columns(["support_sizes", "support_ids"])
+    lance.dataset(str(store.root / "samples")).drop_columns(["support_len"])
+    old = Store.open(store.uri)
+    snapshot = old.snapshot()
+    assert not old.has_column("samples", "support_len", snapshot)
+    assert old.verify().ok
+    assert old.read_tokens([0], verify=True)["uid"].to_pylist() == [build.sample(0).uid]
+    kept = build.sample(1, loss_mask=np.ones(20, np.uint8))
+    kept.support_sizes, kept.support_ids = np.ones(20, np.int32), kept.tokens[5:]
+    old.commit_samples([kept], writer="w")
+    assert old.samples(["support_len"])["support_len"].to_pylist() == [None, 20]
+    assert old.read_tokens([0, 1], verify=True)["support_ids"].to_pylist() == [None, kept.tokens[5:].tolist()]
+    assert old.read_tokens([0], snapshot=snapshot, verify=True).num_rows == 1
+    assert old.verify().ok
 
 
 def test_names_are_checked_before_any_file_is_touched(store: Store) -> None:

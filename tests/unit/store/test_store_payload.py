@@ -33,6 +33,7 @@ def samples(draw: st.DrawFn) -> Sample:
     logprobs = draw(st.none() | hnp.arrays(np.float32, response, elements=finite))
     later = draw(st.sets(st.integers(1, max(response - 1, 1)), max_size=4)) if response > 1 else set()
     starts = np.array([0, *sorted(later)], np.int32)
+    sizes = draw(st.none() | hnp.arrays(np.int32, int(mask.sum()), elements=st.integers(0, 3)))
     prompt = draw(st.integers(0, 10))
     tokens = draw(hnp.arrays(np.int32, prompt + response, elements=st.integers(0, 2**31 - 1)))
     return build.sample(
@@ -45,7 +46,15 @@ def samples(draw: st.DrawFn) -> Sample:
         version_starts=starts,
         versions=np.arange(len(starts), dtype=np.int32),
         finish_reason="length",
+        support_sizes=sizes,
+        # Any ids, with the drawn one first.
+        support_ids=None if sizes is None else _sets(tokens[prompt:][mask.astype(bool)], sizes),
     )
+
+
+def _sets(drawn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    pairs = zip(drawn.tolist(), sizes.tolist(), strict=True)
+    return np.array([abs(token - place) for token, size in pairs for place in range(size)], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +74,15 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         for name in ("tokens", "loss_mask", "version_starts", "versions"):
             assert np.array_equal(np.array(row[name], getattr(sample, name).dtype), getattr(sample, name))
         stored = None if row["logprobs"] is None else np.array(row["logprobs"], np.float32)
+        for name in ("support_sizes", "support_ids"):
+            kept = getattr(sample, name)
+            assert row[name] == (None if kept is None else kept.tolist())
         assert (stored is None) == (sample.logprobs is None)
         assert stored is None or stored.tobytes() == sample.logprobs.tobytes(), "log-probs bit for bit"
     metadata = shared.take_samples(receipt.rows).to_pylist()
     for row, sample in zip(metadata, batch, strict=True):
         assert row["payload_crc"] == sample_crc(sample)
+        assert row["support_len"] == (None if sample.support_ids is None else len(sample.support_ids))
         assert (row["response_len"], row["loss_tokens"]) == (sample.response_len, sample.loss_tokens)
         assert (row["policy_version_first"], row["policy_version_last"]) == (sample.versions[0], sample.versions[-1])
 
@@ -87,6 +100,17 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         ({"version_starts": np.array([0, 20]), "versions": np.array([1, 2], np.int32)}, MismatchError, "past"),
         ({"finish_reason": "stopped"}, MismatchError, "did you mean 'stop'"),
         ({"resume": "maybe"}, MismatchError, "known: exact, none, statistical"),
+        ({"support_ids": np.zeros(3, np.int32)}, MismatchError, "have None and 3 values; a size for each of the 17"),
+        (
+            {"support_sizes": np.ones(17, np.int32), "support_ids": np.zeros(14, np.int32)},
+            MismatchError,
+            "have 17 and 14 values",
+        ),
+        (
+            {"support_sizes": np.ones(17, np.int32), "support_ids": np.full(17, 2000, np.int32)},
+            MismatchError,
+            "which its kept set does not hold",
+        ),
     ],
 )
 def test_impossible_samples_are_refused_before_anything_is_written(

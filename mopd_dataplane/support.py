@@ -1,0 +1,32 @@
+"""Kept sets: the token ids that top-k and top-p left to draw each token from.
+
+A set of size 0 says that nothing was cut: the token was drawn from the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Kept sets of B tokens."""
+
+    sizes: NDArray[np.int32]
+    """[B]"""
+    ids: NDArray[np.int32]
+    """[sum of sizes] token ids, set after set"""
+
+    def fits(self, asked: NDArray[np.bool_]) -> bool:
+        """Whether there is a set for every row of `asked` [B], empty where it is false."""
+        return len(self.sizes) == len(asked) and len(self.ids) == int(self.sizes[asked].sum()) == int(self.sizes.sum())
+
+    def holds(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[B] whether each token could be drawn from its set."""
+        hits = np.concatenate([[0], np.cumsum(self.ids == np.repeat(tokens, self.sizes))])
+        ends = np.cumsum(self.sizes)
+        found: NDArray[np.bool_] = (self.sizes == 0) | (hits[ends] > hits[ends - self.sizes])
+        return found

@@ -1,0 +1,111 @@
+"""Kept sets in packs: where a policy gradient asks and some sample of the window has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from mopd_dataplane import config
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.load.layout import arrays_of
+from mopd_dataplane.load.source import WindowSource
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.records import Sample, sample_uid
+from mopd_dataplane.store.dataset import Store
+
+STAGE = "student"
+ASKS = LoadSpec.for_stage(STAGE, config.Load(), Objective(policy_gradient=PolicyGradientTerm(teacher_coef=0)))
+
+
+def sample(number: int, *, kept: bool) -> Sample:
+    """A sample with a hole in its loss mask; sets of 0, 1, 2, 3, 0 … ids that begin with the drawn one."""
+    rng = np.random.default_rng(number)
+    response = int(rng.integers(3, 30))
+    tokens = rng.integers(0, 1000, 4 + response).astype(np.int32)
+    mask = np.ones(response, np.uint8)
+    mask[1] = 0
+    drawn = tokens[4:][mask.astype(bool)]
+    sizes = (np.arange(len(drawn)) % 4).astype(np.int32)
+    ids = [token + place for token, size in zip(drawn.tolist(), sizes.tolist(), strict=True) for place in range(size)]
+    return Sample(
+        uid=sample_uid(0, STAGE, f"p{number}", 0, 0), prompt_id=f"p{number}", group_id=f"p{number}#0", group_index=0,
+        generation=0, domain="math", run=STAGE, writer="w", writer_seq=number, policy=STAGE, temperature=1.0,
+        top_p=0.9 if kept else 1.0, top_k=0, prompt_len=4, tokens=tokens, finish_reason="stop", tokenizer="t",
+        logprobs=-rng.random(response).astype(np.float32), loss_mask=mask, version_starts=np.zeros(1, np.int32),
+        versions=np.zeros(1, np.int32), support_sizes=sizes if kept else None,
+        support_ids=np.array(ids, np.int32) if kept else None,
+    )  # fmt: skip
+
+
+def opened(folder: Path, samples: list[Sample], spec: LoadSpec = ASKS) -> WindowSource:
+    store = Store.create(folder / "store")
+    rows = store.commit_samples(samples, writer="w").rows
+    columns = columns_from_tables(store.samples(SAMPLE_COLUMNS), rows, route=None, teachers=[])
+    settings = config.Plan(pack_tokens=64, batch_samples=4)
+    plan = build_window(
+        columns, settings, seed=1, stage=STAGE, window=0, snapshot=store.snapshot(), teachers=[]
+    )  # fmt: skip
+    return WindowSource(store, plan, spec)
+
+
+def packs(source: WindowSource) -> list[dict[str, Any]]:
+    found = []
+    for pack in range(len(source.plan.pack_teachers)):
+        fields, nbytes = source.fields(pack)
+        assert nbytes <= source.largest_pack_bytes
+        memory = memoryview(bytearray(b"\xdb" * nbytes))
+        source.fill(pack, fields, memory, lambda pack=pack: [pack])
+        found.append(dict(arrays_of(memory, fields)))
+    return found
+
+
+def test_every_trained_token_has_its_set_and_an_uncut_sample_has_sets_of_size_zero(tmp_path: Path) -> None:
+    samples = [sample(number, kept=number % 3 != 0) for number in range(16)]
+    source = opened(tmp_path, samples)
+    seen = 0
+    for pack in packs(source):
+        ids = iter(pack["support_ids"].tolist())
+        sets = [[next(ids) for _ in range(size)] for size in pack["support_sizes"].tolist()]
+        assert next(ids, None) is None
+        wanted: list[list[int]] = []
+        for row in pack["sample_rows"].tolist():
+            stored = samples[row]
+            sizes = [0] * stored.loss_tokens if stored.support_sizes is None else stored.support_sizes.tolist()
+            own = iter([] if stored.support_ids is None else stored.support_ids.tolist())
+            wanted += [[next(own) for _ in range(size)] for size in sizes]
+            seen += 1
+        assert sets == wanted
+    assert seen == 16
+
+
+def test_packs_carry_no_sets_that_nobody_has_or_asks_for(tmp_path: Path) -> None:
+    uncut = opened(tmp_path / "uncut", [sample(number, kept=False) for number in range(8)])
+    other = LoadSpec.for_stage(STAGE, config.Load(), Objective(cross_entropy=CrossEntropyTerm()))
+    unasked = opened(tmp_path / "unasked", [sample(number, kept=True) for number in range(8)], other)
+    for source in (uncut, unasked):
+        assert not any("support_sizes" in pack for pack in packs(source))
+
+
+def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
+    source = opened(tmp_path, [sample(number, kept=True) for number in range(4)])
+    store = source._store
+    rows = store.samples().to_pylist()
+    rows[2]["support_len"] += 1
+    lance.write_dataset(pa.Table.from_pylist(rows, schema=store.dataset("samples").schema), f"{store.uri}/samples",
+                        mode="overwrite")  # fmt: skip
+    source = WindowSource(Store.open(store.uri), _at(source.plan, Store.open(store.uri)), ASKS)
+    with pytest.raises(DamagedError, match=r"sample row 2 has \d+ kept ids, its metadata says"):
+        packs(source)
+
+
+def _at(plan: Any, store: Store) -> Any:
+    plan.snapshot = store.snapshot()
+    return plan
