@@ -329,6 +329,10 @@ class Load(Section):
     """Usual size of a slot; a larger pack gets a larger one. 0 takes the largest pack of the window."""
     ring_bytes: int = Field(default=0, ge=0)
     """Bound on all slots together; 0 takes half of the memory that is free at the start."""
+    cache_dir: str = ""
+    """Folder in which each node keeps hidden states of an object store; empty takes the user's cache folder."""
+    cache_bytes: int | None = Field(default=None, ge=0)
+    """Bound on that folder, 0 keeps nothing; by default a quarter of its disk's free room."""
     deadline_s: float = Field(default=60.0, gt=0)
 
 
@@ -346,6 +350,9 @@ class Train(Section):
     """Passes over each window."""
     micro_batch_packs: int = Field(default=1, ge=1)
     """Packs in one forward pass; never changes the loss."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
+    changes the loss."""
     checkpoint_steps: int = Field(default=50, ge=1)
     freeze_head: bool = False
     gradient_checkpointing: bool = False

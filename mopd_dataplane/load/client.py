@@ -106,9 +106,10 @@ class LoaderClient:
     def stats(self) -> dict[str, Any]:
         """How far ahead of each rank the loader is, and its ring.
 
-        {"ranks": [{"rank", "depth", "ready", "pack_s", "longest_read_s"}, …], "slots", "lent", "bytes", "max_bytes"}:
-        depth is packs to keep ready, ready those that are; pack_s is the trainer's mean time for a pack without its
-        waits, longest_read_s what the depth is made to bridge.
+        {"ranks": [{"rank", "depth", "ready", "pack_s", "longest_read_s"}, …], "slots", "lent", "bytes", "max_bytes",
+        "cache"}: depth is packs to keep ready, ready those that are; pack_s is the trainer's mean time for a pack
+        without its waits, longest_read_s what the depth is made to bridge; cache is RangeCache.stats, None for a store
+        in a folder.
         """
         return self._ask({"op": "stats"})
 
@@ -200,6 +201,12 @@ class LoadedBatch(Batch):
         teachers: list[str] = self.packs.teachers
         return teachers
 
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each sample of each pack; known without fetching one."""
+        lengths: list[list[int]] = self.packs.lengths
+        return lengths
+
     def release(self, *packs: Pack) -> None:
         """Give back the named packs, or all of them; their arrays must not be read afterwards."""
         self.packs.release([pack.index for pack in packs] or None)
@@ -239,6 +246,11 @@ class _LazyPacks(Sequence[Pack]):
     def teachers(self) -> list[str]:
         """Teacher of each pack."""
         return [str(entry["teacher"]) for entry in self._entries]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each sample of each pack."""
+        return [[int(length) for length in entry["lengths"]] for entry in self._entries]
 
     @overload
     def __getitem__(self, index: int) -> Pack: ...

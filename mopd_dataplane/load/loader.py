@@ -203,6 +203,7 @@ class Loader:
                 "lent": ring.lent,
                 "bytes": ring.bytes,
                 "max_bytes": ring.max_bytes,
+                "cache": cache.stats() if (cache := self._store.cache) is not None else None,
             }
 
     def retired(self, slots: set[int]) -> set[int]:

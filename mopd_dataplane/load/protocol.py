@@ -27,7 +27,7 @@ from typing import Any
 from mopd_dataplane import errors
 from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE = 1 << 20
 READ_BYTES = 1 << 16
 HEARTBEAT_S = 1.0

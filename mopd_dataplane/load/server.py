@@ -156,7 +156,15 @@ class _Conversation:
         self._send(
             {
                 "step": step,
-                "packs": [{"pack": p, "teacher": source.teacher(p), "codec": source.codec(p)} for p in packs],
+                "packs": [
+                    {
+                        "pack": pack,
+                        "teacher": source.teacher(pack),
+                        "codec": source.codec(pack),
+                        "lengths": source.sample_lengths(pack),
+                    }
+                    for pack in packs
+                ],
                 "loss_tokens": loss_tokens,
                 "sequences": sequences,
             }
@@ -241,9 +249,12 @@ def _storage_options() -> dict[str, str]:
 
 
 def _start(uri: str, path: Path, spec: LoadSpec, storage_options: dict[str, str]) -> Server:
+    from mopd_dataplane.store.cache import open_cache
     from mopd_dataplane.store.dataset import Store
 
     store = Store.open(uri, storage_options=storage_options or None)
+    if store.root is None:
+        store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
     ring = Ring(max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison)
     return Server(Loader(store, spec, ring, deal_packs), spec, path)
 

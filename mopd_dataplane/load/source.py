@@ -61,6 +61,11 @@ class WindowSource:
         code = int(self.plan.pack_teachers[pack])
         return self.plan.teachers[code] if code >= 0 else ""
 
+    def sample_lengths(self, pack: int) -> list[int]:
+        """Tokens of each sample of a pack."""
+        lengths: list[int] = self.lengths[self._span(pack)].tolist()
+        return lengths
+
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Where each array of the pack goes in a slot, and the bytes it takes."""
         inside = self._span(pack)
@@ -252,8 +257,5 @@ class _HiddenIndex:
         if sum(size for _, size in places) != len(out):
             said = f"{sum(size for _, size in places):,} bytes, the pack expects {len(out):,}"
             raise DamagedError(f"hidden states of teacher {teacher!r}: {said}")
-        reader.locate([payload_row for payload_row, _ in places])
-        target, done = memoryview(out.data), 0
-        for payload_row, size in places:
-            reader.read_into(payload_row, 0, target[done : done + size])
-            done += size
+        payload_rows, sizes = zip(*places, strict=True)
+        reader.read_whole(payload_rows, sizes, memoryview(out.data))

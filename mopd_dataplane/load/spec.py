@@ -36,6 +36,10 @@ class LoadSpec(Section):
     """Usual size of a slot, a larger pack gets a larger one; 0 takes the largest pack of the window."""
     ring_bytes: int = Field(default=0, ge=0)
     """Bound on all slots together; 0 takes half of the memory that is free at the start."""
+    cache_dir: str = ""
+    """Folder that keeps hidden states of an object store on this node; empty takes the user's cache folder."""
+    cache_bytes: int | None = Field(default=None, ge=0)
+    """Bound on that folder, 0 keeps nothing; by default a quarter of its disk's free room."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest silence between the loader and a trainer."""
     verify: bool = False
@@ -64,6 +68,8 @@ class LoadSpec(Section):
             slots=load.slots,
             slot_bytes=load.slot_bytes,
             ring_bytes=load.ring_bytes,
+            cache_dir=load.cache_dir,
+            cache_bytes=load.cache_bytes,
             deadline_s=load.deadline_s,
         )
 

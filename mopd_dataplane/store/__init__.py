@@ -17,7 +17,10 @@ In the order in which they build on each other:
     payload.py       payload is written once
     commit.py        samples: payload first, metadata last
     signals.py       what teachers say: payload, then `scores`
-    reading.py       payload by row number; hidden states by byte range
+    reading.py       payload by row number
+    hidden.py        hidden states by byte range
+    sidecars.py      the files that hold them, on a disk or an object store
+    cache.py         ranges of an object store, kept on the node
     snapshot.py      pinned versions
     maintain.py      counts, compaction, clean-up
     verify.py        the audit

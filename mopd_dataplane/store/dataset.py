@@ -19,6 +19,7 @@ from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import check_format, check_teacher
@@ -28,6 +29,7 @@ from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, take_rows
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
+from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify import VerifyReport
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
@@ -51,6 +53,8 @@ class Store:
         self.uri = place.uri
         self.root = place.root
         """Local folder; None on an object store."""
+        self.cache: RangeCache | None = None
+        """Keeps hidden states of an object store on this node; the loader sets one."""
 
     @classmethod
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
@@ -289,7 +293,10 @@ class Store:
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""
-        return HiddenReader(self.dataset(signal_table(teacher, "hidden"), snapshot))
+        name = signal_table(teacher, "hidden")
+        files = self._place.files
+        sidecars = ObjectSidecars(files, f"{name}/data", self.cache) if files is not None else None
+        return HiddenReader(self.dataset(name, snapshot), sidecars)
 
     def read_signal(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None, *, verify: bool = False

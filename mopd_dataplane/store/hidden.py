@@ -1,18 +1,18 @@
 """Hidden states by byte range, straight into memory the caller owns.
 
-Lance keeps packed blobs in sidecar files beside its data files. Its public blob descriptors say where in its sidecar
-each blob lies; on a local disk the bytes are read from there with `preadv`, without a copy in between. The sidecar's
-name is Lance's own business: a file is only used after its first blob's first bytes were the same through Lance. All
-else (object stores, other blob kinds) is read through Lance.
+Lance keeps packed blobs in sidecar files beside its data files, and small ones in the data files. Its public blob
+descriptors say where in its file each blob lies; the bytes are read from there, on a local disk and on an object store
+(sidecars.py). The file's name is Lance's own business: a file is only used after its first blob's first bytes were the
+same through Lance. All else (other blob kinds) is read through Lance.
 """
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import lance
 import numpy as np
@@ -20,7 +20,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.network import network_failure
+from mopd_dataplane.store.sidecars import FileEnded, LocalSidecars, Part, Sidecars
 
 OPEN_BLOBS = 64
 """Blob handles of Lance kept open."""
@@ -29,17 +31,20 @@ LOCATED = 1 << 16
 PIECE = 4 << 20
 """Bytes of one read through Lance: larger private buffers fault page by page."""
 PROBE = 4096
-PACKED = 1
-"""Descriptor kind of a blob in a sidecar that it shares."""
+INLINE, PACKED = 0, 1
+"""Descriptor kinds of a blob in the data file itself, and in a sidecar that it shares."""
 
 
 class HiddenReader:
     """Reads one teacher's hidden states by byte range, at one version. Used by one thread at a time."""
 
-    def __init__(self, dataset: lance.LanceDataset) -> None:
+    def __init__(self, dataset: lance.LanceDataset, sidecars: Sidecars | None = None) -> None:
+        """sidecars: of the dataset; by default those of a local folder, and on an object store none."""
         self._dataset = dataset
         self._blobs: OrderedDict[int, lance.BlobFile] = OrderedDict()
-        self._sidecars = _Sidecars(dataset)
+        folder = Path(dataset.uri) / "data"
+        self._sidecars = sidecars if sidecars is not None or not folder.is_dir() else LocalSidecars(folder)
+        self._places = _Places(dataset, self._sidecars)
 
     def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
         """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
@@ -47,25 +52,43 @@ class HiddenReader:
 
     def locate(self, payload_rows: Sequence[int]) -> None:
         """Look up in one request where rows lie that are read next."""
-        self._sidecars.locate(payload_rows)
+        self._places.locate(payload_rows)
 
     def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
         """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
-        place = self._sidecars.find(payload_row, self._probe)
-        if place is None:
-            for done in range(0, len(target), PIECE):
-                piece = target[done : done + PIECE]
-                piece[:] = self._through_lance(payload_row, start_byte + done, len(piece))
+        self._read([(payload_row, start_byte, target)])
+
+    def read_whole(self, payload_rows: Sequence[int], sizes: Sequence[int], target: memoryview) -> None:
+        """Fill `target` with samples one after the other, given the bytes of each; DamagedError as read_into."""
+        self.locate(payload_rows)
+        ends = accumulate(sizes)
+        self._read([(r, 0, target[end - size : end]) for r, size, end in zip(payload_rows, sizes, ends, strict=True)])
+
+    def _read(self, wanted: Sequence[tuple[int, int, memoryview]]) -> None:
+        """Fill each memory from a row's byte on."""
+        parts: list[Part] = []
+        asked: list[tuple[int, int, memoryview]] = []
+        for row, start, memory in wanted:
+            if not memory:  # no trained token
+                continue
+            place = self._places.find(row, self._probe)
+            if place is None:
+                for done in range(0, len(memory), PIECE):
+                    piece = memory[done : done + PIECE]
+                    piece[:] = self._through_lance(row, start + done, len(piece))
+                continue
+            file, position, size = place
+            if start + len(memory) > size:
+                raise self._damage(row, start, len(memory), f"the blob has {size:,} bytes")
+            parts.append(Part(file, position + start, memory))
+            asked.append((row, start, memory))
+        if self._sidecars is None or not parts:
             return
-        fd, position, size = place
-        if start_byte + len(target) > size:
-            raise self._damage(payload_row, start_byte, len(target), f"the blob has {size:,} bytes")
-        done = 0
-        while done < len(target):
-            read = os.preadv(fd, [target[done:]], position + start_byte + done)
-            if read == 0:
-                raise self._damage(payload_row, start_byte, len(target), "the sidecar file ends before")
-            done += read
+        try:
+            self._sidecars.read(parts)
+        except FileEnded as ended:
+            row, start, memory = asked[ended.args[0]]
+            raise self._damage(row, start, len(memory), "the file ends before") from None
 
     def _probe(self, payload_row: int, size: int) -> bytes:
         return self._through_lance(payload_row, 0, min(PROBE, size))
@@ -96,58 +119,43 @@ class HiddenReader:
         return blob
 
 
-class _Sidecars:
-    """The sidecar files of one version of a local dataset, and where blobs lie in them."""
+class _Places:
+    """Where the blobs of one version of a dataset lie in its sidecar files."""
 
-    def __init__(self, dataset: lance.LanceDataset) -> None:
+    def __init__(self, dataset: lance.LanceDataset, sidecars: Sidecars | None) -> None:
         self._dataset = dataset
-        self._folder = Path(dataset.uri) / "data"
-        self._local = self._folder.is_dir()
-        fragments = dataset.get_fragments() if self._local else []
+        self._sidecars = sidecars
+        fragments = dataset.get_fragments() if sidecars is not None else []
         self._first_rows = np.array([0, *accumulate(fragment.count_rows() for fragment in fragments)])
-        self._stems = [Path(fragment.data_files()[0].path).stem for fragment in fragments]
-        self._places: dict[int, tuple[Path, int, int] | None] = {}
-        self._fds: dict[Path, int] = {}
-        """Open files; -1 for one that may not be used."""
+        self._stems = [PurePosixPath(fragment.data_files()[0].path).stem for fragment in fragments]
+        self._known: dict[int, tuple[str, int, int] | None] = {}
+        self._files: dict[str, Any | None] = {}
+        """Open files by name; None for one that may not be used."""
 
     def locate(self, rows: Sequence[int]) -> None:
         """Learn file, position and size of the blobs of these rows."""
-        unknown = [row for row in rows if row not in self._places] if self._local else []
+        unknown = [row for row in rows if row not in self._known] if self._sidecars is not None else []
         if not unknown:
             return
-        if len(self._places) + len(unknown) > LOCATED:
-            self._places.clear()
-        columns = self._dataset.take(unknown, columns=["hidden"])["hidden"].combine_chunks()
+        if len(self._known) + len(unknown) > LOCATED:
+            self._known.clear()
+        with lance_errors.reading(self._dataset.uri):
+            columns = self._dataset.take(unknown, columns=["hidden"])["hidden"].combine_chunks()
         fields = (columns.field(name).to_pylist() for name in ("kind", "position", "size", "blob_id"))
         fragments = np.searchsorted(self._first_rows, unknown, side="right") - 1
         for row, fragment, kind, position, size, blob_id in zip(unknown, fragments, *fields, strict=True):
-            path = self._folder / self._stems[fragment] / f"{blob_id:032b}"[::-1]
-            self._places[row] = (path.with_suffix(".blob"), position, size) if kind == PACKED else None
+            stem = self._stems[fragment]
+            names = {INLINE: f"{stem}.lance", PACKED: f"{stem}/{f'{blob_id:032b}'[::-1]}.blob"}
+            self._known[row] = (names[kind], position, size) if kind in names else None
 
-    def find(self, row: int, probe: Callable[[int, int], bytes]) -> tuple[int, int, int] | None:
-        """(descriptor of the file, position, size) of a row's blob; None when it must be read through Lance."""
+    def find(self, row: int, probe: Callable[[int, int], bytes]) -> tuple[Any, int, int] | None:
+        """(file, position, size) of a row's blob; None when it must be read through Lance."""
         self.locate([row])
-        place = self._places.get(row)
-        if place is None:
+        known = self._known.get(row)
+        if known is None or self._sidecars is None:
             return None
-        path, position, size = place
-        if path not in self._fds:
-            self._fds[path] = self._open(path, position, probe(row, size))
-        fd = self._fds[path]
-        return None if fd < 0 else (fd, position, size)
-
-    def _open(self, path: Path, position: int, expected: bytes) -> int:
-        """Descriptor of a sidecar in which the expected bytes lie at `position`, else -1."""
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return -1
-        if os.pread(fd, len(expected), position) == expected:
-            return fd
-        os.close(fd)
-        return -1
-
-    def __del__(self) -> None:
-        for fd in self._fds.values():
-            if fd >= 0:
-                os.close(fd)
+        name, position, size = known
+        if name not in self._files:
+            self._files[name] = self._sidecars.open(name, position, probe(row, size))
+        file = self._files[name]
+        return None if file is None else (file, position, size)

@@ -112,6 +112,22 @@ class ObjectFiles:
         except FileNotFoundError:
             return None
 
+    def identity(self, name: str) -> str | None:
+        """ETag and size of a file, which tell it from another one of the same name; None when there is none."""
+        import obstore
+
+        try:
+            found = self._call(name, lambda: obstore.head(self._store, name))
+        except FileNotFoundError:
+            return None
+        return f"{found['e_tag']} {found['size']}"
+
+    def read_range(self, name: str, start: int, nbytes: int) -> memoryview:
+        """Bytes of a file from `start` on, fewer where it ends. Raises FileNotFoundError."""
+        import obstore
+
+        return memoryview(self._call(name, lambda: obstore.get_range(self._store, name, start=start, length=nbytes)))
+
     def remove(self, names: list[str]) -> None:
         """Delete files; those that are not there are no error."""
         import obstore

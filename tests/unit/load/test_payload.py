@@ -94,19 +94,20 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
 
     direct = store.hidden_reader("adder")
     assert read(direct) == expected
-    sidecar, fd = next(iter(direct._sidecars._fds.items()))
-    assert fd >= 0, "read by preadv"
+    [(name, file)] = direct._places._files.items()
+    assert file is not None, "read by preadv"
+    sidecar = direct._sidecars._folder / name
 
     decoy = store.hidden_reader("adder")
     decoy._sidecars._folder = tmp_path / "decoy"
-    (tmp_path / "decoy" / sidecar.parent.name).mkdir(parents=True)
-    (tmp_path / "decoy" / sidecar.parent.name / sidecar.name).write_bytes(bytes(sidecar.stat().st_size))
+    (tmp_path / "decoy" / name).parent.mkdir(parents=True)
+    (tmp_path / "decoy" / name).write_bytes(bytes(sidecar.stat().st_size))
     assert read(decoy) == expected
-    assert set(decoy._sidecars._fds.values()) == {-1}, "another file's bytes: everything through Lance"
+    assert decoy._places._files == {name: None}, "another file's bytes: everything through Lance"
 
     with sidecar.open("r+b") as file:
         file.truncate(sidecar.stat().st_size - 1)
-    with pytest.raises(DamagedError, match="ends before"):
+    with pytest.raises(DamagedError, match="the file ends before"):
         read(direct)
 
 

@@ -1,0 +1,242 @@
+"""Byte ranges of an object store's files, kept on the node's disk.
+
+Files of a store never change once they are committed, so a range is good for ever under a key that names the file and
+its ETag. A range is one file, written under another name and renamed: a process that is killed leaves no half range
+under a key. A checksum over key and bytes finds what a power cut or a bad disk leaves; such a range counts as absent.
+Nothing is synced and nobody depends on a range being there. See docs/decisions/0009-range-cache.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import struct
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from mopd_dataplane.checksum import crc32c
+from mopd_dataplane.faultpoints import checkpoint
+
+MAGIC = b"MOPC"
+FORMAT = 1
+_HEADER = struct.Struct("<4sIQI")
+"""magic, format, bytes, crc32c of key and bytes"""
+_TOTAL = struct.Struct("<Q")
+BLOCK = 4096
+"""A file takes whole blocks of the disk."""
+LOCK_S = 0.1
+"""Longest wait for another process that keeps a range; then this one is not kept."""
+LEFT = 0.9
+"""Share of the bound that stays when room is made: looking at every file has its price."""
+OF_FREE = 4
+"""The default bound is the free room divided by this."""
+
+
+class RangeCache:
+    """Ranges by key in one folder, bounded in bytes over all processes that share it; the least recently read go first.
+
+    Used by one thread of a process at a time, `stats` by any.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None = None) -> None:
+        """max_bytes: of all files together; None takes a quarter of the disk's free room, what is cached included.
+
+        Raises OSError when the folder cannot be made or written to, or when others than this user may write to it.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "others may write to this folder", str(folder))
+        self._folder = folder
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._stopped = False
+        self._hits = self._misses = self._damaged = self._read_bytes = self._kept_bytes = 0
+        with self._exclusive() as mine:
+            if mine:
+                self._set_total(sum(size for _, size, _ in self._look()))
+        self.max_bytes = (shutil.disk_usage(folder).free + self._total()) // OF_FREE if max_bytes is None else max_bytes
+
+    def read(self, key: str, target: memoryview) -> bool:
+        """Fill `target` with the range of that key; False when it is not here, or is damaged or of another length."""
+        try:
+            found = self._read(key, target)
+        except FileNotFoundError:
+            self._misses += 1
+            return False
+        except OSError:
+            found = False
+        if not found:
+            self._damaged += 1
+            self._path(key).unlink(missing_ok=True)
+            return False
+        self._hits += 1
+        self._read_bytes += len(target)
+        return True
+
+    def keep(self, key: str, content: memoryview) -> None:
+        """Keep a range if there is room for it, making room where needed. A full disk is said once and ends keeping."""
+        need = _blocks(_HEADER.size + len(content))
+        if self._stopped or need > self.max_bytes:
+            return
+        with self._exclusive() as mine:
+            path = self._path(key)
+            if not mine or path.exists():
+                return
+            total = self._total()
+            if total + need > self.max_bytes:
+                total = self._make_room(min(self.max_bytes - need, int(self.max_bytes * LEFT)))
+            try:
+                self._set_total(total + need)
+                self._write(path, key, content)
+                self._kept_bytes += len(content)
+            except OSError as error:
+                self._stopped = True
+                self._set_total(total)
+                warnings.warn(
+                    f"nothing more is kept in {self._folder} ({error.strerror}): ranges of the object store are "
+                    "fetched again in every epoch; make room, or lower load.cache_bytes",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def stats(self) -> dict[str, int]:
+        """Of this process: hits, misses, damaged (ranges), read_bytes, kept_bytes. Of the folder: bytes, max_bytes."""
+        return {
+            "hits": self._hits,
+            "misses": self._misses,
+            "damaged": self._damaged,
+            "read_bytes": self._read_bytes,
+            "kept_bytes": self._kept_bytes,
+            "bytes": self._total(),
+            "max_bytes": self.max_bytes,
+        }
+
+    def _path(self, key: str) -> Path:
+        name = hashlib.blake2b(key.encode(), digest_size=16, person=b"mopd-range").hexdigest()
+        return self._folder / name[:2] / name[2:]
+
+    def _read(self, key: str, target: memoryview) -> bool:
+        """Whether the file holds this range, whole; raises OSError as `open` and `preadv` do."""
+        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != _HEADER.size + len(target):
+                return False
+            header = os.pread(fd, _HEADER.size, 0)
+            done = 0
+            while done < len(target):
+                read = os.preadv(fd, [target[done:]], _HEADER.size + done)
+                if read == 0:
+                    return False
+                done += read
+            if header != _header(key, target):
+                return False
+            os.utime(fd)
+            return True
+        finally:
+            os.close(fd)
+
+    def _write(self, path: Path, key: str, content: memoryview) -> None:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        staging = path.with_name(f".{path.name}")
+        try:
+            with open(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb", 0) as file:
+                file.write(_header(key, content))
+                checkpoint("cache.begun")
+                done = 0
+                while done < len(content):
+                    done += file.write(content[done:])
+            checkpoint("cache.written")
+            staging.rename(path)
+        except OSError:
+            staging.unlink(missing_ok=True)
+            raise
+
+    def _make_room(self, most: int) -> int:
+        """Remove the ranges that were read longest ago until the files take `most` bytes; returns what they take."""
+        found = sorted(self._look())
+        total = sum(size for _, size, _ in found)
+        for _, size, path in found:
+            if total <= most:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+        return total
+
+    def _look(self) -> Iterator[tuple[int, int, Path]]:
+        """(when last read, bytes, path) of every range. Whoever writes has the lock, so half files are of the dead."""
+        for folder in self._folder.iterdir():
+            for entry in os.scandir(folder) if folder.is_dir() else ():
+                if entry.name.startswith("."):
+                    os.unlink(entry)
+                    continue
+                try:
+                    state = entry.stat()
+                except FileNotFoundError:  # damaged: its reader removed it
+                    continue
+                yield state.st_mtime_ns, _blocks(state.st_size), Path(entry.path)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[bool]:
+        """Whether this process alone may change the folder now. One that is stopped holds up nobody for long."""
+        until = time.monotonic() + LOCK_S
+        while not (mine := _locked(self._lock)) and time.monotonic() < until:
+            time.sleep(0.001)
+        try:
+            yield mine
+        finally:
+            if mine:
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    def _total(self) -> int:
+        """Bytes of all files, at least; counted before they are written."""
+        content = os.pread(self._lock, _TOTAL.size, 0)
+        return int(_TOTAL.unpack(content)[0]) if len(content) == _TOTAL.size else 0
+
+    def _set_total(self, total: int) -> None:
+        os.pwrite(self._lock, _TOTAL.pack(total), 0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            os.close(self._lock)
+
+
+def open_cache(folder: str, max_bytes: int | None) -> RangeCache | None:
+    """The cache in a folder, by default the user's; None for max_bytes 0 and, with a warning, where it has no place."""
+    if max_bytes == 0:
+        return None
+    where = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mopd" / "ranges"
+    try:
+        return RangeCache(where.expanduser(), max_bytes)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
+        warnings.warn(
+            f"hidden states of the object store are not kept in {where}: {error}; set load.cache_dir to a folder that "
+            "can be written to, or load.cache_bytes = 0",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _header(key: str, content: memoryview) -> bytes:
+    crc = crc32c(key.encode(), np.frombuffer(content, np.uint8))
+    return _HEADER.pack(MAGIC, FORMAT, len(content), crc)
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

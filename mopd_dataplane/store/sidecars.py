@@ -1,0 +1,136 @@
+"""Reads ranges of the sidecar files in which Lance keeps blobs: on a local disk, or on an object store.
+
+Both are asked for many ranges at once and fill memory the caller owns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from mopd_dataplane.store.cache import RangeCache
+from mopd_dataplane.store.objects import ObjectFiles
+
+PIECE = 4 << 20
+"""Bytes of one request to an object store."""
+REQUESTS = 16
+"""Requests to an object store that are under way at once: one alone brings a fraction of a network."""
+
+
+class Part(NamedTuple):
+    """One range to read: `len(memory)` bytes of a file from `position` on."""
+
+    file: Any
+    """What `open` returned."""
+    position: int
+    memory: memoryview
+
+
+class FileEnded(Exception):
+    """A file ends inside a part; the argument is the part's place in the sequence."""
+
+
+class Sidecars(Protocol):
+    """The sidecar files of one table. Used by one thread at a time."""
+
+    def open(self, name: str, position: int, expected: bytes) -> Any | None:
+        """A file in which the expected bytes lie at `position`; None when there is none."""
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """Fill the memory of every part. Raises FileEnded."""
+
+
+class LocalSidecars:
+    """Files in a folder, read with `preadv` and no copy in between."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._fds: list[int] = []
+
+    def open(self, name: str, position: int, expected: bytes) -> int | None:
+        """See Sidecars."""
+        try:
+            fd = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        self._fds.append(fd)
+        return fd if os.pread(fd, len(expected), position) == expected else None
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """See Sidecars."""
+        for place, (fd, position, memory) in enumerate(parts):
+            done = 0
+            while done < len(memory):
+                read = os.preadv(fd, [memory[done:]], position + done)
+                if read == 0:
+                    raise FileEnded(place)
+                done += read
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+class ObjectFile(NamedTuple):
+    """A file on an object store."""
+
+    name: str
+    identity: str
+    """Its ETag and size: another file of the same name has another."""
+
+
+class ObjectSidecars:
+    """Files on an object store, several requests at once; what the node's cache holds is not asked for."""
+
+    def __init__(self, files: ObjectFiles, folder: str, cache: RangeCache | None) -> None:
+        self._files = files
+        self._folder = folder
+        self._cache = cache
+        self._requests = ThreadPoolExecutor(REQUESTS, thread_name_prefix="ranges")
+
+    def open(self, name: str, position: int, expected: bytes) -> ObjectFile | None:
+        """See Sidecars. Raises what ObjectFiles raises when the store does not answer."""
+        path = f"{self._folder}/{name}"
+        identity = self._files.identity(path)
+        if identity is None or self._files.read_range(path, position, len(expected)) != expected:
+            return None
+        return ObjectFile(path, identity)
+
+    def read(self, parts: Sequence[Part]) -> None:
+        """See Sidecars. Raises what ObjectFiles raises when the store does not answer."""
+        absent = [(place, part) for place, part in enumerate(parts) if not self._cached(part)]
+        pieces = [
+            (place, Part(part.file, part.position + done, part.memory[done : done + PIECE]))
+            for place, part in absent
+            for done in range(0, len(part.memory), PIECE)
+        ]
+        requests = [self._requests.submit(self._fetch, part) for _, part in pieces]
+        # Each is bounded by ObjectFiles. All must end, also when one fails: the memory is another pack's afterwards.
+        wait(requests)
+        for (place, _), request in zip(pieces, requests, strict=True):
+            if not request.result(timeout=0):
+                raise FileEnded(place)
+        for _, part in absent:
+            if self._cache is not None:
+                self._cache.keep(self._key(part), part.memory)
+
+    def _cached(self, part: Part) -> bool:
+        return self._cache is not None and self._cache.read(self._key(part), part.memory)
+
+    def _key(self, part: Part) -> str:
+        file: ObjectFile = part.file
+        return "\0".join((self._files.uri, *file, str(part.position), str(len(part.memory))))
+
+    def _fetch(self, piece: Part) -> bool:
+        """Read one piece; whether the file had all of it."""
+        content = self._files.read_range(piece.file.name, piece.position, len(piece.memory))
+        if len(content) != len(piece.memory):
+            return False
+        piece.memory[:] = content
+        return True
+
+    def __del__(self) -> None:
+        self._requests.shutdown(wait=False, cancel_futures=True)
