@@ -1,7 +1,7 @@
 """One optimizer step: packs in, gradients of the declared objective, an update, and what happened.
 
 The loss is a sum of per-micro-batch losses, each already divided by counts of the whole global step, so the number of
-packs in a forward pass, and of ranks, changes memory and speed but never the loss.
+forward passes (passes.py), and of ranks, changes memory and speed but never the loss.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.heads import TeacherHeads
-from mopd_dataplane.train.microbatch import MicroBatch, build, group_packs
+from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
 from mopd_dataplane.train.optimizer import learning_rate, make_optimizer
+from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import Window
 from mopd_dataplane.train.student import Student
@@ -45,6 +46,10 @@ class LoadedBatch(Protocol):
     @property
     def teachers(self) -> Sequence[str]:
         """Teacher of each pack; fetches nothing."""
+
+    @property
+    def lengths(self) -> Sequence[Sequence[int]]:
+        """Tokens of each sample of each pack; fetches nothing."""
 
     def release(self, *packs: Pack) -> None:
         """Give back the named packs, or everything."""
@@ -127,23 +132,26 @@ class Trainer:
     def _gradients(self, batch: LoadedBatch, window: Window, step: int) -> _StepSums:
         totals = Totals(batch.loss_tokens, batch.sequences, step)
         sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
-        teachers = batch.teachers
-        groups = group_packs(teachers, self.settings.micro_batch_packs)
-        (passes,) = self.ranks.max(len(groups))
-        for number, places in enumerate(groups):
-            following = groups[(number + 1) % len(groups)]
-            teacher_head = self._teacher_head(teachers[places.start], teachers[following.start])
+        teachers, lengths = batch.teachers, batch.lengths
+        passes = cut_step(teachers, lengths, self.settings.micro_batch_packs, self.settings.micro_batch_tokens)
+        (most,) = self.ranks.max(len(passes))
+        for number, pieces in enumerate(passes):
+            following = passes[(number + 1) % len(passes)]
+            teacher_head = self._teacher_head(teachers[pieces[0].place], teachers[following[0].place])
             asked = time.perf_counter()
-            packs = batch.packs[places]
+            packs = [batch.packs[piece.place] for piece in pieces]
             sums.waited_s += time.perf_counter() - asked
-            micro = build(packs, self.student.layout)
+            parts = [samples_of(pack, at.first, at.last) for pack, at in zip(packs, pieces, strict=True)]
+            micro = build(parts, self.student.layout)
             if self.ranks.member == 0:
                 sums.count(micro, window.policy_version)
             share = part_of(micro, self.ranks.member, self.ranks.members).to(self.ranks.device)
             sums.add_loss(self._backward(share, totals, teacher_head, sums))
-            del micro, share
-            batch.release(*packs)
-        for _ in range(passes - len(groups)):
+            del micro, share, parts
+            used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
+            if used:  # without a name everything would go back
+                batch.release(*used)
+        for _ in range(most - len(passes)):
             # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
             empty = part_of(_no_tokens(), self.ranks.member, self.ranks.members).to(self.ranks.device)
             self._backward(empty, totals, None, sums)

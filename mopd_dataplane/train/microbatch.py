@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
 from typing import Literal
 
 import torch
@@ -77,16 +76,6 @@ class MicroBatch:
             if torch.is_tensor(value):
                 values[name] = value.to(device, non_blocking=True)
         return MicroBatch(**values)
-
-
-def group_packs(teachers: Sequence[str], size: int) -> list[slice]:
-    """Places of consecutive packs of one teacher, at most `size` at a time, from the teacher of each pack."""
-    groups: list[slice] = []
-    for _, run in groupby(range(len(teachers)), key=lambda place: teachers[place]):
-        places = list(run)
-        last = places[-1] + 1
-        groups += [slice(start, min(start + size, last)) for start in range(places[0], last, size)]
-    return groups
 
 
 def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:

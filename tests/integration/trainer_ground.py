@@ -124,7 +124,10 @@ class Ground:
         return TrainSpec(
             stage="student", start=str(self.start), policy_dir=str(place / "policies"), socket=str(socket),
             checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, heads=heads,
-            teachers=DOMAINS, train=Train(learning_rate=1e-3, checkpoint_steps=2, micro_batch_packs=2, threads=1),
+            teachers=DOMAINS,
+            train=Train(
+                learning_rate=1e-3, checkpoint_steps=2, micro_batch_packs=2, micro_batch_tokens=80, threads=1
+            ),
         )  # fmt: skip
 
     @contextmanager

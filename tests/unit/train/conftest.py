@@ -66,6 +66,10 @@ class MemoryBatch:
     def teachers(self) -> list[str]:
         return [pack.teacher for pack in self.packs]
 
+    @property
+    def lengths(self) -> list[list[int]]:
+        return [np.diff(pack.cu_seqlens).tolist() for pack in self.packs]
+
     def release(self, *packs: Pack) -> None:
         for pack in packs:
             self.released.append(pack.index)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from mopd_dataplane import models
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Pack
-from mopd_dataplane.train.microbatch import build, group_packs
+from mopd_dataplane.train.microbatch import build
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.student import Student, load_student, packs_apart
 
@@ -108,13 +108,6 @@ def test_a_frozen_head_gets_no_gradient_but_a_tied_embedding_learns(
     assert gradient[untouched].abs().sum() == 0  # a trained head would reach every row of a tied matrix
     if not tied:
         assert models.head_weight(student.model).grad is None
-
-
-def test_micro_batches_never_mix_teachers(pack: Callable[..., Pack]) -> None:
-    names = ["math", "math", "math", "code", "math"]
-    packs = [pack([8], seed=i, teacher=name, index=i) for i, name in enumerate(names)]
-    assert [packs[places] for places in group_packs(names, 2)] == [packs[:2], packs[2:3], packs[3:4], packs[4:]]
-    assert group_packs([], 2) == []
 
 
 def test_a_trained_first_token_is_refused(pack: Callable[..., Pack]) -> None:
