@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import lengths_of
-from mopd_dataplane.plan.balance import pack_costs, straggler_ratio
+from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.packing import pack
 from mopd_dataplane.plan.plan import build_window
@@ -89,14 +89,14 @@ def _mates(
 def _density(lengths: NDArray[np.int32], at_once: int) -> float:
     """Share of pack tokens used when windows of that many samples are packed by themselves."""
     windows = lengths[: min(len(lengths), 64 * at_once)].reshape(-1, at_once)
-    packs = sum(len(pack(window, CAP)[1]) - 1 for window in windows)
+    packs = sum(len(pack(window, CAP)) for window in windows)
     return float(windows.sum(dtype=np.int64) / (packs * CAP))
 
 
 def _straggler(lengths: NDArray[np.int32], packs_per_rank: int) -> list[float]:
     """Work of the slowest of 64 ranks over the mean, dealt by work and dealt at random."""
-    order, starts = pack(lengths, CAP)
-    costs = np.random.default_rng(0).permutation(pack_costs(lengths[order], starts))
+    packs = pack(lengths, CAP)
+    costs = np.random.default_rng(0).permutation(work_of(packs.tokens, packs.squares))
     per_step = packs_per_rank * RANKS
     costs = costs[: len(costs) // per_step * per_step]
     at_random = costs.reshape(-1, RANKS, packs_per_rank).sum(axis=2)

@@ -26,7 +26,7 @@ import pyarrow as pa
 from mopd_dataplane import config
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
-from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.store.bench import bench_sample, filled_samples
@@ -156,14 +156,12 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
 
 def _columns(store: Store, snapshot: Any, first: int, count: int) -> Columns:
     """Planner columns of a stretch of `samples`."""
-    scan = store.dataset("samples", snapshot).scanner(columns=list(SAMPLE_COLUMNS), offset=first, limit=count)
-    samples = scan.to_table()
-    rows = np.arange(first, first + samples.num_rows)
 
     def route(domain: str, effort: str) -> str:
         return domain.replace("domain", "teacher")
 
-    return columns_from_tables(samples, rows, route=route, teachers=TEACHERS)
+    numbered = store.scan_samples(SAMPLE_COLUMNS, snapshot, first=first, limit=count)
+    return collect_columns(numbered, count, route=route, teachers=TEACHERS)
 
 
 def _limits(folder: Path) -> tuple[float, float]:

@@ -112,9 +112,10 @@ def _reward(sample: Sample, row: int, noise: np.random.Generator) -> dict[str, A
 
 def plan_columns(store: Store, teachers: Sequence[str]) -> Any:
     """Planner columns of every sample of a store made by make_store."""
-    from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+    from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 
-    samples = store.samples(list(SAMPLE_COLUMNS))
-    rows = np.arange(samples.num_rows, dtype=np.int64)
     names = {f"domain-{number}": teacher for number, teacher in enumerate(teachers)}
-    return columns_from_tables(samples, rows, route=lambda domain, effort: names[domain], teachers=list(teachers))
+    return collect_columns(
+        store.scan_samples(SAMPLE_COLUMNS), store.dataset("samples").count_rows(),
+        route=lambda domain, effort: names[domain], teachers=list(teachers),
+    )  # fmt: skip

@@ -21,15 +21,18 @@ LINEAR_COST = 24_576.0
 def pack_costs(
     lengths: NDArray[np.integer], pack_starts: NDArray[np.int64], linear_cost: float = LINEAR_COST
 ) -> NDArray[np.float64]:
-    """[packs] work of each pack, sum over its sequences of linear_cost * L + L^2.
-
-    lengths: [samples] tokens of the samples in pack order.
-    """
+    """[packs] work of each pack; lengths: [samples] tokens of the samples in pack order."""
     size = lengths.astype(np.int64)
     tokens = np.add.reduceat(size, pack_starts[:-1])
     size *= size
-    costs: NDArray[np.float64] = linear_cost * tokens + np.add.reduceat(size, pack_starts[:-1])
-    return costs
+    return work_of(tokens, np.add.reduceat(size, pack_starts[:-1]), linear_cost)
+
+
+def work_of(
+    tokens: NDArray[np.int64], squares: NDArray[np.int64], linear_cost: float = LINEAR_COST
+) -> NDArray[np.float64]:
+    """[packs] sum over the sequences of a pack of linear_cost * L + L^2; tokens, squares: its sums of L and of L^2."""
+    return np.asarray(linear_cost * tokens + squares, dtype=np.float64)
 
 
 def deal(plan: PlanWindow, step: int, ranks: int, costs: NDArray[np.float64]) -> list[list[int]]:

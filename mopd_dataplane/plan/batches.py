@@ -16,23 +16,22 @@ from numpy.typing import NDArray
 from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.mixture import Mixture, order_by_due, plan_mixture, thin_and_order
-from mopd_dataplane.plan.packing import gather_packs, pack
-from mopd_dataplane.plan.shuffle import permutation, permutation_in_strata, philox_key, stable_order
+from mopd_dataplane.plan.mixture import order_by_due, plan_mixture, thin_and_order
+from mopd_dataplane.plan.packing import Packs, gather_groups, pack
+from mopd_dataplane.plan.shuffle import permutation, philox_key, stable_order
 
 
 @dataclass(slots=True)
 class Layout:
-    """Packs as they were made, and the steps they are dealt to.
+    """Packs as they were made, of positions in the selected columns, and the steps they are dealt to.
 
-    samples: positions in the selected columns, lengths: their tokens; pack k holds
-    samples[pack_starts[k]:pack_starts[k + 1]]. Step s trains on packs[step_starts[s]:step_starts[s + 1]].
+    Step s trains on packs order[step_starts[s]:step_starts[s + 1]].
     """
 
-    samples: NDArray[np.int64]
-    lengths: NDArray[np.int32]
-    pack_starts: NDArray[np.int64]
-    packs: NDArray[np.int64]
+    packs: Packs
+    teachers: NDArray[np.int16]
+    """[packs] teacher of each pack."""
+    order: NDArray[np.int64]
     step_starts: NDArray[np.int64]
 
 
@@ -61,7 +60,7 @@ class Units:
         """(samples of the units in that order, where each unit starts among them)."""
         if self.members is None or self.starts is None:
             return order, np.arange(len(order) + 1)
-        return gather_packs(self.members, self.starts, order)
+        return gather_groups(self.members, self.starts, order)
 
     def tokens(self, lengths: NDArray[np.int32]) -> NDArray[np.int64]:
         """[units] tokens of each unit."""
@@ -89,8 +88,8 @@ def plan_epoch(
     if not settings.mixture:
         if settings.strict_batches:
             return _batches_then_packs(chosen, units, permutation(len(units.domains), key), settings, left_out)
-        codes, members = permutation_in_strata(chosen.teachers, key)
-        return _packs_then_batches(chosen, codes, members, settings, None, pack_key, left_out)
+        packs = pack(chosen.total_len, settings.pack_tokens, chosen.teachers + np.int16(1), key)
+        return _packs_then_batches(packs, packs.strata - 1, permutation(len(packs), pack_key), settings, left_out)
     mixture = plan_mixture(
         units.domains, units.tokens(chosen.total_len), chosen.domain_names, settings.mixture,
         first_step=first_step, step_units=settings.batch_samples * len(units.domains) / len(chosen),
@@ -100,26 +99,15 @@ def plan_epoch(
     left_out["mixture"] += len(chosen) - len(units.samples(order)[0])
     if settings.strict_batches:
         return _batches_then_packs(chosen, units, order, settings, left_out)
-    strata = (chosen.teachers.astype(np.int64) + 1) * len(chosen.domain_names) + chosen.domains
-    codes, members = _split(strata, order)
-    return _packs_then_batches(chosen, codes, members, settings, mixture, pack_key, left_out)
-
-
-def join(epochs: list[Layout]) -> Layout:
-    """One layout after the other."""
-    if len(epochs) == 1:
-        return epochs[0]
-    zero = np.zeros(1, dtype=np.int64)
-    starts, packs, steps = [zero], [], [zero]
-    made = 0
-    for layout in epochs:
-        packs.append(layout.packs + made)
-        made += len(layout.pack_starts) - 1
-        starts.append(layout.pack_starts[1:] + starts[-1][-1])
-        steps.append(layout.step_starts[1:] + steps[-1][-1])
-    samples = np.concatenate([layout.samples for layout in epochs])
-    lengths = np.concatenate([layout.lengths for layout in epochs])
-    return Layout(samples, lengths, np.concatenate(starts), np.concatenate(packs), np.concatenate(steps))
+    domains = len(chosen.domain_names)
+    strata = (chosen.teachers[order] + np.int64(1)) * domains + chosen.domains[order]
+    packs = pack(chosen.total_len[order], settings.pack_tokens, strata)
+    packs.samples = order[packs.samples]
+    drawn = permutation(len(packs), pack_key)
+    strata = packs.strata[drawn]
+    codes = np.unique(strata)
+    shuffled = order_by_due(mixture, codes % domains, [drawn[strata == code] for code in codes], pack_key + 1)
+    return _packs_then_batches(packs, packs.strata // domains - 1, shuffled, settings, left_out)
 
 
 def _batches_then_packs(
@@ -136,46 +124,36 @@ def _batches_then_packs(
         cuts = cuts[:-1]
     if len(cuts) < 2:
         raise InputError(f"{len(samples):,} samples do not fill one batch and plan.drop_last is set; nothing is left")
-    made: list[tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]] = []
-    packs, starts = [0], [np.zeros(1, dtype=np.int64)]
-    for first, last in zip(unit_starts[cuts[:-1]].tolist(), unit_starts[cuts[1:]].tolist(), strict=True):
-        _, members = _split(chosen.teachers, samples[first:last])
-        made.append(_pack_strata(chosen.total_len, members, settings.pack_tokens))
-        starts.append(made[-1][2][1:] + first)
-        packs.append(packs[-1] + len(made[-1][2]) - 1)
-    packed, lengths = (np.concatenate([part[place] for part in made]) for place in (0, 1))
-    return Layout(packed, lengths, np.concatenate(starts), np.arange(packs[-1]), np.array(packs))
+    samples = samples[: unit_starts[cuts[-1]]]
+    steps = np.repeat(np.arange(len(cuts) - 1), np.diff(unit_starts[cuts]))
+    teachers = int(chosen.teachers.max()) + 2
+    strata = steps * teachers + chosen.teachers[samples] + 1
+    packs = pack(chosen.total_len[samples], settings.pack_tokens, strata)
+    packs.samples = samples[packs.samples]
+    step, teacher = np.divmod(packs.strata, teachers)
+    step_starts = np.searchsorted(step, np.arange(len(cuts)))
+    return Layout(packs, (teacher - 1).astype(np.int16), np.arange(len(packs)), step_starts)
 
 
 def _packs_then_batches(
-    chosen: Columns,
-    strata: NDArray[np.integer],
-    members: list[NDArray[np.int64]],
+    packs: Packs,
+    teachers: NDArray[np.int64],
+    shuffled: NDArray[np.int64],
     settings: config.Plan,
-    mixture: Mixture | None,
-    key: int,
     left_out: dict[str, int],
 ) -> Layout:
-    """Pack the whole epoch, then deal shuffled packs to steps of an equal number of packs.
+    """Deal the packs of a whole epoch, in the order drawn, to steps of an equal number of packs.
 
-    members: the samples of each stratum in the order drawn; with a mixture, a stratum is of one teacher and one domain
-    (strata % number of domains).
+    teachers: [packs] of each pack.
     """
-    samples, lengths, pack_starts = _pack_strata(chosen.total_len, members, settings.pack_tokens)
-    packs = len(pack_starts) - 1
-    shuffled = permutation(packs, key)
-    if mixture is not None:
-        stratum_starts = np.cumsum([len(part) for part in members])
-        of_stratum = np.searchsorted(stratum_starts, pack_starts[shuffled], side="right")
-        in_strata = [shuffled[of_stratum == place] for place in range(len(members))]
-        shuffled = order_by_due(mixture, strata % len(chosen.domain_names), in_strata, key + 1)
-    per_step = _packs_per_step(int(lengths.sum(dtype=np.int64)), len(samples), packs, settings)
-    steps = packs // per_step if settings.drop_last else -(-packs // per_step)
+    tokens, samples = int(packs.tokens.sum()), int(packs.sizes.sum())
+    per_step = _packs_per_step(tokens, samples, len(packs), settings)
+    steps = len(packs) // per_step if settings.drop_last else -(-len(packs) // per_step)
     if steps == 0:
-        raise InputError(f"{len(samples):,} samples do not fill one batch and plan.drop_last is set; nothing is left")
-    left_out["last_batch"] += int(np.diff(pack_starts)[shuffled[steps * per_step :]].sum())
+        raise InputError(f"{samples:,} samples do not fill one batch and plan.drop_last is set; nothing is left")
     dealt = shuffled[: steps * per_step]
-    return Layout(samples, lengths, pack_starts, dealt, np.minimum(np.arange(steps + 1) * per_step, len(dealt)))
+    left_out["last_batch"] += samples - int(packs.sizes[dealt].sum())
+    return Layout(packs, teachers.astype(np.int16), dealt, np.minimum(np.arange(steps + 1) * per_step, len(dealt)))
 
 
 def _packs_per_step(tokens: int, samples: int, packs: int, settings: config.Plan) -> int:
@@ -199,30 +177,3 @@ def _cut(sizes: NDArray[np.int64], limit: int, name: str) -> NDArray[np.int64]:
         done = int(total[cuts[-1] - 1]) if cuts[-1] else 0
         cuts.append(int(np.searchsorted(total, done + limit, side="right")))
     return np.array(cuts)
-
-
-def _split(
-    strata: NDArray[np.integer], samples: NDArray[np.int64]
-) -> tuple[NDArray[np.integer], list[NDArray[np.int64]]]:
-    """(codes, samples of each code in their order)."""
-    here = strata[samples]
-    codes = np.unique(here)
-    return codes, [samples[here == code] for code in codes]
-
-
-def _pack_strata(
-    lengths: NDArray[np.int32], strata: list[NDArray[np.int64]], cap: int
-) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]:
-    """Pack each stratum by itself, so that no pack mixes two: (samples in pack order, their lengths, pack starts).
-
-    lengths: of all samples there are; strata: positions in them, in the order drawn.
-    """
-    samples, sizes, starts, done = [], [], [np.zeros(1, dtype=np.int64)], 0
-    for members in strata:
-        here = lengths[members]
-        order, pack_starts = pack(here, cap)
-        samples.append(members[order])
-        sizes.append(here[order])
-        starts.append(pack_starts[1:] + done)
-        done += len(members)
-    return np.concatenate(samples), np.concatenate(sizes), np.concatenate(starts)

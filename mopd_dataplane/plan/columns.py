@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -71,27 +71,32 @@ class Columns:
 
     def take(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> Columns:
         """The samples at `index` (positions or mask), in that order."""
-        arrays = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "domain_names"}
-        return Columns(domain_names=self.domain_names, **arrays)
+        count = int(np.count_nonzero(index)) if index.dtype == bool else len(index)
+
+        def taken(array: NDArray[Any]) -> NDArray[Any]:
+            return np.broadcast_to(array[:1], count) if len(array) and array.strides == (0,) else array[index]
+
+        return Columns(
+            domain_names=self.domain_names,
+            **{f.name: taken(getattr(self, f.name)) for f in fields(self) if f.name != "domain_names"},
+        )
 
     def in_admission_order(self) -> Columns:
         """The same samples as admitted, so that a plan depends neither on the order they were read in nor on the one
         they were committed in: a run that was killed and continued plans what an uninterrupted run plans."""
-        rows = self.sample_rows
-        if not bool(np.all(rows[1:] > rows[:-1])):
-            rows = np.sort(rows)
-            if bool(np.any(rows[1:] == rows[:-1])):
-                twice = int(rows[1:][rows[1:] == rows[:-1]][0])
-                raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
         if bool(np.all(self.admission[1:] > self.admission[:-1])):
             return self
-        by_row = self if rows is self.sample_rows else self.take(np.argsort(self.sample_rows, kind="stable"))
+        rows = np.sort(self.sample_rows)
+        if bool(np.any(rows[1:] == rows[:-1])):
+            twice = int(rows[1:][rows[1:] == rows[:-1]][0])
+            raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
+        by_row = self.take(np.argsort(self.sample_rows, kind="stable"))
         return by_row.take(stable_order(by_row.admission - by_row.admission.min()))
 
 
-def columns_from_tables(
-    samples: pa.Table,
-    sample_rows: NDArray[np.int64],
+def collect_columns(
+    samples: Iterable[tuple[NDArray[np.int64], pa.RecordBatch | pa.Table]],
+    limit: int,
     *,
     route: Callable[[str, str], str] | None,
     teachers: Sequence[str],
@@ -99,61 +104,138 @@ def columns_from_tables(
     signals: Sequence[str] = (),
     rewards: pa.Table | None = None,
 ) -> Columns:
-    """Planner columns from the metadata tables of one snapshot.
+    """Planner columns from the metadata tables of one snapshot, in the order of admission.
 
-    samples: at least SAMPLE_COLUMNS, and GROUP_COLUMN where groups matter; sample_rows: [n] its rows in `samples`.
+    samples: (rows in `samples`, their metadata) of some samples at a time, the metadata with at least SAMPLE_COLUMNS,
+    and GROUP_COLUMN where groups matter. Nothing of it is kept but numbers. limit: the most samples there can be.
     route: (domain, effort) → teacher name; None when the objective needs no teacher.
     teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
     signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
     """
-    n = len(sample_rows)
-    rows = np.asarray(sample_rows, dtype=np.int64)
-    domain_codes, domain_names = _codes(samples["domain"])
-    teacher_codes = np.full(n, -1, dtype=np.int16)
+    held = _Numbers(limit)
+    for rows, part in samples:
+        held.add(rows, part)
+    admission = held.put_in_order()
+    rows = held["sample_rows"]
+    domains, domain_names = held.codes("domain")
+    teacher_codes: NDArray[np.int16] = np.broadcast_to(np.int16(-1), len(rows))
     if route is not None:
-        teacher_codes = _route(domain_codes, domain_names, samples["effort"], route, list(teachers))
-    has_signals = np.ones(n, dtype=bool)
+        teacher_codes = _route(domains, domain_names, *held.codes("effort"), route, list(teachers))
+    has_signals: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
     for kind in signals:
-        has_signals &= _has_kind(rows, teacher_codes, kind, scores, list(teachers))
-    has_reward = np.ones(n, dtype=bool)
+        has_signals = has_signals & _has_kind(rows, teacher_codes, kind, scores, list(teachers))
+    has_reward: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
     if rewards is not None:
         has_reward = _among(rows, _ints(rewards["sample_row"], np.int64))
+    abandoned = held["abandoned"]
     return Columns(
         sample_rows=rows,
-        admission=_admission(samples),
-        total_len=_ints(samples["total_len"], np.int32),
-        loss_tokens=_ints(samples["loss_tokens"], np.int32),
-        version_first=_ints(samples["policy_version_first"], np.int32),
-        domains=domain_codes.astype(np.int16),
-        groups=_codes(samples[GROUP_COLUMN])[0].astype(np.int64) if GROUP_COLUMN in samples.column_names else rows,
+        admission=admission,
+        total_len=held["total_len"],
+        loss_tokens=held["loss_tokens"],
+        version_first=held["policy_version_first"],
+        domains=domains,
+        groups=rows if held.groups is None else held.groups,
         teachers=teacher_codes,
         has_signals=has_signals,
         has_reward=has_reward,
-        abandoned=np.asarray(pc.equal(samples["finish_reason"], "abandoned").to_numpy()),
+        abandoned=abandoned if abandoned.any() else np.broadcast_to(False, len(rows)),
         domain_names=tuple(domain_names),
     )
 
 
-def _admission(samples: pa.Table) -> NDArray[np.int64]:
-    """[n] generation, then ordinal inside the writer, then writer, in one integer that is as small as it can be."""
-    writers, names = _codes(samples["writer"])
-    generation, ordinal = (_from_zero(_ints(samples[name], np.int64)) for name in ("generation", "writer_seq"))
-    rounds, places = int(generation.max(initial=0)) + 1, int(ordinal.max(initial=0)) + 1
-    if rounds * places * max(len(names), 1) > np.iinfo(np.int64).max:
-        raise InputError(
-            f"{rounds:,} generations of up to {places:,} samples from {len(names)} writers do not fit one order; "
-            "plan fewer generations at once"
-        )
-    generation *= places
-    generation += ordinal
-    generation *= len(names)
-    generation += writers
-    return generation
+_KINDS = {
+    "sample_rows": np.int64, "generation": np.int32, "writer_seq": np.int64, "policy_version_first": np.int32,
+    "total_len": np.int32, "loss_tokens": np.int32, "abandoned": np.bool_,
+    "writer": np.int32, "domain": np.int16, "effort": np.int16,
+}  # fmt: skip
+_INTEGERS = ("generation", "writer_seq", "policy_version_first", "total_len", "loss_tokens")
+_NAMES = ("writer", "domain", "effort")
 
 
-def _from_zero(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    return values - values.min() if len(values) else values.copy()
+class _Numbers:
+    """The numbers of samples seen so far; strings as codes into the names seen so far."""
+
+    def __init__(self, limit: int) -> None:
+        self.groups: NDArray[np.int64] | None = None
+        """[n] code of each group, where groups matter; known once the samples are in order."""
+        self._group_names: list[pa.Array] = []
+        self._arrays: dict[str, NDArray[Any]] = {name: np.empty(limit, dtype=kind) for name, kind in _KINDS.items()}
+        self._names: dict[str, pa.Array] = {name: pa.array([], pa.string()) for name in _NAMES}
+        self._count = 0
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._arrays[name][: self._count]
+
+    def add(self, rows: NDArray[np.int64], part: pa.RecordBatch | pa.Table) -> None:
+        here = slice(self._count, self._count + len(rows))
+        self._count = here.stop
+        self._arrays["sample_rows"][here] = rows
+        for name in _INTEGERS:
+            self._arrays[name][here] = part[name].to_numpy()
+        for name in _NAMES:
+            self._arrays[name][here] = self._coded(name, part[name])
+        abandoned = pc.equal(part["finish_reason"], "abandoned")
+        self._arrays["abandoned"][here] = abandoned.to_numpy(zero_copy_only=False)
+        if GROUP_COLUMN in part.schema.names:
+            column = part[GROUP_COLUMN]
+            self._group_names += column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+
+    def codes(self, name: str) -> tuple[NDArray[Any], list[str]]:
+        """Codes of a string column and its names in order, so that codes do not depend on the order of rows."""
+        rank, names = _sorted_names(self._names[name])
+        if bool(np.all(rank == np.arange(len(rank)))):  # as good as always: the first samples have every name
+            return self[name], names
+        return rank.astype(_KINDS[name])[self[name]], names
+
+    def put_in_order(self) -> NDArray[np.int64]:
+        """Sort the samples as they were admitted: generation, then ordinal inside the writer, then writer.
+
+        Returns that order as [n] integers that are as small as they can be. What only it needs is given up.
+        """
+        writers, names = self.codes("writer")
+        generation, admission = self["generation"], self["writer_seq"]
+        if self._count:
+            rounds, places = int(np.ptp(generation)) + 1, int(np.ptp(admission)) + 1
+            if rounds * places * len(names) > np.iinfo(np.int64).max:
+                raise InputError(
+                    f"{rounds:,} generations of up to {places:,} samples from {len(names)} writers do not fit one "
+                    "order; plan fewer generations at once"
+                )
+            admission -= admission.min()
+            admission *= len(names)
+            admission += writers
+            if rounds > 1:
+                admission += (generation - generation.min()) * np.int64(places * len(names))
+        if self._group_names:
+            self.groups = _codes(pa.chunked_array(self._group_names))[0].astype(np.int64)
+            self._group_names = []
+        for name in ("generation", "writer", "writer_seq"):
+            del self._arrays[name]
+        if bool(np.all(admission[1:] > admission[:-1])):
+            return admission
+        order = stable_order(admission)
+        for name in self._arrays:
+            self._arrays[name] = self[name][order]
+        if self.groups is not None:
+            self.groups = self.groups[order]
+        return admission[order]
+
+    def _coded(self, name: str, column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
+        """[n] place of each string among the names seen so far."""
+        found = pc.index_in(column, value_set=self._names[name])
+        if found.null_count:
+            unseen = pc.unique(column.filter(pc.is_null(found)))
+            unseen = unseen.take(pc.sort_indices(unseen))
+            self._names[name] = pa.concat_arrays([self._names[name], unseen])
+            if len(self._names[name]) > np.iinfo(_KINDS[name]).max:
+                raise InputError(
+                    f"samples have more than {np.iinfo(_KINDS[name]).max:,} different values of {name!r}, "
+                    f"such as {unseen[0].as_py()!r}; use fewer names"
+                )
+            found = pc.index_in(column, value_set=self._names[name])
+        return np.asarray(found.to_numpy())
 
 
 def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
@@ -170,22 +252,30 @@ def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:
     encoded = pc.dictionary_encode(column).combine_chunks()
     if isinstance(encoded, pa.ChunkedArray):  # no rows
         return np.empty(0, dtype=np.int32), []
-    names = encoded.dictionary.to_pylist()
+    rank, names = _sorted_names(encoded.dictionary)
+    return rank[encoded.indices.to_numpy()], names
+
+
+def _sorted_names(seen: pa.Array) -> tuple[NDArray[np.int32], list[str]]:
+    """(place of each name in the sorted ones, the sorted ones)."""
+    names = seen.to_pylist()
     order = sorted(range(len(names)), key=names.__getitem__)
     rank = np.empty(len(names), dtype=np.int32)
     rank[order] = np.arange(len(names), dtype=np.int32)
-    return rank[encoded.indices.to_numpy()], [names[i] for i in order]
+    return rank, [names[i] for i in order]
 
 
 def _route(
-    domain_codes: NDArray[np.int32],
+    domain_codes: NDArray[np.int16],
     domain_names: list[str],
-    effort: pa.ChunkedArray,
+    effort_codes: NDArray[np.int16],
+    effort_names: list[str],
     route: Callable[[str, str], str],
     teachers: list[str],
 ) -> NDArray[np.int16]:
-    effort_codes, effort_names = _codes(effort)
-    pairs = domain_codes * max(len(effort_names), 1) + effort_codes
+    pairs = domain_codes.astype(np.int32)
+    pairs *= max(len(effort_names), 1)
+    pairs += effort_codes
     counts = np.bincount(pairs, minlength=len(domain_names) * max(len(effort_names), 1))
     codes = np.full(len(counts), -1, dtype=np.int16)
     for pair in np.flatnonzero(counts).tolist():

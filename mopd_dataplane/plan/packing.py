@@ -8,106 +8,179 @@ not with the number of samples. The result is exactly that of best-fit-decreasin
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import stable_order
+from mopd_dataplane.plan.shuffle import sort_codes, stable_order
 
 
-def pack(lengths: NDArray[np.integer], cap: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pack samples so that no pack exceeds `cap` tokens.
+@dataclass(slots=True)
+class Packs:
+    """Packs as they were made. What a pack holds of one length is a run; runs are several times fewer than samples.
 
-    lengths: [n] tokens, each in 1..cap. Returns (order, starts): pack k holds samples order[starts[k]:starts[k + 1]].
-    Samples of equal length are taken in the given order, so a shuffled input gives shuffled packs.
+    Run r is samples[starts[r]:starts[r] + copies[r]], in pack pack_of[r].
+    """
+
+    samples: NDArray[np.int64]
+    """[n] places of the samples in what was packed: by stratum, there the longest first."""
+    starts: NDArray[np.int64]
+    copies: NDArray[np.int64]
+    pack_of: NDArray[np.int64]
+    strata: NDArray[np.int64]
+    """[packs] stratum that all samples of the pack belong to."""
+    sizes: NDArray[np.int64]
+    """[packs] samples."""
+    tokens: NDArray[np.int64]
+    """[packs] sum of lengths."""
+    squares: NDArray[np.int64]
+    """[packs] sum of squared lengths."""
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def gather(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(samples of the given packs, pack after pack, the longest first; [packs + 1] where each pack starts)."""
+        place = np.full(len(self), len(packs), dtype=np.int64)
+        place[packs] = np.arange(len(packs))
+        place_of = place[self.pack_of]
+        runs = stable_order(place_of)[: int(np.count_nonzero(place_of < len(packs)))]
+        samples = self.samples[ranges(self.starts[runs], self.copies[runs])]
+        return samples, np.concatenate(([0], np.cumsum(self.sizes[packs])))
+
+
+def pack(
+    lengths: NDArray[np.integer], cap: int, strata: NDArray[np.integer] | None = None, key: int | None = None
+) -> Packs:
+    """Pack samples so that no pack exceeds `cap` tokens or mixes two strata.
+
+    lengths: [n] tokens, each in 1..cap. strata: [n] non-negative codes; None is one stratum. Samples of equal length
+    are taken in the given order, or in one drawn from `key`: a shuffled order gives shuffled packs.
     Raises InputError when a length is outside 1..cap.
     """
-    n = len(lengths)
-    if n == 0:
-        return np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    shortest, longest = int(lengths.min()), int(lengths.max())
+    shortest, longest = int(lengths.min(initial=cap)), int(lengths.max(initial=1))
     if shortest < 1 or longest > cap:
         raise InputError(f"lengths must lie in 1..{cap}, found {shortest}..{longest}")
-    by_length = stable_order(np.subtract(cap, lengths, dtype=np.int64))
-    counts = np.bincount(lengths)
-    distinct = np.flatnonzero(counts)[::-1]
-    firsts, bins, copies = _place(distinct.tolist(), counts[distinct].tolist(), cap)
-    pack_of = np.repeat(ranges(firsts, bins), np.repeat(copies, bins))
-    order = by_length[stable_order(pack_of)]
-    starts = np.concatenate(([0], np.cumsum(np.bincount(pack_of))))
-    return order, starts.astype(np.int64)
+    codes = np.zeros(len(lengths), dtype=np.int64) if strata is None else strata * np.int64(cap)
+    codes += cap
+    codes -= lengths
+    codes, firsts, samples = sort_codes(codes, key)
+    counts = np.diff(firsts, append=len(samples))
+    stratum, shortfall = np.divmod(codes, cap)
+    distinct = cap - shortfall
+    bounds = np.flatnonzero(np.diff(stratum, prepend=-1, append=-1))
+    placed: list[int] = []
+    opened = [0]
+    with _no_collector():
+        for first, last in pairwise(bounds.tolist()):
+            opened.append(_place(distinct[first:last].tolist(), counts[first:last].tolist(), cap, opened[-1], placed))
+    first_pack, packs, each = np.fromiter(placed, np.int64, len(placed)).reshape(-1, 3).T
+    copies = np.repeat(each, packs)
+    starts = np.cumsum(copies) - copies
+    size = np.repeat(distinct[np.searchsorted(firsts, np.cumsum(packs * each) - 1, side="right") - 1], packs)
+    pack_of = ranges(first_pack, packs)
+    tokens = copies * size
+
+    def total(of_runs: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.bincount(pack_of, weights=of_runs, minlength=opened[-1]).astype(np.int64)
+
+    return Packs(
+        samples=samples,
+        starts=starts,
+        copies=copies,
+        pack_of=pack_of,
+        strata=np.repeat(stratum[bounds[:-1]], np.diff(opened)),
+        sizes=total(copies),
+        tokens=total(tokens),
+        squares=total(tokens * size),
+    )
 
 
-def _place(
-    distinct: list[int], counts: list[int], cap: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Placements in the order of the sorted samples: packs first..first + bins - 1 each take `copies` samples."""
-    placed: list[int] = []  # flat: the collector would walk half a million tuples again and again
-    room: dict[int, list[tuple[int, int]]] = {}
-    rooms: list[int] = []
-    opened = wide = 0
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """No cyclic garbage collection: there are no cycles, and it would walk the ranges of packs again and again."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _place(distinct: list[int], counts: list[int], cap: int, opened: int, placed: list[int]) -> int:
+    """Place counts[i] samples of length distinct[i], which descends; the number of packs opened so far, afterwards.
+
+    Adds to `placed`, in the order of the sorted samples: first pack, number of packs, copies that each of them takes.
+    """
+    shelf: dict[int, list[tuple[int, int]]] = {}  # ranges of packs by room, where that is too little by now
+    rooms: list[int] = []  # heap of the rooms on the shelf, negative: the most comes first
+    fitting: list[tuple[int, int, int]] = []  # room, range of packs: the least room that fits is last
+    wide = 0
     for length, count in zip(distinct, counts, strict=True):
         if 2 * length <= cap:
             break
         # Too long to share a pack with another of these, so every one opens its own.
         placed += (opened, count, 1)
         if length < cap:
-            room[cap - length] = [(opened, opened + count)]
-            rooms.append(cap - length)
+            shelf[cap - length] = [(opened, opened + count)]
+            rooms.append(length - cap)
         opened += count
         wide += 1
-
-    def give_back(left: int, first: int, last: int) -> None:
-        if left in room:
-            room[left].append((first, last))
-        else:
-            room[left] = [(first, last)]
-            insort(rooms, left)
-
+    rooms.reverse()
     for length, count in zip(distinct[wide:], counts[wide:], strict=True):
+        while rooms and rooms[0] <= -length:
+            room = -heappop(rooms)
+            for first, last in shelf.pop(room):
+                fitting.append((room, first, last))
         while count:
-            at = bisect_left(rooms, length)
-            if at < len(rooms):
-                space = rooms[at]
-                first, last = room[space].pop()
-                if not room[space]:
-                    del room[space], rooms[at]
+            if fitting:
+                room, first, last = fitting.pop()
             else:
-                space = cap
-                first, last = opened, opened + -(-count // (cap // length))
-                opened = last
-            each = space // length
-            if count >= each:
-                full = min(last - first, count // each)
+                room, first = cap, opened
+                last = opened = opened + -(-count // (cap // length))
+            each = room // length
+            full = min(last - first, count // each)
+            if full:
                 placed += (first, full, each)
                 count -= full * each
-                if space > each * length:
-                    give_back(space - each * length, first, first + full)
+                left = room - each * length
+                if left in shelf:
+                    shelf[left].append((first, first + full))
+                elif left:
+                    shelf[left] = [(first, first + full)]
+                    heappush(rooms, -left)
                 first += full
-            if 0 < count < each and first < last:
+            if first < last and count:
                 placed += (first, 1, count)
-                give_back(space - count * length, first, first + 1)
-                first += 1
+                if first + 1 < last:
+                    fitting.append((room, first + 1, last))
+                fitting.append((room - count * length, first, first + 1))
                 count = 0
-            if first < last:
-                give_back(space, first, last)
-    columns = np.array(placed, dtype=np.int64).reshape(-1, 3)
-    return columns[:, 0], columns[:, 1], columns[:, 2]
+            elif first < last:
+                fitting.append((room, first, last))
+    return opened
 
 
 def ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Concatenation of arange(first, first + count)."""
-    before = np.cumsum(counts) - counts
-    filled = np.repeat(firsts - before, counts)
-    filled += np.arange(len(filled))
-    return filled
+    """Concatenation of arange(first, first + count), every count 1 or more."""
+    filled = np.ones(int(counts.sum()), dtype=np.int64)
+    filled[:1] = firsts[:1]
+    filled[np.cumsum(counts[:-1])] = firsts[1:] - (firsts[:-1] + counts[:-1] - 1)
+    return np.cumsum(filled, out=filled)
 
 
-def gather_packs(
-    order: NDArray[np.int64], starts: NDArray[np.int64], packs: NDArray[np.int64]
+def gather_groups(
+    members: NDArray[np.int64], starts: NDArray[np.int64], groups: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(order, starts) of the chosen packs, in the chosen order."""
-    sizes = (starts[1:] - starts[:-1])[packs]
-    return order[ranges(starts[:-1][packs], sizes)], np.concatenate(([0], np.cumsum(sizes)))
+    """(members, starts) of the chosen groups, in the chosen order."""
+    sizes = (starts[1:] - starts[:-1])[groups]
+    return members[ranges(starts[:-1][groups], sizes)], np.concatenate(([0], np.cumsum(sizes)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,16 @@ from numpy.typing import NDArray
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.balance import LINEAR_COST, pack_costs, straggler_ratio
-from mopd_dataplane.plan.batches import Layout, Units, join, plan_epoch
+from mopd_dataplane.plan.balance import LINEAR_COST, straggler_ratio, work_of
+from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.packing import gather_packs
 from mopd_dataplane.plan.select import Selection, select
 from mopd_dataplane.plan.shuffle import stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.weights import Weight, weight_at
+
+WEIGHT_BITS = 24
+"""Packs of a step and teacher are ordered by work in as many steps up to the heaviest pack."""
 
 
 def build_window(
@@ -58,22 +61,17 @@ def build_window(
     chosen = selection.columns
     units = Units.of(chosen, group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
-    epoch_plans: list[Layout] = []
     left_out = {"mixture": 0, "last_batch": 0}
+    made: list[_Epoch] = []
+    steps = 0
     for epoch in range(epochs):
-        done = sum(len(layout.step_starts) - 1 for layout in epoch_plans)
         layout = plan_epoch(
-            chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch), first_step=first_step + done,
+            chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch), first_step=first_step + steps,
             left_out=left_out,
         )  # fmt: skip
-        epoch_plans.append(layout)
-    layout = join(epoch_plans)
-    lengths = layout.lengths
-    pack_teachers = chosen.teachers[layout.samples[layout.pack_starts[:-1]]]
-    costs = pack_costs(lengths, layout.pack_starts, linear_cost)
-    packs = _order_by_teacher(layout, pack_teachers, costs)
-    samples, pack_starts = gather_packs(layout.samples, layout.pack_starts, packs)
-    steps = len(layout.step_starts) - 1
+        made.append(_arrange(layout, chosen, steps, linear_cost))
+        steps += len(layout.step_starts) - 1
+    samples = np.concatenate([part.samples for part in made]) if epochs > 1 else made[0].samples
     plan = PlanWindow(
         stage=stage,
         window=window,
@@ -82,21 +80,21 @@ def build_window(
         | recorded_weights(settings, teacher_weights or {}, first_step, steps),
         snapshot=snapshot,
         sample_rows=chosen.sample_rows[samples],
-        pack_starts=pack_starts,
-        pack_teachers=pack_teachers[packs],
-        step_starts=layout.step_starts,
+        pack_starts=_join_starts([part.pack_starts for part in made]),
+        pack_teachers=np.concatenate([part.teachers for part in made]),
+        step_starts=_join_starts([part.step_starts for part in made]),
         teachers=list(teachers),
     )
-    pack_sizes = np.add.reduceat(lengths, layout.pack_starts[:-1], dtype=np.int64)
-    tokens, loss_tokens = int(pack_sizes[packs].sum()), int(chosen.loss_tokens[samples].sum(dtype=np.int64))
+    tokens, packs = sum(part.tokens for part in made), len(plan.pack_teachers)
+    costs = np.concatenate([part.costs for part in made])
     plan.stats = {
         "samples": len(samples),
         "tokens": tokens,
-        "loss_tokens": loss_tokens,
-        "packs": len(packs),
+        "loss_tokens": sum(part.loss_tokens for part in made),
+        "packs": packs,
         "steps": steps,
-        "density": tokens / (len(packs) * settings.pack_tokens),
-        "straggler_ratio": straggler_ratio(costs[packs], plan.step_starts, ranks),
+        "density": tokens / (packs * settings.pack_tokens),
+        "straggler_ratio": straggler_ratio(costs, plan.step_starts, ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
     plan.stats |= _dropped(selection, left_out)
@@ -160,17 +158,59 @@ def _check(settings: config.Plan, teachers: list[str], columns: Columns, group_s
         raise InputError(f"teacher code {int(known[0])} is outside the {len(teachers)} teachers given: {teachers}")
 
 
-def _order_by_teacher(layout: Layout, teachers: NDArray[np.int16], costs: NDArray[np.float64]) -> NDArray[np.int64]:
+@dataclass(slots=True)
+class _Epoch:
+    """An epoch in the order it is trained in: of samples, of packs, of steps."""
+
+    samples: NDArray[np.int64]
+    pack_starts: NDArray[np.int64]
+    teachers: NDArray[np.int16]
+    costs: NDArray[np.float64]
+    step_starts: NDArray[np.int64]
+    tokens: int
+    loss_tokens: int
+
+
+def _arrange(layout: Layout, chosen: Columns, steps_before: int, linear_cost: float) -> _Epoch:
+    """steps_before: steps of the window before this epoch."""
+    packed = layout.packs
+    costs = work_of(packed.tokens, packed.squares, linear_cost)
+    packs = _order_by_teacher(layout, costs, steps_before)
+    samples, pack_starts = packed.gather(packs)
+    unused, _ = packed.gather(np.setdiff1d(np.arange(len(packed)), packs, assume_unique=True))
+    # Most plans pack every sample, so their sum needs no walk through them in the order of packs.
+    loss = chosen.loss_tokens if len(packed.samples) == len(chosen) else chosen.loss_tokens[packed.samples]
+    return _Epoch(
+        samples=samples,
+        pack_starts=pack_starts,
+        teachers=layout.teachers[packs],
+        costs=costs[packs],
+        step_starts=layout.step_starts,
+        tokens=int(packed.tokens[packs].sum()),
+        loss_tokens=int(loss.sum(dtype=np.int64) - chosen.loss_tokens[unused].sum(dtype=np.int64)),
+    )
+
+
+def _order_by_teacher(layout: Layout, costs: NDArray[np.float64], steps_before: int) -> NDArray[np.int64]:
     """Packs in the order of steps; inside a step by teacher, heavy packs first. Odd steps walk the teachers backwards.
 
     A step then begins with the teacher the last one ended with, which saves one change of head per step.
     """
-    heavy_first = np.argsort(-costs[layout.packs], kind="stable")
-    steps = np.repeat(np.arange(len(layout.step_starts) - 1), np.diff(layout.step_starts))[heavy_first]
-    packs = layout.packs[heavy_first]
-    code = teachers[packs].astype(np.int64) + 1
+    packs = layout.order
+    steps = np.repeat(np.arange(steps_before, steps_before + len(layout.step_starts) - 1), np.diff(layout.step_starts))
+    code = layout.teachers[packs] + np.int64(1)
     walk = int(code.max()) + 1
-    return packs[stable_order(steps * walk + np.where(steps % 2 == 0, code, walk - 1 - code))]
+    code = steps * walk + np.where(steps % 2 == 0, code, walk - 1 - code)
+    heaviest = float(costs.max())
+    code <<= WEIGHT_BITS
+    code += ((heaviest - costs[packs]) * (((1 << WEIGHT_BITS) - 1) / heaviest)).astype(np.int64)
+    return packs[stable_order(code)]
+
+
+def _join_starts(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Starts of parts that follow each other; each part begins with 0 and ends with its length."""
+    shifts = np.cumsum([0, *(part[-1] for part in parts)])
+    return np.concatenate([parts[0][:1], *(part[1:] + shift for part, shift in zip(parts, shifts, strict=False))])
 
 
 def _dropped(selection: Selection, left_out: dict[str, int]) -> dict[str, float]:

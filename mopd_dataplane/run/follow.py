@@ -138,11 +138,12 @@ def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
         return Decision(wait="no samples yet")
     per_generation = len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
     admission = samples["generation"].to_numpy().astype(np.int64) * per_generation + samples["writer_seq"].to_numpy()
+    columns = planner_columns(run, stage, None, snapshot)
     return next_window(
-        planner_columns(run, stage, None, snapshot),
+        columns,
         settled_rows(run, stage),
         stage.plan,
-        admission=admission,
+        admission=admission[np.searchsorted(rows, columns.sample_rows)],
         finished=finished,
         policy_version=window,
         seed=run.job.seed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,17 +16,32 @@ from mopd_dataplane.store.dataset import Store
 Rows = NDArray[np.int64]
 
 
-def stage_samples(
+def scan_stage(
     store: Store, stage: Stage, generation: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
-) -> tuple[Rows, pa.Table]:
-    """Rows of a stage's samples (of one generation, or of all), and the asked columns of them, aligned.
+) -> Iterator[tuple[Rows, pa.RecordBatch]]:
+    """(rows, the asked columns of them) of some of a stage's samples at a time (of one generation, or of all).
 
     Metadata is scanned whole: `samples` is append-only, so a row's place in the scan is its row number.
     """
-    table = store.samples(columns=list(dict.fromkeys([*columns, "run", "generation"])), snapshot=snapshot)
-    mask = pc.equal(table["run"], stage.name)
-    if generation is not None:
-        mask = pc.and_(mask, pc.equal(table["generation"], generation))
-    rows = np.flatnonzero(mask.to_numpy()).astype(np.int64)
-    asked = table.select(list(columns))
-    return rows, asked if len(rows) == table.num_rows else asked.take(rows)
+    read = [*dict.fromkeys([*columns, "run", "generation"])]
+    for rows, batch in store.scan_samples(read, snapshot):
+        mask = pc.equal(batch["run"], stage.name)
+        if generation is not None:
+            mask = pc.and_(mask, pc.equal(batch["generation"], generation))
+        inside = mask.true_count
+        asked = batch.select(list(columns))
+        if inside == batch.num_rows:
+            yield rows, asked
+        elif inside:
+            yield rows[mask.to_numpy(zero_copy_only=False)], asked.filter(mask)
+
+
+def stage_samples(
+    store: Store, stage: Stage, generation: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
+) -> tuple[Rows, pa.Table]:
+    """Rows of a stage's samples (of one generation, or of all), and the asked columns of them, aligned."""
+    parts = list(scan_stage(store, stage, generation, columns, snapshot))
+    stored = store.dataset("samples", snapshot).schema
+    schema = pa.schema([stored.field(name) for name in columns])
+    rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])
+    return rows, pa.Table.from_batches([batch.cast(schema) for _, batch in parts], schema)

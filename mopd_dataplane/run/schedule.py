@@ -6,11 +6,11 @@ import pyarrow.compute as pc
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.rows import stage_samples
+from mopd_dataplane.run.rows import scan_stage, stage_samples
 
 
 def window_tag(stage: Stage, window: int) -> str:
@@ -70,26 +70,26 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
     """What the planner sees of a stage's samples."""
     objective = run.job.objective(stage)
     columns = (*SAMPLE_COLUMNS, GROUP_COLUMN) if stage.rollout.group_size > 1 else SAMPLE_COLUMNS
-    rows, samples = stage_samples(run.store, stage, generation, columns, snapshot)
-    if not len(rows) and run.is_done(stage):
-        raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
-    if not len(rows):
-        how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --run {stage.name}"
-        raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
     if stage.data == "stored":
         _check_sampler_logprobs(run, stage, generation, snapshot)
     teachers = run.job.teachers_of(stage)
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
     rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
-    return columns_from_tables(
-        samples,
-        rows,
+    found = collect_columns(
+        scan_stage(run.store, stage, generation, columns, snapshot),
+        run.store.dataset("samples", snapshot).count_rows(),
         route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
         teachers=teachers,
         scores=scores if objective.signals else None,
         signals=objective.signals,
         rewards=rewards if objective.needs_rewards else None,
     )
+    if not len(found) and run.is_done(stage):
+        raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
+    if not len(found):
+        how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --run {stage.name}"
+        raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
+    return found
 
 
 def _check_sampler_logprobs(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> None:

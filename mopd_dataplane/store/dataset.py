@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,6 +169,15 @@ class Store:
     ) -> pa.Table:
         """Metadata of the samples, in row order."""
         return self.table("samples", columns, filter, snapshot)
+
+    def scan_samples(
+        self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None
+    ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
+        """(rows, their metadata) of some samples at a time, in row order: row `first` and after, at most `limit`.
+
+        For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch.
+        """
+        return reading.scan_rows(self.dataset("samples", snapshot), columns, first, limit)
 
     def take_samples(
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lance
@@ -21,6 +21,20 @@ from mopd_dataplane.store.rows import PAYLOAD, SUPPORT, list_views, tokens_crc
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
 HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "codec", "rows", "row_bytes"]}
+
+SCAN_ROWS = 65_536
+"""Rows of a batch of a scan: few calls, and columns that stay in the cache."""
+
+
+def scan_rows(
+    dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None
+) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
+    """(rows, columns of them), batch by batch in row order; see Store.scan_samples."""
+    with lance_errors.reading(dataset.uri):
+        scan = dataset.scanner(columns=list(columns), offset=first or None, limit=limit, batch_size=SCAN_ROWS)
+        for batch in scan.to_batches():
+            yield np.arange(first, first + batch.num_rows), batch
+            first += batch.num_rows
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:

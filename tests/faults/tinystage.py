@@ -27,7 +27,7 @@ from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.load import server
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
 from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.store.dataset import Store
@@ -50,8 +50,9 @@ def make_stage(home: Path) -> int:
     judged = [build.signal(sample, int(row), "logprob") for sample, row in zip(samples, rows, strict=True)]
     store.commit_signals(TEACHER, "logprob", judged)
     snapshot = store.snapshot(tag="window-0")
-    columns = columns_from_tables(
-        store.samples(list(SAMPLE_COLUMNS)), rows, route=lambda domain, effort: TEACHER, teachers=[TEACHER],
+    columns = collect_columns(
+        [(rows, store.samples(list(SAMPLE_COLUMNS)))], len(rows),
+        route=lambda domain, effort: TEACHER, teachers=[TEACHER],
         scores=store.table("scores", ["sample_row", "teacher", "kind"]), signals=("logprob",),
     )  # fmt: skip
     settings = config.Plan(pack_tokens=64, batch_samples=4)

@@ -21,7 +21,7 @@ from mopd_dataplane.config import Train
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.objectives import DivergenceTerm, Objective, PolicyGradientTerm
-from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Sample, sample_uid
@@ -96,9 +96,9 @@ class Ground:
 
     def _plan(self, rows: Any) -> PlanWindow:
         snapshot = self.store.snapshot()
-        columns = columns_from_tables(
-            self.store.samples(columns=list(SAMPLE_COLUMNS)),
-            np.asarray(rows),
+        columns = collect_columns(
+            [(np.asarray(rows), self.store.samples(columns=list(SAMPLE_COLUMNS)))],
+            len(rows),
             route=lambda domain, effort: domain,
             teachers=DOMAINS,
             scores=self.store.table("scores", columns=["sample_row", "teacher", "kind"]),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mopd_dataplane import config
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
-from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.store.dataset import Store
@@ -28,9 +27,9 @@ def folder(tmp_path: Path) -> Path:
 def plan_of(folder: Path) -> PlanWindow:
     store = Store.open(folder)
     snapshot = store.snapshot()
-    columns = columns_from_tables(
-        store.samples([*SAMPLE_COLUMNS, GROUP_COLUMN], snapshot=snapshot),
-        np.arange(300),
+    columns = collect_columns(
+        store.scan_samples([*SAMPLE_COLUMNS, GROUP_COLUMN], snapshot),
+        300,
         route=lambda domain, effort: TEACHERS[int(domain[-1])],
         teachers=TEACHERS,
         scores=store.table("scores", ["sample_row", "teacher", "kind"], snapshot=snapshot),

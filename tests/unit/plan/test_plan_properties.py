@@ -91,6 +91,8 @@ def test_every_sample_once_per_epoch_inside_the_cap_and_with_one_teacher(lengths
     assert plan.step_starts[-1] == len(plan.pack_teachers)
     assert plan.pack_starts[-1] == len(plan.sample_rows) == epochs * n
     assert (np.diff(plan.step_starts) > 0).all()
+    assert plan.stats["tokens"] == columns.total_len[plan.sample_rows].sum()
+    assert plan.stats["loss_tokens"] == columns.loss_tokens[plan.sample_rows].sum()
     for pack, (first, last) in enumerate(pairwise(plan.pack_starts.tolist())):
         rows = plan.sample_rows[first:last]
         assert 0 < columns.total_len[rows].sum() <= CAP
@@ -198,6 +200,7 @@ def test_drop_last_keeps_whole_batches_and_counts_the_rest(strict):
     sizes = [len(rows) for rows in rows_by_step(plan)]
     assert sizes == [32, 32, 32]
     assert plan.stats["dropped_last_batch"] == 4
+    assert plan.stats["loss_tokens"] == 20 * 96
     with pytest.raises(InputError, match="do not fill one batch"):
         plan_of(columns_of([40] * 3, teachers=1), rule)
 

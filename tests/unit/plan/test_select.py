@@ -10,7 +10,7 @@ import pytest
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, columns_from_tables
+from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.select import select
 
 RULE = config.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
@@ -118,9 +118,9 @@ def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
 def test_columns_from_tables():
     samples, scores, rewards = tables(6)
     assert {*SAMPLE_COLUMNS, GROUP_COLUMN} == set(samples.column_names)
-    columns = columns_from_tables(
-        samples,
-        np.arange(100, 106),
+    columns = collect_columns(
+        [(np.arange(100, 106), samples)],
+        6,
         route=lambda domain, effort: domain[0],
         teachers=["m", "c"],
         scores=scores,
@@ -139,10 +139,50 @@ def test_columns_from_tables():
 def test_a_route_to_a_teacher_outside_the_window_is_refused():
     samples, _, _ = tables(6)
     with pytest.raises(InputError, match="routes to teacher 'x'"):
-        columns_from_tables(samples, np.arange(6), route=lambda domain, effort: "x", teachers=["m"])
+        collect_columns([(np.arange(6), samples)], 6, route=lambda domain, effort: "x", teachers=["m"])
 
 
 def test_signals_without_scores_are_refused():
     samples, _, _ = tables(6)
     with pytest.raises(InputError, match="no scores were given"):
-        columns_from_tables(samples, np.arange(6), route=None, teachers=[], signals=("topk",))
+        collect_columns([(np.arange(6), samples)], 6, route=None, teachers=[], signals=("topk",))
+
+
+def part(rows: range, writer: list[str], seq: list[int], domain: list[str], generation: list[int]) -> tuple:
+    n = len(rows)
+    table = pa.table(
+        {
+            "generation": pa.array(generation, pa.int32()), "writer": writer, "writer_seq": pa.array(seq, pa.int64()),
+            "group_id": [f"g{number}" for number in seq], "domain": domain, "effort": [""] * n,
+            "finish_reason": ["stop"] * n, "policy_version_first": pa.array([1] * n, pa.int32()),
+            "total_len": pa.array([10 + row for row in rows], pa.int32()),
+            "loss_tokens": pa.array([4] * n, pa.int32()),
+        }
+    )  # fmt: skip
+    return np.arange(rows.start, rows.stop), table
+
+
+def test_samples_come_as_they_were_admitted_and_names_as_they_sort():
+    """Writers finish in any order, and a name may turn up late."""
+    columns = collect_columns(
+        [
+            part(range(3), ["b", "b", "a"], [1, 0, 0], ["maths", "maths", "code"], [5, 5, 5]),
+            part(range(3, 6), ["a", "c", "a"], [1, 0, 0], ["code", "art", "maths"], [5, 5, 4]),
+        ],
+        10,
+        route=lambda domain, effort: domain[0],
+        teachers=["m", "c", "a"],
+    )
+    assert columns.sample_rows.tolist() == [5, 2, 1, 4, 3, 0]
+    assert columns.total_len.tolist() == [15, 12, 11, 14, 13, 10]
+    assert columns.domain_names == ("art", "code", "maths")
+    assert columns.domains.tolist() == [2, 1, 2, 0, 1, 2]
+    assert columns.teachers.tolist() == [0, 1, 0, 2, 1, 0]
+    assert columns.groups.tolist() == [0, 0, 0, 0, 1, 1]
+    assert (np.diff(columns.admission) > 0).all()
+
+
+def test_generations_that_fit_no_one_order_are_refused():
+    far = part(range(2), ["a", "b"], [0, 1 << 60], ["code"] * 2, [0, 1 << 30])
+    with pytest.raises(InputError, match="do not fit one order"):
+        collect_columns([far], 2, route=None, teachers=[])

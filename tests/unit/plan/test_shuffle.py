@@ -1,4 +1,4 @@
-"""Permutations are fixed for ever, uniform, and the same drawn whole or by stratum."""
+"""Permutations are fixed for ever and uniform, of all elements or of those of equal code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.plan.shuffle import permutation, permutation_in_strata, philox_key, stable_order
+from mopd_dataplane.plan.shuffle import permutation, philox_key, sort_codes, stable_order
 
 
 def test_the_permutation_of_a_seed_is_fixed_for_ever():
@@ -41,12 +41,20 @@ def test_stable_order_of_codes_too_large_to_carry_an_index():
     assert stable_order(array).tolist() == [1, 3, 0, 2]
 
 
-@settings(max_examples=60, deadline=None)
-@given(codes=st.lists(st.integers(-1, 4), min_size=1, max_size=80), seed=st.integers(0, 99))
-def test_the_permutation_in_strata_is_the_permutation_of_all(codes, seed):
-    strata = np.array(codes, dtype=np.int16)
-    order = permutation(len(strata), seed)
-    names, members = permutation_in_strata(strata, seed)
-    assert names.tolist() == sorted(set(codes))
-    for name, part in zip(names, members, strict=True):
-        assert part.tolist() == order[strata[order] == name].tolist()
+@pytest.mark.parametrize("top", [1, 1 << 20, 1 << 62])
+def test_equal_codes_come_in_an_order_that_is_uniform_and_repeatable(top):
+    """The largest code leaves no bits to draw from, so the permutation is drawn first."""
+    codes = np.array([top, 0, top, 0, top, 0], dtype=np.int64)
+    counts = np.zeros((6, 6))
+    for seed in range(3_000):
+        distinct, firsts, order = sort_codes(codes.copy(), philox_key(seed, "codes"))
+        assert (distinct.tolist(), firsts.tolist()) == ([0, top], [0, 3])
+        assert codes[order].tolist() == [0, 0, 0, top, top, top]
+        counts[np.arange(6), order] += 1
+    assert np.array_equal(sort_codes(codes.copy(), 7)[2], sort_codes(codes.copy(), 7)[2])
+    inside = np.stack([counts[:3, 1::2], counts[3:, ::2]])
+    assert ((inside - 1_000) ** 2 / 1_000).sum() < 26.1, "99.9 % quantile of chi-square with 8 degrees of freedom"
+
+
+def test_codes_without_elements():
+    assert [len(part) for part in sort_codes(np.empty(0, dtype=np.int64), 3)] == [0, 0, 0]

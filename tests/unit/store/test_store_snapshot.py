@@ -10,7 +10,7 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
-from mopd_dataplane.store import fragments
+from mopd_dataplane.store import fragments, reading
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.table import Table
 
@@ -42,6 +42,20 @@ def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatc
     store.compact()
     with pytest.raises(DamagedError):
         store.samples(snapshot=pinned)
+
+
+def test_a_scan_shows_the_rows_of_a_snapshot_in_batches(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "SCAN_ROWS", 3)
+    store.commit_samples([build.sample(number) for number in range(8)], writer="w")
+    old = store.snapshot()
+    commit(store, 8, 10)
+    uids = [build.sample(number).uid for number in range(10)]
+    for first, limit, rows in ((0, None, range(8)), (2, 4, range(2, 6)), (7, 9, range(7, 8)), (8, None, range(0))):
+        parts = list(store.scan_samples(["uid"], old, first=first, limit=limit))
+        assert [row for numbers, _ in parts for row in numbers.tolist()] == list(rows)
+        assert [uid for _, batch in parts for uid in batch["uid"].to_pylist()] == [uids[row] for row in rows]
+        assert all(batch.num_rows <= 3 for _, batch in parts)
+    assert sum(len(numbers) for numbers, _ in store.scan_samples(["uid"])) == 10
 
 
 def test_rows_keep_their_numbers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
