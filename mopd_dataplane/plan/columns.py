@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, stable_order
 
 SAMPLE_COLUMNS = (
     "generation",
@@ -116,31 +116,27 @@ def collect_columns(
     held = _Numbers(limit)
     for rows, part in samples:
         held.add(rows, part)
+    domain_names = held.route_to(route, list(teachers))
     admission = held.put_in_order()
-    rows = held["sample_rows"]
-    domains, domain_names = held.codes("domain")
-    teacher_codes: NDArray[np.int16] = np.broadcast_to(np.int16(-1), len(rows))
-    if route is not None:
-        teacher_codes = _route(domains, domain_names, *held.codes("effort"), route, list(teachers))
+    rows, teacher_codes = held["sample_rows"], held["teacher"]
     has_signals: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
     for kind in signals:
         has_signals = has_signals & _has_kind(rows, teacher_codes, kind, scores, list(teachers))
     has_reward: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
     if rewards is not None:
         has_reward = _among(rows, _ints(rewards["sample_row"], np.int64))
-    abandoned = held["abandoned"]
     return Columns(
         sample_rows=rows,
         admission=admission,
         total_len=held["total_len"],
         loss_tokens=held["loss_tokens"],
         version_first=held["policy_version_first"],
-        domains=domains,
+        domains=held["domain"],
         groups=rows if held.groups is None else held.groups,
         teachers=teacher_codes,
         has_signals=has_signals,
         has_reward=has_reward,
-        abandoned=abandoned if abandoned.any() else np.broadcast_to(False, len(rows)),
+        abandoned=held["abandoned"],
         domain_names=tuple(domain_names),
     )
 
@@ -189,6 +185,19 @@ class _Numbers:
             return self[name], names
         return rank.astype(_KINDS[name])[self[name]], names
 
+    def route_to(self, route: Callable[[str, str], str] | None, teachers: list[str]) -> list[str]:
+        """Names of the domains. The teacher of each sample becomes known; its effort was needed for that alone."""
+        self._arrays["domain"], names = self.codes("domain")
+        effort, effort_names = self.codes("effort")
+        del self._arrays["effort"]
+        teacher: NDArray[np.int16] = np.broadcast_to(np.int16(-1), self._count)
+        if route is not None:
+            teacher = _route(self["domain"], names, effort, effort_names, route, teachers)
+        self._arrays["teacher"] = teacher
+        if not self["abandoned"].any():
+            self._arrays["abandoned"] = np.broadcast_to(False, self._count)
+        return names
+
     def put_in_order(self) -> NDArray[np.int64]:
         """Sort the samples as they were admitted: generation, then ordinal inside the writer, then writer.
 
@@ -211,16 +220,21 @@ class _Numbers:
         if self._group_names:
             self.groups = _codes(pa.chunked_array(self._group_names))[0].astype(np.int64)
             self._group_names = []
+        del writers, generation
         for name in ("generation", "writer", "writer_seq"):
             del self._arrays[name]
         if bool(np.all(admission[1:] > admission[:-1])):
             return admission
         order = stable_order(admission)
+        spare: dict[np.dtype[Any], NDArray[Any]] = {}  # memory that was touched before costs less than new memory
         for name in self._arrays:
-            self._arrays[name] = self[name][order]
+            array = self[name]
+            if array.strides != (0,):
+                self._arrays[name] = np.take(array, order, out=spare.get(array.dtype), mode="clip")
+                spare[array.dtype] = array
         if self.groups is not None:
             self.groups = self.groups[order]
-        return admission[order]
+        return np.take(admission, order, out=spare[admission.dtype], mode="clip")
 
     def _coded(self, name: str, column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
         """[n] place of each string among the names seen so far."""
@@ -273,18 +287,25 @@ def _route(
     route: Callable[[str, str], str],
     teachers: list[str],
 ) -> NDArray[np.int16]:
-    pairs = domain_codes.astype(np.int32)
-    pairs *= max(len(effort_names), 1)
-    pairs += effort_codes
-    counts = np.bincount(pairs, minlength=len(domain_names) * max(len(effort_names), 1))
-    codes = np.full(len(counts), -1, dtype=np.int16)
-    for pair in np.flatnonzero(counts).tolist():
-        domain, effort_name = domain_names[pair // len(effort_names)], effort_names[pair % len(effort_names)]
+    efforts = max(len(effort_names), 1)
+
+    def pairs() -> Iterator[tuple[slice, NDArray[np.int64]]]:
+        for first in range(0, len(domain_codes), BLOCK):
+            here = slice(first, first + BLOCK)
+            yield here, domain_codes[here] * np.int64(efforts) + effort_codes[here]
+
+    codes = np.full(len(domain_names) * efforts, -1, dtype=np.int16)
+    occurs = sum((np.bincount(part, minlength=len(codes)) for _, part in pairs()), np.zeros(len(codes), np.int64))
+    for pair in np.flatnonzero(occurs).tolist():
+        domain, effort_name = domain_names[pair // efforts], effort_names[pair % efforts]
         teacher = route(domain, effort_name)
         if teacher not in teachers:
             raise InputError(f"domain {domain!r} routes to teacher {teacher!r}, the window has {teachers}")
         codes[pair] = teachers.index(teacher)
-    return np.asarray(codes[pairs])
+    found = np.empty(len(domain_codes), dtype=np.int16)
+    for here, part in pairs():
+        found[here] = codes[part]
+    return found
 
 
 def _has_kind(

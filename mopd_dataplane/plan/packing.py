@@ -76,12 +76,13 @@ def pack(
     stratum, shortfall = np.divmod(codes, cap)
     distinct = cap - shortfall
     bounds = np.flatnonzero(np.diff(stratum, prepend=-1, append=-1))
-    placed: list[int] = []
-    opened = [0]
+    placed, opened = [], [0]
     with _no_collector():
         for first, last in pairwise(bounds.tolist()):
-            opened.append(_place(distinct[first:last].tolist(), counts[first:last].tolist(), cap, opened[-1], placed))
-    first_pack, packs, each = np.fromiter(placed, np.int64, len(placed)).reshape(-1, 3).T
+            part, packs_made = _place(distinct[first:last].tolist(), counts[first:last].tolist(), cap, opened[-1])
+            placed.append(part)
+            opened.append(packs_made)
+    first_pack, packs, each = np.concatenate([np.empty((0, 3), dtype=np.int64), *placed]).T
     copies = np.repeat(each, packs)
     starts = np.cumsum(copies) - copies
     size = np.repeat(distinct[np.searchsorted(firsts, np.cumsum(packs * each) - 1, side="right") - 1], packs)
@@ -116,14 +117,16 @@ def _no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _place(distinct: list[int], counts: list[int], cap: int, opened: int, placed: list[int]) -> int:
-    """Place counts[i] samples of length distinct[i], which descends; the number of packs opened so far, afterwards.
+def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tuple[NDArray[np.int64], int]:
+    """Place counts[i] samples of length distinct[i], which descends, when `opened` packs are there already.
 
-    Adds to `placed`, in the order of the sorted samples: first pack, number of packs, copies that each of them takes.
+    Returns placements in the order of the sorted samples, as [placements, 3] first pack, number of packs, copies that
+    each of them takes; and how many packs are open afterwards.
     """
-    shelf: dict[int, list[tuple[int, int]]] = {}  # ranges of packs by room, where that is too little by now
+    placed: list[int] = []
+    shelf: dict[int, list[int]] = {}  # by room: packs with too little of it by now, as placements of one copy
     rooms: list[int] = []  # heap of the rooms on the shelf, negative: the most comes first
-    fitting: list[tuple[int, int, int]] = []  # room, range of packs: the least room that fits is last
+    fitting: list[tuple[int, int, int]] = []  # room, first and last of a range of packs: the least that fits is last
     wide = 0
     for length, count in zip(distinct, counts, strict=True):
         if 2 * length <= cap:
@@ -131,7 +134,7 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int, placed
         # Too long to share a pack with another of these, so every one opens its own.
         placed += (opened, count, 1)
         if length < cap:
-            shelf[cap - length] = [(opened, opened + count)]
+            shelf[cap - length] = [opened, count, 1]
             rooms.append(length - cap)
         opened += count
         wide += 1
@@ -139,8 +142,12 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int, placed
     for length, count in zip(distinct[wide:], counts[wide:], strict=True):
         while rooms and rooms[0] <= -length:
             room = -heappop(rooms)
-            for first, last in shelf.pop(room):
-                fitting.append((room, first, last))
+            packs = shelf.pop(room)
+            if room == length and sum(packs[1::3]) <= count:  # they fill up: most packs end so
+                placed += packs
+                count -= sum(packs[1::3])
+            else:
+                fitting += [(room, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 3)]
         while count:
             if fitting:
                 room, first, last = fitting.pop()
@@ -148,26 +155,29 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int, placed
                 room, first = cap, opened
                 last = opened = opened + -(-count // (cap // length))
             each = room // length
-            full = min(last - first, count // each)
+            full = last - first
+            if full * each > count:
+                full = count // each
             if full:
                 placed += (first, full, each)
                 count -= full * each
                 left = room - each * length
-                if left in shelf:
-                    shelf[left].append((first, first + full))
-                elif left:
-                    shelf[left] = [(first, first + full)]
-                    heappush(rooms, -left)
+                if left:
+                    if left in shelf:
+                        shelf[left] += (first, full, 1)
+                    else:
+                        shelf[left] = [first, full, 1]
+                        heappush(rooms, -left)
                 first += full
-            if first < last and count:
-                placed += (first, 1, count)
-                if first + 1 < last:
-                    fitting.append((room, first + 1, last))
-                fitting.append((room - count * length, first, first + 1))
-                count = 0
-            elif first < last:
+            if first < last:
+                if count:
+                    placed += (first, 1, count)
+                    if first + 1 < last:
+                        fitting.append((room, first + 1, last))
+                    fitting.append((room - count * length, first, first + 1))
+                    break
                 fitting.append((room, first, last))
-    return opened
+    return np.fromiter(placed, np.int64, len(placed)).reshape(-1, 3), opened
 
 
 def ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 BLOCK = 1 << 17
-"""Words that are made at once: they stay in the cache."""
+"""Elements that are worked on at once, so that they stay in the cache."""
 FEWEST_BITS = 16
-"""Random bits that rank equal codes, at least; with fewer, ties would be many."""
+"""Random bits that rank equal codes: with fewer, codes are made dense first."""
 
 
 def philox_key(seed: int, *parts: str | int) -> int:
@@ -37,8 +37,7 @@ def permutation(n: int, key: int) -> NDArray[np.int64]:
     words &= ~_index_bits(n)
     words |= np.arange(n, dtype=np.uint64)
     words.sort()
-    words &= _index_bits(n)
-    return words.view(np.int64)
+    return _positions(words)
 
 
 def sort_codes(
@@ -50,35 +49,47 @@ def sort_codes(
     Equal codes stay in place, or come in an order drawn from `key`: the bits that code and index leave free rank them
     (22 bits at 10 M samples of 10 teachers in packs of 32,768: some 60 pairs tie and stay in place).
     """
-    n, code_bits = len(codes), max(1, int(codes.max(initial=0)).bit_length())
-    if code_bits + n.bit_length() + (FEWEST_BITS if key is not None else 0) > 64:
-        drawn = np.arange(n) if key is None else permutation(n, key)
-        order = drawn[np.argsort(codes[drawn], kind="stable")]
-        distinct, firsts = np.unique(codes[order], return_index=True)
+    if _code_bits(codes) + len(codes).bit_length() + (FEWEST_BITS if key is not None else 0) > 64:
+        distinct, dense = np.unique(codes, return_inverse=True)
+        _, firsts, order = sort_codes(dense, key)
         return distinct, firsts, order
+    words, shift = _sorted_words(codes, key)
+    firsts = np.concatenate([np.zeros(min(len(words), 1), dtype=np.int64), *_changes(words, shift)])
+    return (words[firsts] >> shift).view(np.int64), firsts, _positions(words)
+
+
+def stable_order(codes: NDArray[np.integer]) -> NDArray[np.int64]:
+    """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values."""
+    if codes.dtype.itemsize <= 2 or _code_bits(codes) + len(codes).bit_length() > 64:
+        return np.argsort(codes, kind="stable")  # of the small ones, numpy has a radix sort
+    return _positions(_sorted_words(codes.astype(np.int64), None)[0])
+
+
+def _sorted_words(codes: NDArray[np.int64], key: int | None) -> tuple[NDArray[np.uint64], np.uint64]:
+    """(sorted words, in the memory of the codes: code, random bits with a key, position; the place of the code)."""
+    n, code_bits = len(codes), _code_bits(codes)
     words, shift, index_bits = codes.view(np.uint64), np.uint64(64 - code_bits), _index_bits(n)
-    noise = np.random.Philox(key=key or 0)
+    noise = np.random.Philox(key=key) if key is not None else None
     for first in range(0, n, BLOCK):
         block = words[first : first + BLOCK]
         block <<= shift
-        if key is not None:
+        if noise is not None:
             random = noise.random_raw(len(block))
             random >>= np.uint64(code_bits)
             random &= ~index_bits
             block |= random
         block |= np.arange(first, first + len(block), dtype=np.uint64)
     words.sort()
-    firsts = np.concatenate([np.zeros(min(n, 1), dtype=np.int64), *_changes(words, shift)])
-    distinct = (words[firsts] >> shift).view(np.int64)
-    words &= index_bits
-    return distinct, firsts, words.view(np.int64)
+    return words, shift
 
 
-def stable_order(codes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values."""
-    if codes.dtype.itemsize <= 2:  # numpy has a radix sort for these
-        return np.argsort(codes, kind="stable")
-    return sort_codes(codes.astype(np.int64))[2]
+def _positions(words: NDArray[np.uint64]) -> NDArray[np.int64]:
+    words &= _index_bits(len(words))
+    return words.view(np.int64)
+
+
+def _code_bits(codes: NDArray[np.integer]) -> int:
+    return max(1, int(codes.max(initial=0)).bit_length())
 
 
 def _changes(words: NDArray[np.uint64], shift: np.uint64) -> Iterator[NDArray[np.int64]]:
