@@ -61,6 +61,7 @@ def s3(object_server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     """URI of an empty place on the object store; its credentials are in the environment."""
     for name, value in object_server.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # what loaders keep of the object store
     return f"s3://bucket/{tmp_path.name}-{tmp_path.parent.name}"
 
 
