@@ -59,17 +59,28 @@ def deal_steps(
     packs = np.full((steps, rounds * ranks), -1, dtype=np.int64)
     column = np.arange(len(costs)) - np.repeat(step_starts[:-1], sizes)
     packs[np.repeat(np.arange(steps), sizes), column] = np.arange(len(costs))
-    pack_work = np.where(packs >= 0, costs[packs], -1.0)
-    heavy_first = np.argsort(-pack_work, axis=1, kind="stable")
+    pack_work = np.where(packs >= 0, costs[packs], 0.0)
+    heavy_first = _order_of_rows(pack_work)[:, ::-1]
     table = np.take_along_axis(packs, heavy_first, axis=1).reshape(steps, rounds, ranks)
-    work = np.maximum(np.take_along_axis(pack_work, heavy_first, axis=1), 0.0).reshape(steps, rounds, ranks)
+    work = np.take_along_axis(pack_work, heavy_first, axis=1).reshape(steps, rounds, ranks)
     load = np.zeros((steps, ranks))
     dealt = np.empty((steps, ranks, rounds), dtype=np.int64)
     for turn in range(rounds):
-        lightest = np.argsort(load, axis=1, kind="stable")
+        lightest = _order_of_rows(load)
         np.put_along_axis(dealt[:, :, turn], lightest, table[:, turn], axis=1)
         np.put_along_axis(load, lightest, np.take_along_axis(load, lightest, axis=1) + work[:, turn], axis=1)
     return dealt, load
+
+
+def _order_of_rows(work: NDArray[np.float64]) -> NDArray[np.int64]:
+    """[steps, n] columns of each row by work, the least first. Sorts values, several times faster than an argsort.
+
+    Floats that are not negative sort as their bits do; the last bits make room for the column.
+    """
+    column_bits = np.uint64((1 << work.shape[1].bit_length()) - 1)
+    words = (work.view(np.uint64) & ~column_bits) | np.arange(work.shape[1], dtype=np.uint64)
+    words.sort(axis=1)
+    return (words & column_bits).view(np.int64)
 
 
 def straggler_ratio(costs: NDArray[np.float64], step_starts: NDArray[np.int64], ranks: int) -> float:

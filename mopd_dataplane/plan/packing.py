@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import sort_codes, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, sort_codes, stable_order
 
 
 @dataclass(slots=True)
@@ -51,9 +51,17 @@ class Packs:
         place = np.full(len(self), len(packs), dtype=np.int64)
         place[packs] = np.arange(len(packs))
         place_of = place[self.pack_of]
-        runs = stable_order(place_of)[: int(np.count_nonzero(place_of < len(packs)))]
-        samples = self.samples[ranges(self.starts[runs], self.copies[runs])]
-        return samples, np.concatenate(([0], np.cumsum(self.sizes[packs])))
+        runs = np.flatnonzero(place_of < len(packs))
+        runs = runs[stable_order(place_of[runs])]
+        pack_starts = np.concatenate(([0], np.cumsum(self.sizes[packs])))
+        samples = np.empty(pack_starts[-1], dtype=np.int64)
+        done = 0
+        for first in range(0, len(runs), BLOCK):
+            part = runs[first : first + BLOCK]
+            places = ranges(self.starts[part], self.copies[part])
+            samples[done : done + len(places)] = self.samples[places]
+            done += len(places)
+        return samples, pack_starts
 
 
 def pack(

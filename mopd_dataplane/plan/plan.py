@@ -21,7 +21,7 @@ from mopd_dataplane.plan.balance import LINEAR_COST, straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.select import Selection, select
-from mopd_dataplane.plan.shuffle import stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.weights import Weight, weight_at
 
@@ -71,7 +71,8 @@ def build_window(
         )  # fmt: skip
         made.append(_arrange(layout, chosen, steps, linear_cost))
         steps += len(layout.step_starts) - 1
-    samples = np.concatenate([part.samples for part in made]) if epochs > 1 else made[0].samples
+    del layout
+    rows = np.concatenate([part.rows for part in made]) if epochs > 1 else made[0].rows
     plan = PlanWindow(
         stage=stage,
         window=window,
@@ -79,7 +80,7 @@ def build_window(
         settings=recorded_settings(settings, epochs, group_size, policy_version)
         | recorded_weights(settings, teacher_weights or {}, first_step, steps),
         snapshot=snapshot,
-        sample_rows=chosen.sample_rows[samples],
+        sample_rows=rows,
         pack_starts=_join_starts([part.pack_starts for part in made]),
         pack_teachers=np.concatenate([part.teachers for part in made]),
         step_starts=_join_starts([part.step_starts for part in made]),
@@ -88,7 +89,7 @@ def build_window(
     tokens, packs = sum(part.tokens for part in made), len(plan.pack_teachers)
     costs = np.concatenate([part.costs for part in made])
     plan.stats = {
-        "samples": len(samples),
+        "samples": len(rows),
         "tokens": tokens,
         "loss_tokens": sum(part.loss_tokens for part in made),
         "packs": packs,
@@ -160,9 +161,9 @@ def _check(settings: config.Plan, teachers: list[str], columns: Columns, group_s
 
 @dataclass(slots=True)
 class _Epoch:
-    """An epoch in the order it is trained in: of samples, of packs, of steps."""
+    """An epoch in the order it is trained in: rows of samples, packs, steps."""
 
-    samples: NDArray[np.int64]
+    rows: NDArray[np.int64]
     pack_starts: NDArray[np.int64]
     teachers: NDArray[np.int16]
     costs: NDArray[np.float64]
@@ -180,8 +181,11 @@ def _arrange(layout: Layout, chosen: Columns, steps_before: int, linear_cost: fl
     unused, _ = packed.gather(np.setdiff1d(np.arange(len(packed)), packs, assume_unique=True))
     # Most plans pack every sample, so their sum needs no walk through them in the order of packs.
     loss = chosen.loss_tokens if len(packed.samples) == len(chosen) else chosen.loss_tokens[packed.samples]
+    for first in range(0, len(samples), BLOCK):  # in place: memory that was not touched before is dear
+        block = samples[first : first + BLOCK]
+        block[:] = chosen.sample_rows[block]
     return _Epoch(
-        samples=samples,
+        rows=samples,
         pack_starts=pack_starts,
         teachers=layout.teachers[packs],
         costs=costs[packs],
