@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -124,13 +125,28 @@ def _print_level(facts: Mapping[str, Any], *, indent: int) -> None:
 
 
 def print_grid(grid: Grid) -> None:
-    """A table of the report, with the small print of a cell behind its text."""
-    shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for place, name in enumerate(grid.head):
-        shown.add_column(Text(one_line(name)), justify="left" if place < grid.words else "right")
-    for row in grid.rows:
-        shown.add_row(*(_annotated(item) for item in row))
+    """A table of the report, with the small print of a cell behind its text; turned over when that makes it fit."""
+    head, rows = list(map(Text, map(one_line, grid.head))), [list(map(_annotated, row)) for row in grid.rows]
+    shown = _grid(head, rows, words=grid.words)
+    if _width(shown) > stdout().width:
+        first, *others = zip(head, *rows, strict=True)
+        turned = _grid(first, others, words=1)
+        shown = min(shown, turned, key=_width)
     stdout().print(shown)
+
+
+def _grid(head: Iterable[Text], rows: Iterable[Iterable[Text]], *, words: int) -> Table:
+    shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for place, name in enumerate(head):
+        shown.add_column(name, justify="left" if place < words else "right")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def _width(shown: Table) -> int:
+    """Characters that a table wants."""
+    return Measurement.get(stdout(), stdout().options.update(width=10_000), shown).maximum
 
 
 def _annotated(item: Cell) -> Text:
