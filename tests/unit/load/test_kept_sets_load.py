@@ -16,7 +16,7 @@ from mopd_dataplane.load.layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
-from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, columns_from_tables
+from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Sample, sample_uid
 from mopd_dataplane.store.dataset import Store
@@ -48,7 +48,7 @@ def sample(number: int, *, kept: bool) -> Sample:
 def opened(folder: Path, samples: list[Sample], spec: LoadSpec = ASKS) -> WindowSource:
     store = Store.create(folder / "store")
     rows = store.commit_samples(samples, writer="w").rows
-    columns = columns_from_tables(store.samples(SAMPLE_COLUMNS), rows, route=None, teachers=[])
+    columns = collect_columns(store.scan_samples(SAMPLE_COLUMNS), len(rows), route=None, teachers=[])
     settings = config.Plan(pack_tokens=64, batch_samples=4)
     plan = build_window(
         columns, settings, seed=1, stage=STAGE, window=0, snapshot=store.snapshot(), teachers=[]
