@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import struct
 import time
@@ -30,6 +31,9 @@ FORMAT = 1
 _HEADER = struct.Struct("<4sIQI")
 """magic, format, bytes, crc32c of key and bytes"""
 _TOTAL = struct.Struct("<Q")
+_SHARD = re.compile("[0-9a-f]{2}")
+_RANGE = re.compile(r"\.?[0-9a-f]{30}")
+"""Names of folders and ranges; with a dot while a range is written."""
 BLOCK = 4096
 """A file takes whole blocks of the disk."""
 LOCK_S = 0.1
@@ -172,8 +176,10 @@ class RangeCache:
 
     def _look(self) -> Iterator[tuple[int, int, Path]]:
         """(when last read, bytes, path) of every range. Whoever writes has the lock, so half files are of the dead."""
-        for folder in self._folder.iterdir():
-            for entry in os.scandir(folder) if folder.is_dir() else ():
+        for folder in filter(_SHARD.fullmatch, os.listdir(self._folder)):
+            for entry in os.scandir(self._folder / folder):
+                if not _RANGE.fullmatch(entry.name):  # not of this cache
+                    continue
                 if entry.name.startswith("."):
                     os.unlink(entry)
                     continue
@@ -209,12 +215,12 @@ class RangeCache:
 
 
 def open_cache(folder: str, max_bytes: int | None) -> RangeCache | None:
-    """The cache in a folder, by default the user's; None for max_bytes 0 and, with a warning, where it has no place."""
+    """The cache under a folder, by default the user's. None for max_bytes 0, and, with a warning, without a place."""
     if max_bytes == 0:
         return None
-    where = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mopd" / "ranges"
+    where = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mopd"
     try:
-        return RangeCache(where.expanduser(), max_bytes)
+        return RangeCache(where.expanduser() / "ranges", max_bytes)
     except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home
         warnings.warn(
             f"hidden states of the object store are not kept in {where}: {error}; set load.cache_dir to a folder that "

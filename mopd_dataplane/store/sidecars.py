@@ -102,20 +102,16 @@ class ObjectSidecars:
     def read(self, parts: Sequence[Part]) -> None:
         """See Sidecars. Raises what ObjectFiles raises when the store does not answer."""
         absent = [(place, part) for place, part in enumerate(parts) if not self._cached(part)]
-        pieces = [
-            (place, Part(part.file, part.position + done, part.memory[done : done + PIECE]))
-            for place, part in absent
-            for done in range(0, len(part.memory), PIECE)
-        ]
-        requests = [self._requests.submit(self._fetch, part) for _, part in pieces]
-        # Each is bounded by ObjectFiles. All must end, also when one fails: the memory is another pack's afterwards.
-        wait(requests)
-        for (place, _), request in zip(pieces, requests, strict=True):
-            if not request.result(timeout=0):
-                raise FileEnded(place)
-        for _, part in absent:
-            if self._cache is not None:
-                self._cache.keep(self._key(part), part.memory)
+        requests = [[self._requests.submit(self._fetch, piece) for piece in _pieces(part)] for _, part in absent]
+        try:
+            for (place, part), own in zip(absent, requests, strict=True):
+                wait(own)  # ObjectFiles bounds each
+                if not all(request.result(timeout=0) for request in own):
+                    raise FileEnded(place)
+                if self._cache is not None:
+                    self._cache.keep(self._key(part), part.memory)
+        finally:  # all must end, also when one fails: the memory is another pack's afterwards
+            wait([request for own in requests for request in own])
 
     def _cached(self, part: Part) -> bool:
         return self._cache is not None and self._cache.read(self._key(part), part.memory)
@@ -134,3 +130,9 @@ class ObjectSidecars:
 
     def __del__(self) -> None:
         self._requests.shutdown(wait=False, cancel_futures=True)
+
+
+def _pieces(part: Part) -> list[Part]:
+    """The requests of one part."""
+    starts = range(0, len(part.memory), PIECE)
+    return [Part(part.file, part.position + done, part.memory[done : done + PIECE]) for done in starts]
