@@ -18,7 +18,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +79,8 @@ class RangeCache:
             found = False
         if not found:
             self._damaged += 1
-            self._path(key).unlink(missing_ok=True)
+            with suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
             return False
         self._hits += 1
         self._read_bytes += len(target)
@@ -95,9 +96,9 @@ class RangeCache:
             if not mine or path.exists():
                 return
             total = self._total()
-            if total + need > self.max_bytes:
-                total = self._make_room(min(self.max_bytes - need, int(self.max_bytes * LEFT)))
             try:
+                if total + need > self.max_bytes:
+                    total = self._make_room(min(self.max_bytes - need, int(self.max_bytes * LEFT)))
                 self._set_total(total + need)
                 self._write(path, key, content)
                 self._kept_bytes += len(content)

@@ -212,6 +212,16 @@ def test_a_folder_that_cannot_be_used_is_a_warning_and_no_cache(tmp_path: Path) 
         assert open_cache(str(tmp_path / "open"), None) is None
 
 
+def test_a_folder_that_goes_away_ends_keeping_and_nothing_else(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path / "c", 2 * TAKES)
+    keep(cache, "a", "b")
+    shutil.rmtree(tmp_path / "c")
+    assert read(cache, "a") is None
+    with pytest.warns(RuntimeWarning, match="nothing more is kept") as said:
+        keep(cache, "c", "d")
+    assert len(said) == 1
+
+
 def test_the_default_place_and_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with warnings.catch_warnings():
