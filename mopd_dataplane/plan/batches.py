@@ -125,13 +125,14 @@ def _batches_then_packs(
     if len(cuts) < 2:
         raise InputError(f"{len(samples):,} samples do not fill one batch and plan.drop_last is set; nothing is left")
     samples = samples[: unit_starts[cuts[-1]]]
-    steps = np.repeat(np.arange(len(cuts) - 1), np.diff(unit_starts[cuts]))
     teachers = int(chosen.teachers.max()) + 2
-    strata = steps * teachers + chosen.teachers[samples] + 1
+    strata = np.repeat(np.arange(1, len(cuts)) * teachers, np.diff(unit_starts[cuts]))
+    del sizes, unit_starts
+    strata += chosen.teachers[samples]
     packs = pack(chosen.total_len[samples], settings.pack_tokens, strata)
     packs.samples = samples[packs.samples]
-    step, teacher = np.divmod(packs.strata, teachers)
-    step_starts = np.searchsorted(step, np.arange(len(cuts)))
+    step, teacher = np.divmod(packs.strata + 1, teachers)
+    step_starts = np.searchsorted(step, np.arange(1, len(cuts) + 1))
     return Layout(packs, (teacher - 1).astype(np.int16), np.arange(len(packs)), step_starts)
 
 

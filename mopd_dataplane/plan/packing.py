@@ -32,7 +32,7 @@ class Packs:
     samples: NDArray[np.int64]
     """[n] places of the samples in what was packed: by stratum, there the longest first."""
     starts: NDArray[np.int64]
-    copies: NDArray[np.int64]
+    copies: NDArray[np.int32]
     pack_of: NDArray[np.int64]
     strata: NDArray[np.int64]
     """[packs] stratum that all samples of the pack belong to."""
@@ -70,7 +70,8 @@ def pack(
     """Pack samples so that no pack exceeds `cap` tokens or mixes two strata.
 
     lengths: [n] tokens, each in 1..cap. strata: [n] non-negative codes; None is one stratum. Samples of equal length
-    are taken in the given order, or in one drawn from `key`: a shuffled order gives shuffled packs.
+    are taken in the given order, or in one drawn from `key`: a shuffled order gives shuffled packs. At most 2^31 - 1
+    packs.
     Raises InputError when a length is outside 1..cap.
     """
     shortest, longest = int(lengths.min(initial=cap)), int(lengths.max(initial=1))
@@ -81,35 +82,35 @@ def pack(
     codes -= lengths
     codes, firsts, samples = sort_codes(codes, key)
     counts = np.diff(firsts, append=len(samples))
-    stratum, shortfall = np.divmod(codes, cap)
-    distinct = cap - shortfall
+    del firsts
+    stratum, distinct = np.divmod(codes, cap)
+    del codes
+    np.subtract(cap, distinct, out=distinct)
     bounds = np.flatnonzero(np.diff(stratum, prepend=-1, append=-1))
-    placed, opened = [], [0]
+    strata = stratum[bounds[:-1]]
+    del stratum
+    parts, opened = [np.empty((0, 4), dtype=np.int32)], [0]
     with _no_collector():
         for first, last in pairwise(bounds.tolist()):
             part, packs_made = _place(distinct[first:last].tolist(), counts[first:last].tolist(), cap, opened[-1])
-            placed.append(part)
+            parts.append(part)
             opened.append(packs_made)
-    first_pack, packs, each = np.concatenate([np.empty((0, 3), dtype=np.int64), *placed]).T
-    copies = np.repeat(each, packs)
-    starts = np.cumsum(copies) - copies
-    size = np.repeat(distinct[np.searchsorted(firsts, np.cumsum(packs * each) - 1, side="right") - 1], packs)
-    pack_of = ranges(first_pack, packs)
-    tokens = copies * size
+    del counts, distinct
+    placed = np.concatenate(parts)
+    del parts
+    copies = np.repeat(placed[:, 2], placed[:, 1])
+    tokens = copies * np.repeat(placed[:, 3], placed[:, 1]).astype(np.int64)
+    pack_of = ranges(placed[:, 0], placed[:, 1])
 
-    def total(of_runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    def total(of_runs: NDArray[np.integer]) -> NDArray[np.int64]:
         return np.bincount(pack_of, weights=of_runs, minlength=opened[-1]).astype(np.int64)
 
-    return Packs(
-        samples=samples,
-        starts=starts,
-        copies=copies,
-        pack_of=pack_of,
-        strata=np.repeat(stratum[bounds[:-1]], np.diff(opened)),
-        sizes=total(copies),
-        tokens=total(tokens),
-        squares=total(tokens * size),
-    )
+    sizes, tokens_of = total(copies), total(tokens)
+    tokens *= np.repeat(placed[:, 3], placed[:, 1])
+    del placed
+    starts = np.cumsum(copies, dtype=np.int64)
+    starts -= copies
+    return Packs(samples, starts, copies, pack_of, np.repeat(strata, np.diff(opened)), sizes, tokens_of, total(tokens))
 
 
 @contextmanager
@@ -125,14 +126,14 @@ def _no_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tuple[NDArray[np.int64], int]:
+def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tuple[NDArray[np.int32], int]:
     """Place counts[i] samples of length distinct[i], which descends, when `opened` packs are there already.
 
-    Returns placements in the order of the sorted samples, as [placements, 3] first pack, number of packs, copies that
-    each of them takes; and how many packs are open afterwards.
+    Returns placements in the order of the sorted samples, as [placements, 4] first pack, number of packs, copies that
+    each of them takes, length; and how many packs are open afterwards.
     """
     placed: list[int] = []
-    shelf: dict[int, list[int]] = {}  # by room: packs with too little of it by now, as placements of one copy
+    shelf: dict[int, list[int]] = {}  # by room: packs with too little of it by now, as the placements that fill them
     rooms: list[int] = []  # heap of the rooms on the shelf, negative: the most comes first
     fitting: list[tuple[int, int, int]] = []  # room, first and last of a range of packs: the least that fits is last
     wide = 0
@@ -140,9 +141,9 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
         if 2 * length <= cap:
             break
         # Too long to share a pack with another of these, so every one opens its own.
-        placed += (opened, count, 1)
+        placed += (opened, count, 1, length)
         if length < cap:
-            shelf[cap - length] = [opened, count, 1]
+            shelf[cap - length] = [opened, count, 1, cap - length]
             rooms.append(length - cap)
         opened += count
         wide += 1
@@ -151,11 +152,11 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
         while rooms and rooms[0] <= -length:
             room = -heappop(rooms)
             packs = shelf.pop(room)
-            if room == length and sum(packs[1::3]) <= count:  # they fill up: most packs end so
+            if room == length and sum(packs[1::4]) <= count:  # they fill up: most packs end so
                 placed += packs
-                count -= sum(packs[1::3])
+                count -= sum(packs[1::4])
             else:
-                fitting += [(room, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 3)]
+                fitting += [(room, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 4)]
         while count:
             if fitting:
                 room, first, last = fitting.pop()
@@ -167,28 +168,28 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
             if full * each > count:
                 full = count // each
             if full:
-                placed += (first, full, each)
+                placed += (first, full, each, length)
                 count -= full * each
                 left = room - each * length
                 if left:
                     if left in shelf:
-                        shelf[left] += (first, full, 1)
+                        shelf[left] += (first, full, 1, left)
                     else:
-                        shelf[left] = [first, full, 1]
+                        shelf[left] = [first, full, 1, left]
                         heappush(rooms, -left)
                 first += full
             if first < last:
                 if count:
-                    placed += (first, 1, count)
+                    placed += (first, 1, count, length)
                     if first + 1 < last:
                         fitting.append((room, first + 1, last))
                     fitting.append((room - count * length, first, first + 1))
                     break
                 fitting.append((room, first, last))
-    return np.fromiter(placed, np.int64, len(placed)).reshape(-1, 3), opened
+    return np.fromiter(placed, np.int32, len(placed)).reshape(-1, 4), opened
 
 
-def ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranges(firsts: NDArray[np.integer], counts: NDArray[np.integer]) -> NDArray[np.int64]:
     """Concatenation of arange(first, first + count), every count 1 or more."""
     filled = np.ones(int(counts.sum()), dtype=np.int64)
     filled[:1] = firsts[:1]
