@@ -168,9 +168,10 @@ class Rollout(Section):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    record: tuple[Literal["support"], ...] = ()
-    """What is stored of every drawn token besides its log-prob. `support`: the ids that top_k and top_p left to draw
-    from, at most top_k of them; a policy gradient then takes its log-probs over the same tokens."""
+    record: tuple[Literal["support", "experts"], ...] = ()
+    """What is stored of every token besides its log-prob. `support`: the ids that top_k and top_p left to draw from, at
+    most top_k of them; a policy gradient then takes its log-probs over the same tokens. `experts`: which experts of a
+    mixture of experts it went to; a policy gradient then sends it to the same ones."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     max_new_tokens: int = Field(default=256, ge=1)
     stop: tuple[str, ...] = ()

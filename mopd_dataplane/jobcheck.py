@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mopd_dataplane.errors import JobFileError, nearest
 
 if TYPE_CHECKING:
+    from mopd_dataplane.config import Rollout
     from mopd_dataplane.jobfile import Job, Stage
 
 
@@ -97,11 +98,13 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
             'not from what the student keeps; take "support" out of rollout.record, or set teacher_mix = 0'
         )
-    if "support" in rollout.record and job.engine.kind != "hf":
+    if rollout.record and job.engine.kind != "hf":
         raise JobFileError(
-            f'{at}: engine.kind = {job.engine.kind!r} does not say which tokens it keeps; set engine.kind = "hf", or '
-            'take "support" out of rollout.record'
+            f"{at}: engine.kind = {job.engine.kind!r} does not say what record = {list(rollout.record)} asks for; "
+            'set engine.kind = "hf", or record = []'
         )
+    if "experts" in rollout.record:
+        _check_experts(rollout, at)
     if rollout.teacher_mix and rollout.policy != "self":
         raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')
     if rollout.teacher_mix and job.engine.kind != "hf":
@@ -122,6 +125,14 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             )
         if rollout.group_size > 1:
             raise JobFileError(f"{at}: a prompt has one reference answer, not {rollout.group_size}: set group_size = 1")
+
+
+def _check_experts(rollout: Rollout, at: str) -> None:
+    if rollout.teacher_mix or rollout.policy != "self" or (rollout.student_share < 1 and rollout.rest != "reference"):
+        raise JobFileError(
+            f"{at}: a teacher that writes, or helps to write, samples has experts of its own, which the student cannot "
+            'follow; take "experts" out of rollout.record, or let the student alone sample'
+        )
 
 
 def _check_reads(job: Job, stage: Stage, at: str) -> None:

@@ -105,6 +105,9 @@ class Sample:
     """[M] how many ids each loss-masked token was drawn from; 0 where nothing was cut; None when not recorded."""
     support_ids: NDArray[np.int32] | None = None
     """[sum of support_sizes] those ids, token after token."""
+    experts: NDArray[np.int16] | None = None
+    """[L - 1, W] expert ids, over all layers, of every token but the last, which nothing read; None when not recorded.
+    """
     turns: int = 1
     finish_reason: str
     """One of FINISH_REASONS."""
@@ -256,6 +259,8 @@ class Pack:
     """[M] int32, ids that each trained token was drawn from; 0: from the whole vocabulary"""
     support_ids: Any | None = None
     """[sum of support_sizes] int32, those ids, token after token"""
+    experts: Any | None = None
+    """[T, W] int16, expert ids of each token over all layers; -1 where none are recorded"""
     teacher_logprobs: Any | None = None
     """[T] f32, 0 where loss_mask is 0"""
     reference_logprobs: Any | None = None

@@ -104,6 +104,9 @@ SAMPLES = TableSpec(
             _field(
                 "support_len", pa.int32(), "kept token ids in `tokens`; null when not recorded", null=True, unit="ids"
             ),
+            _field(
+                "experts_width", pa.int32(), "W, expert ids of one token; null when not recorded", null=True, unit="ids"
+            ),
         ]
     ),
     key=("uid",),
@@ -141,6 +144,12 @@ TOKENS = TableSpec(
                 "support_ids",
                 pa.list_(pa.field("item", pa.int32(), nullable=False)),
                 "[sum of support_sizes] those ids, token after token; null if not recorded",
+                null=True,
+            ),
+            _field(
+                "experts",
+                pa.list_(pa.field("item", pa.int16(), nullable=False)),
+                "[(L - 1) * W] expert ids of every token but the last: layers in order, the chosen of each; or null",
                 null=True,
             ),
         ]

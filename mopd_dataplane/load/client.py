@@ -297,7 +297,13 @@ class _MappedSlot:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only, which it is
                 self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        kinds = {"<i4": torch.int32, "<i8": torch.int64, "<f4": torch.float32, "|u1": torch.uint8}
+        kinds = {
+            "<i2": torch.int16,
+            "<i4": torch.int32,
+            "<i8": torch.int64,
+            "<f4": torch.float32,
+            "|u1": torch.uint8,
+        }
         part = self._bytes[field.offset : field.offset + field.nbytes]
         return part.view(kinds[field.dtype]).view(field.shape)
 

@@ -28,7 +28,7 @@ MAGIC = b"MOPS"
 FORMAT = 2
 HEADER_BYTES = 64
 FIELD_BYTES = 64
-DTYPES = ("<i4", "<i8", "<f4", "|u1")
+DTYPES = ("<i2", "<i4", "<i8", "<f4", "|u1")
 UNCHECKED = "hidden"
 """The last field, left out of the slot's checksum: it has its own in the store and is far larger than the rest."""
 _KIND = {name: np.dtype(name) for name in DTYPES}

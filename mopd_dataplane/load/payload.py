@@ -7,7 +7,7 @@ field, straight into the slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
 SUPPORT = ("support_sizes", "support_ids")
+EXPERTS = ("experts",)
 REQUEST_TOKENS = 1 << 20
 """Tokens of one read: large enough to spread its fixed cost, small enough that its buffers are reused."""
 
@@ -43,14 +44,14 @@ class Payload:
         lengths: NDArray[np.int64],
         signals: Wanted,
         *,
-        support: bool,
+        recorded: Sequence[str],
         verify: bool,
     ) -> None:
-        """Read them. sample_rows: [n], sorted, distinct. lengths: [n] tokens of each. support: kept sets too."""
-        wanted = (*PAYLOAD, *SUPPORT) if support else PAYLOAD
+        """Read them. sample_rows: [n], sorted, distinct. lengths: [n] tokens of each. recorded: more columns."""
+        wanted = (*PAYLOAD, *recorded)
         tables = [store.read_tokens(sample_rows[part], wanted, snapshot, verify=verify) for part in _requests(lengths)]
         self._place = {row: place for place, row in enumerate(sample_rows.tolist())}
-        self._kept = [_Lists([table[name] for table in tables]) for name in SUPPORT if support]
+        self._recorded = {name: _Lists([table[name] for table in tables]) for name in recorded}
         columns = ([table[name] for table in tables] for name in PAYLOAD)
         self._tokens, self._logprobs, self._masks, self._starts, self._versions = map(_Lists, columns)
         self._signals: dict[tuple[str, str], dict[int, Any]] = {}
@@ -94,7 +95,7 @@ class Payload:
 
         lengths: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
         """
-        sizes, ids = self._kept
+        sizes, ids = (self._recorded[name] for name in SUPPORT)
         begin = first = 0
         for row, length in zip(sample_rows.tolist(), lengths.tolist(), strict=True):
             place = self._place[row]
@@ -105,6 +106,21 @@ class Payload:
             out["support_sizes"][begin : begin + len(own)] = own
             out["support_ids"][first : first + length] = ids[place]
             begin, first = begin + len(own), first + length
+
+    def fill_experts(self, sample_rows: NDArray[np.int64], bounds: NDArray[np.int32], out: NDArray[np.int16]) -> None:
+        """Write the expert ids of every token [T, W]; -1 at the last of each sample and where none are recorded.
+
+        bounds: [S + 1] cu_seqlens. Raises DamagedError when there are not W ids for each token.
+        """
+        experts = self._recorded["experts"]
+        out[:] = -1
+        for row, (first, last) in zip(sample_rows.tolist(), pairwise(bounds.tolist()), strict=True):
+            ids, wanted = experts[self._place[row]], (last - first - 1) * out.shape[1]
+            if len(ids) not in (0, wanted):
+                said = f"sample row {row} has {len(ids)} expert ids, its metadata says {wanted}"
+                raise DamagedError(f"{said}; run `mopd store verify`")
+            if len(ids):
+                out[first : last - 1] = ids.reshape(-1, out.shape[1])
 
     def fill_logprobs(
         self, teacher: str, sample_rows: NDArray[np.int64], bounds: NDArray[np.int32], out: NDArray[np.float32]

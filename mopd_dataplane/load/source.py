@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
-from mopd_dataplane.load.payload import Payload
+from mopd_dataplane.load.payload import EXPERTS, SUPPORT, Payload
 from mopd_dataplane.load.rewards import Outcomes, group_outcomes
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow
@@ -39,6 +39,7 @@ class WindowSource:
         self.lengths: NDArray[np.int64] = metadata["total_len"].to_numpy().astype(np.int64)
         self.loss_tokens: NDArray[np.int64] = metadata["loss_tokens"].to_numpy().astype(np.int64)
         self._support_lens = self._support() if spec.support else None
+        self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
         self._signals = self._signal_readers()
@@ -85,6 +86,8 @@ class WindowSource:
         if self._support_lens is not None:
             shapes["support_sizes"] = ("<i4", (trained,))
             shapes["support_ids"] = ("<i4", (int(self._support_lens[inside].sum()),))
+        if self._experts_width:
+            shapes["experts"] = ("<i2", (tokens, self._experts_width))
         if "logprob" in self._spec.signals:
             shapes["teacher_logprobs"] = ("<f4", (tokens,))
         if self._spec.reference:
@@ -143,9 +146,9 @@ class WindowSource:
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
         rows, first = np.unique(self.plan.sample_rows[places], return_index=True)
         lengths = self.lengths[places[first]]
-        support = self._support_lens is not None
+        recorded = [*(SUPPORT if self._support_lens is not None else ()), *(EXPERTS if self._experts_width else ())]
         return Payload(
-            self._store, self.plan.snapshot, rows, lengths, signals, support=support, verify=self._spec.verify
+            self._store, self.plan.snapshot, rows, lengths, signals, recorded=recorded, verify=self._spec.verify
         )
 
     def _judges(self, teacher: str) -> list[tuple[str, str]]:
@@ -171,6 +174,8 @@ class WindowSource:
         payload.fill_tokens(rows, self.lengths[span], out)
         if self._support_lens is not None:
             payload.fill_support(rows, self._support_lens[span], out)
+        if self._experts_width:
+            payload.fill_experts(rows, out["cu_seqlens"], out["experts"])
         out["sample_rows"][:] = rows
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
@@ -189,6 +194,19 @@ class WindowSource:
         metadata = self._store.take_samples(self.plan.sample_rows, ["support_len"], self.plan.snapshot)
         lengths: NDArray[np.int64] = metadata["support_len"].fill_null(0).to_numpy().astype(np.int64)
         return lengths if lengths.any() else None
+
+    def _width_of_experts(self) -> int:
+        """Expert ids of one token; 0 when no sample of the window has any. Raises MismatchError for more than one W."""
+        if not self._store.has_column("samples", "experts_width", self.plan.snapshot):
+            return 0
+        metadata = self._store.take_samples(self.plan.sample_rows, ["experts_width"], self.plan.snapshot)
+        widths = metadata["experts_width"].drop_null().unique().to_pylist()
+        if len(widths) > 1:
+            raise MismatchError(
+                f"samples of one window have {' and '.join(map(str, sorted(widths)))} expert ids a token: two models "
+                "wrote them; plan each model's samples in a stage of their own"
+            )
+        return int(widths[0]) if widths else 0
 
     def _rewards(self) -> Outcomes:
         table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)

@@ -26,6 +26,8 @@ class LoadSpec(Section):
     """Whether packs carry outcome rewards and group-relative advantages."""
     support: bool = False
     """Whether packs carry the kept sets of their tokens, where a sample of the window has them."""
+    experts: bool = False
+    """Whether packs carry the recorded experts of their tokens, where a sample of the window has them."""
     reward_std: bool = False
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
@@ -63,6 +65,7 @@ class LoadSpec(Section):
             reference=gradient.reference if gradient else "",
             rewards=objective.needs_rewards,
             support=gradient is not None,
+            experts=gradient is not None,
             verifier=verifier,
             reward_std=bool(gradient and gradient.reward_std),
             slots=load.slots,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.experts import Routing
 from mopd_dataplane.models import lm_head, load_model, weights_digest
 from mopd_dataplane.rollout.kvcache import SlotCache
 
@@ -31,6 +32,7 @@ class Decoder:
         if sliding:
             raise MismatchError(f"{folder}: layers of type {sorted(sliding)} are not supported; use full attention")
         self._device = device
+        self._routing = Routing.of(self.model)
         head = lm_head(self.model)
         self._head_weight = head.weight.detach().float()
         self._head_bias = None if head.bias is None else head.bias.detach().float()
@@ -44,6 +46,15 @@ class Decoder:
     def clear(self, rows: int) -> None:
         """Forget all keys and values."""
         self.cache = SlotCache(int(self.model.config.num_hidden_layers), rows)
+
+    def routes(self) -> NDArray[np.int16]:
+        """[tokens, W] expert ids of the newest pass, W over all layers. Raises MismatchError without routers."""
+        if self._routing is None:
+            raise MismatchError(
+                f'{type(self.model).__name__} has no router that can be read; take "experts" out of rollout.record'
+            )
+        ids: NDArray[np.int16] = self._routing.chosen().cpu().numpy()
+        return ids
 
     def prefill(self, rows: Sequence[int], block: NDArray[np.int64]) -> torch.Tensor:
         """Read right-padded sequences [N, T] into rows; their states [N, T, D]."""

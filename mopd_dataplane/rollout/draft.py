@@ -40,6 +40,8 @@ class Opening:
     prompt_ids: tuple[int, ...]
     support: bool = False
     """Whether the kept sets of its tokens are recorded."""
+    experts: bool = False
+    """Whether the experts of its tokens are recorded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +54,10 @@ class Draft:
     loss_mask: bytearray = field(default_factory=bytearray)
     kept: KeptSets = field(default_factory=KeptSets)
     """Of the tokens that the policy wrote; empty unless the opening asks for them."""
+    routes: bytearray = field(default_factory=bytearray)
+    """int16 expert ids of prompt and response, token after token; empty unless the opening asks for them"""
+    routes_width: int = 0
+    """Expert ids of one token over all layers; 0 until the first are known."""
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     """(first position, policy version, digest of its weights) of each stretch by one policy"""
     ended: int = GOING
@@ -88,12 +94,25 @@ class Draft:
         """Whether the newest span is of the policy with these weights."""
         return bool(self.spans) and self.spans[-1][2] == policy_digest
 
+    @property
+    def routed(self) -> int:
+        """Tokens, prompt included, whose experts are known."""
+        return len(self.routes) // (2 * self.routes_width) if self.routes_width else 0
+
+    @property
+    def experts(self) -> NDArray[np.int16]:
+        """[L - 1, W] expert ids of every token but the last, which nothing has read (a copy)."""
+        read = max(len(self.opening.prompt_ids) + len(self) - 1, 0)
+        return np.frombuffer(self.routes, np.int16).reshape(-1, max(self.routes_width, 1))[:read].copy()
+
     def digest(self) -> int:
         """crc32c over tokens, log-prob bits, mask, and kept sets where they are recorded."""
         columns = [self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask)]
         if self.opening.support:
             kept = self.kept.first(self.kept.drawn)
             columns += [kept.sizes.tobytes(), kept.ids.tobytes()]
+        if self.opening.experts:
+            columns.append(self.experts.tobytes())
         return crc32c(*columns)
 
     def request(self) -> Request:
@@ -110,6 +129,7 @@ class Draft:
             max_new_tokens=opening.max_new_tokens,
             stop=opening.stop,
             support=opening.support,
+            experts=opening.experts,
         )
 
     def sample(self) -> Sample:
@@ -139,6 +159,7 @@ class Draft:
             versions=np.array([version for _, version, _ in self.spans], np.int32),
             support_sizes=None if kept is None else kept.sizes,
             support_ids=None if kept is None else kept.ids,
+            experts=self.experts if opening.experts else None,
             turns=self.turns,
             finish_reason=self.finish_reason,
             interruptions=self.interruptions,

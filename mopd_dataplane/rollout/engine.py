@@ -45,6 +45,8 @@ class Request:
     """Stop strings, matched over the whole response text."""
     support: bool = False
     """Whether the engine says which tokens it kept to draw from."""
+    experts: bool = False
+    """Whether the engine says which experts each token it read went to."""
 
     def digest(self) -> str:
         """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
@@ -53,6 +55,16 @@ class Request:
         for ids in (self.prompt_ids, self.prefix_ids):
             found.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
         return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Expert ids of the tokens that each of B samples was read up to: the newest `counts` of them."""
+
+    counts: NDArray[np.int32]
+    """[B] 0 where the request does not ask"""
+    ids: NDArray[np.int16]
+    """[sum of counts, W] expert ids of all layers, sample after sample"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,9 @@ class StepOutput:
     """[B] GOING, STOP or LENGTH; a finished slot is free when step returns"""
     kept: Kept | None = None
     """Kept sets of the B tokens, empty for those whose request does not ask; None when no request asks"""
+    routes: Routes | None = None
+    """Experts of the tokens that were read for the B tokens, since the request was admitted or its step before; None
+    when no request asks"""
 
 
 class Engine(Protocol):
@@ -159,6 +174,20 @@ def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
             f"the engine drew token {output.token_ids[bad]} at response position {output.positions[bad]} and says that "
             "it had not kept it; nothing of this step was written; run again to continue with a new engine"
         )
+
+
+def check_routes(output: StepOutput, asked: NDArray[np.bool_], lacking: NDArray[np.int64]) -> Routes:
+    """The step's experts. Refuse a step without those of what was read for every token that is asked for them [B].
+
+    lacking: [B] tokens whose experts nobody has said yet.
+    """
+    routes = output.routes
+    if routes is None or len(routes.counts) != len(asked) or (routes.counts[asked] < lacking[asked]).any():
+        raise EngineError(
+            "the engine does not say which experts it chose, and rollout.record asks for it; nothing of this step was "
+            'written; take "experts" out of rollout.record, or sample with a mixture of experts'
+        )
+    return routes
 
 
 def check_answered(output: StepOutput, due: NDArray[np.int32], *, lockstep: bool) -> None:

@@ -27,7 +27,7 @@ from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout import kvfile
 from mopd_dataplane.rollout.decoder import Decoder
-from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
+from mopd_dataplane.rollout.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
 from mopd_dataplane.rollout.keptsets import joined, kept_of
 from mopd_dataplane.rollout.sampling import Floats, SlotNoise, draw, log_distribution, mixture
 from mopd_dataplane.rollout.stops import StopText
@@ -121,6 +121,8 @@ class HfEngine:
         self._noise = SlotNoise(slots, self.vocab_size)
         self._requests: list[Request] = []
         self._stops: list[StopText | None] = []
+        self._read: list[NDArray[np.int16] | None] = []
+        """Expert ids of what each row was prefilled with, until its next step says them."""
         self._slot = np.zeros(slots, np.int64)
         self._last = np.zeros(slots, np.int64)
         self._length = np.zeros(slots, np.int64)
@@ -150,6 +152,10 @@ class HfEngine:
         for row, ids in zip(block, sequences, strict=True):
             row[: len(ids) - 1] = ids[:-1]
         states = [decoder.prefill(rows, block) for decoder in self._decoders]
+        if any(request.experts for _, request in group):
+            routes = self._decoders[0].routes().reshape(*block.shape, -1)
+            for place, own, ids in zip(rows, routes, sequences, strict=True):
+                self._read[place] = own[: len(ids) - 1] if self._requests[place].experts else None
         resumed = [index for index, (_, request) in enumerate(group) if len(request.prefix_ids)]
         return {group[i][0]: self._rescore(group[i][1], [every[i] for every in states]) for i in resumed}
 
@@ -162,6 +168,7 @@ class HfEngine:
             stops.extend(request.prefix_ids.tolist())
         self._requests.append(request)
         self._stops.append(stops)
+        self._read.append(None)
         self._slot[row] = slot
         self._last[row] = ids[-1]
         self._length[row] = len(ids)
@@ -203,7 +210,9 @@ class HfEngine:
         positions = self._length[:live] - self._prompt[:live]
         tokens, logprobs, kept = self._sample(logits, positions)
         finished = self._finished(tokens, positions)
-        output = StepOutput(self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, kept)
+        output = StepOutput(
+            self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, kept, self._routes()
+        )
         self._last[:live] = tokens
         self._length[:live] += 1
         for row in np.flatnonzero(finished)[::-1]:
@@ -214,6 +223,18 @@ class HfEngine:
         """[live, V] logits of each decoder."""
         last, columns = self._last[:live], self._length[:live] - 1
         return [decoder.forward(last, columns) for decoder in self._decoders]
+
+    def _routes(self) -> Routes | None:
+        """Experts of what the rows that ask have read since they last said; the newest pass was their step."""
+        if not any(request.experts for request in self._requests):
+            return None
+        stepped = self._decoders[0].routes()
+        said: list[NDArray[np.int16]] = []
+        for row, request in enumerate(self._requests):
+            before, self._read[row] = self._read[row], None
+            own = stepped[row : row + 1] if request.experts else stepped[:0]
+            said.append(own if before is None else np.concatenate([before, own]))
+        return Routes(np.array([len(ids) for ids in said], np.int32), np.concatenate(said))
 
     def _log_distribution(
         self, logits: Sequence[NDArray[np.float32]], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
@@ -261,10 +282,10 @@ class HfEngine:
     def _leave(self, row: int) -> None:
         """Free a row; the last row moves into it."""
         last = len(self._requests) - 1
-        request, stops = self._requests.pop(), self._stops.pop()
+        request, stops, read = self._requests.pop(), self._stops.pop(), self._read.pop()
         if row == last:
             return
-        self._requests[row], self._stops[row] = request, stops
+        self._requests[row], self._stops[row], self._read[row] = request, stops, read
         for decoder in self._decoders:
             decoder.cache.move(last, row, int(self._length[last]))
         for column in (
@@ -277,7 +298,7 @@ class HfEngine:
     def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
         """See Engine.save. The logits of the next token go into the file too: restore compares them bit by bit."""
         live = len(self._requests)
-        if not live or not limit_bytes:
+        if not live or not limit_bytes or any(read is not None for read in self._read):
             return 0
         # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
         logits = torch.from_numpy(np.stack(self._forward(live)))

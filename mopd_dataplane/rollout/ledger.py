@@ -7,6 +7,7 @@ and the state rebuilt from its log come out of the same code.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class Ledger:
                 self._step(message)
             case messages.Support():
                 self._support(message)
+            case messages.Routed():
+                self._routed(message)
             case messages.Open():
                 self._open(message)
             case messages.Span(handle, position, version, digest):
@@ -91,6 +94,21 @@ class Ledger:
         for handle, ordinal, first, last in zip(*(column.tolist() for column in columns), strict=True):
             self._open_draft(handle).kept.put(ordinal, message.kept.ids[first:last])
 
+    def _routed(self, message: messages.Routed) -> None:
+        handles, positions, width = message.handles, message.positions, message.ids.shape[1]
+        cuts = [0, *(np.flatnonzero(np.diff(handles)) + 1).tolist(), len(handles)]
+        for begin, end in pairwise(cuts if len(handles) else [0]):
+            draft = self._open_draft(int(handles[begin]))
+            first, known = int(positions[begin]), draft.routed
+            steady = int(positions[end - 1]) - first == end - 1 - begin
+            if not steady or first > known or draft.routes_width not in (0, width):
+                raise ValueError(
+                    f"sample {draft.opening.uid}: experts of {end - begin} tokens from {first} on, {width} ids each; "
+                    f"{known} tokens of {draft.routes_width} ids so far"
+                )
+            draft.routes_width = width
+            draft.routes += message.ids[begin + known - first : end].astype(np.int16).tobytes()
+
     def _step(self, message: messages.Step) -> None:
         drafts = self.drafts
         columns = (message.handles, message.positions, message.tokens, message.logprobs, message.ended)
@@ -100,6 +118,8 @@ class Ledger:
                 raise ValueError(f"sample {draft.opening.uid}: token {position} follows token {len(draft) - 1}")
             if draft.opening.support:
                 draft.kept.take(1)
+            if draft.opening.experts and draft.routed < len(draft.opening.prompt_ids) + position:
+                raise ValueError(f"sample {draft.opening.uid}: token {position} was drawn of unknown experts")
             draft.tokens.append(token)
             draft.logprobs.append(logprob)
             draft.loss_mask.append(1)
@@ -146,6 +166,10 @@ def _carried(handle: int, draft: Draft) -> Iterator[messages.Any]:
     if sets := len(draft.kept):
         handles = np.full(sets, handle, np.uint32)
         yield from messages.Support.records(handles, np.arange(sets, dtype=np.uint32), draft.kept.first(sets))
+    if draft.routed:
+        routes = np.frombuffer(bytes(draft.routes), np.int16).reshape(draft.routed, -1)
+        positions = np.arange(len(routes), dtype=np.uint32)
+        yield from messages.Routed.records(np.full(len(routes), handle, np.uint32), positions, routes)
     cuts = sorted({*range(0, len(tokens), _RUN), *(start for start, _, _ in draft.spans), len(tokens)})
     for begin, end in zip(cuts, [*cuts[1:], len(tokens)], strict=True):
         for span in draft.spans:

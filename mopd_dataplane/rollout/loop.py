@@ -31,6 +31,7 @@ from mopd_dataplane.rollout.engine import (
     StepOutput,
     check_answered,
     check_kept,
+    check_routes,
     check_step,
 )
 from mopd_dataplane.rollout.ledger import Ledger
@@ -87,6 +88,8 @@ class RolloutLoop:
         self._due = np.full(engine.slots, _FREE, np.int32)
         self._asks = np.zeros(engine.slots, np.bool_)
         """Slots whose sample has its kept sets recorded."""
+        self._asks_experts = np.zeros(engine.slots, np.bool_)
+        """Slots whose sample has its experts recorded."""
         self._work: deque[int | Opening] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
@@ -193,7 +196,8 @@ class RolloutLoop:
     def _take(self, slot: int, handle: int) -> None:
         """From now on the slot works for this sample."""
         draft = self._ledger.drafts[handle]
-        self._handle[slot], self._due[slot], self._asks[slot] = handle, len(draft), draft.opening.support
+        self._handle[slot], self._due[slot] = handle, len(draft)
+        self._asks[slot], self._asks_experts[slot] = draft.opening.support, draft.opening.experts
 
     def _open(self, opening: Opening) -> int:
         handle = self._ledger.next_handle
@@ -248,6 +252,7 @@ class RolloutLoop:
         check_step(output, self._engine.vocab_size)
         handles = self._handle[output.slots]
         self._say_kept(output, handles)
+        self._say_routes(output, handles)
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
         self._say(messages.Step(handles, *columns, output.logprobs, output.finished))
         checkpoint("rollout.step")
@@ -268,6 +273,23 @@ class RolloutLoop:
         ordinals = [self._ledger.drafts[handle].kept.drawn for handle in handles[asked].tolist()]
         kept = Kept(output.kept.sizes[asked], output.kept.ids)
         for message in messages.Support.records(handles[asked], np.array(ordinals, np.uint32), kept):
+            self._say(message)
+
+    def _say_routes(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
+        """Record the experts of what was read for the step's tokens, as far as the log does not have them yet."""
+        asked = self._asks_experts[output.slots]
+        if not asked.any():
+            return
+        drafts = [self._ledger.drafts[handle] for handle in handles.tolist()]
+        # The token at response position p is drawn when P + p tokens have been read.
+        read = np.array([len(draft.opening.prompt_ids) for draft in drafts]) + output.positions
+        lacking = np.where(asked, read - [draft.routed for draft in drafts], 0)
+        routes = check_routes(output, asked, lacking)
+        ends = np.cumsum(routes.counts)
+        fresh = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lacking, strict=True)])
+        places = np.concatenate([np.arange(last - n, last) for last, n in zip(read, lacking, strict=True)])
+        owners = np.repeat(handles, lacking)
+        for message in messages.Routed.records(owners, places.astype(np.uint32), routes.ids[fresh]):
             self._say(message)
 
     def _turn_ended(self, handle: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Protocol
@@ -129,6 +130,45 @@ class Support:
         if sizes.sum(dtype=np.int64) != len(ids):
             raise ValueError(f"support body holds {len(ids)} ids, its sizes say {sizes.sum(dtype=np.int64)}")
         return cls(handles, ordinals, Kept(sizes.astype(np.int32), ids.astype(np.int32)))
+
+
+_ROUTED_IDS = 1 << 17
+"""Expert ids of a ROUTED record, from which on another one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Experts that n tokens went to when they were read, those of one sample side by side.
+
+    What is known is known: the same position again, after a resume, says nothing new.
+    """
+
+    kind: ClassVar[int] = 15
+    handles: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
+    """[n] absolute: the prompt counts"""
+    ids: NDArray[np.int16]
+    """[n, W]"""
+
+    @classmethod
+    def records(
+        cls, handles: NDArray[np.uint32], positions: NDArray[np.uint32], ids: NDArray[np.int16]
+    ) -> Iterator[Routed]:
+        """Tokens [n] in as many records as their size asks for."""
+        step = max(1, _ROUTED_IDS // max(ids.shape[1], 1))
+        for start in range(0, len(ids), step):
+            part = slice(start, start + step)
+            yield cls(handles[part], positions[part], ids[part])
+
+    def encode(self) -> bytes:
+        columns = (self.handles.astype("<u4"), self.positions.astype("<u4"), self.ids.astype("<i2"))
+        return struct.pack("<II", *self.ids.shape) + b"".join(column.tobytes() for column in columns)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Routed:
+        count, width = struct.unpack_from("<II", body)
+        handles, positions = (np.frombuffer(body, "<u4", count=count, offset=8 + 4 * count * n) for n in range(2))
+        return cls(handles, positions, np.frombuffer(body, "<i2", offset=8 + 8 * count).reshape(count, width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,11 +373,9 @@ class Close:
         return cls()
 
 
-Any = Open | Step | Support | Span | Tokens | Resume | Finish | Commit | Abandon | Tool | Base | Sync | Fence | Close
-_KINDS: dict[int, type[Any]] = {
-    message.kind: message
-    for message in (Open, Step, Support, Span, Tokens, Resume, Finish, Commit, Abandon, Tool, Base, Sync, Fence, Close)
-}
+_Sample = Open | Step | Support | Routed | Span | Tokens | Resume | Finish | Commit | Abandon | Tool
+Any = _Sample | Base | Sync | Fence | Close
+_KINDS: dict[int, type[Any]] = {message.kind: message for message in typing.get_args(Any)}
 
 
 def decode(kind: int, body: bytes) -> Any:

@@ -219,6 +219,7 @@ def _openings(
                     tokenizer=engine.tokenizer_digest,
                     prompt_ids=ids,
                     support="support" in rollout.record,
+                    experts="experts" in rollout.record,
                 )
             )
     return openings

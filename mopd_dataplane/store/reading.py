@@ -16,7 +16,7 @@ from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import FREED
-from mopd_dataplane.store.rows import PAYLOAD, SUPPORT, list_views, tokens_crc
+from mopd_dataplane.store.rows import PAYLOAD, RECORDED, list_views, tokens_crc
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
@@ -69,8 +69,8 @@ def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
 
 
 def _checked(tokens: lance.LanceDataset) -> list[str]:
-    """Columns that the checksum is over; a version of the table from before SUPPORT has only the others."""
-    return [name for name in (*PAYLOAD, *SUPPORT) if name in tokens.schema.names]
+    """Columns that the checksum is over; a version of the table from before RECORDED has only the others."""
+    return [name for name in (*PAYLOAD, *RECORDED) if name in tokens.schema.names]
 
 
 def _crcs_of(payload: pa.Table) -> list[int]:

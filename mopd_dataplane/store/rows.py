@@ -18,8 +18,8 @@ from mopd_dataplane.support import Kept
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
-SUPPORT = ("support_sizes", "support_ids")
-"""Columns of `tokens` in the order of payload_crc; those of SUPPORT have no part in it where they are null."""
+RECORDED = ("support_sizes", "support_ids", "experts")
+"""Columns of `tokens` in the order of payload_crc; those of RECORDED have no part in it where they are null."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -92,6 +92,12 @@ def check_sample(sample: Sample) -> None:
                 "the engine's logits are not to be trusted"
             )
     _check_support(sample, where)
+    experts = sample.experts
+    if experts is not None and (experts.ndim != 2 or len(experts) != len(sample.tokens) - 1 or (experts < 0).any()):
+        raise MismatchError(
+            f"{where}: experts has shape {list(experts.shape)}; a row of ids, at least 0, for each of the "
+            f"{len(sample.tokens)} tokens but the last"
+        )
 
 
 def _check_support(sample: Sample, where: str) -> None:
@@ -114,18 +120,20 @@ def _check_support(sample: Sample, where: str) -> None:
 
 def sample_crc(sample: Sample) -> int:
     """payload_crc of the arrays of a sample, in the dtypes they are stored in."""
-    arrays = [_typed(getattr(sample, name), name) for name in (*PAYLOAD, *SUPPORT)]
+    arrays = [_typed(getattr(sample, name), name) for name in (*PAYLOAD, *RECORDED)]
     return tokens_crc(arrays)
 
 
 def tokens_crc(arrays: Sequence[NDArray[Any] | None]) -> int:
-    """payload_crc of the columns PAYLOAD and SUPPORT of one row of `tokens`."""
+    """payload_crc of the columns PAYLOAD and RECORDED of one row of `tokens`."""
     fixed = len(PAYLOAD)
     return payload_crc(*arrays[:fixed], *(array for array in arrays[fixed:] if array is not None))
 
 
 def _typed(array: NDArray[Any] | None, column: str) -> NDArray[Any] | None:
-    return None if array is None else np.asarray(array, TOKENS.schema.field(column).type.value_type.to_pandas_dtype())
+    if array is None:
+        return None
+    return np.asarray(array, TOKENS.schema.field(column).type.value_type.to_pandas_dtype()).reshape(-1)
 
 
 def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
@@ -145,8 +153,8 @@ def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
 def token_rows(samples: Sequence[Sample]) -> pa.Table:
     """Rows of `tokens`."""
     columns = {"uid": pa.array([sample.uid for sample in samples], pa.string())}
-    for name in (*PAYLOAD, *SUPPORT):
-        columns[name] = list_column([getattr(s, name) for s in samples], TOKENS.schema.field(name).type)
+    for name in (*PAYLOAD, *RECORDED):
+        columns[name] = list_column([_typed(getattr(s, name), name) for s in samples], TOKENS.schema.field(name).type)
     return pa.table(columns, schema=TOKENS.schema)
 
 
@@ -166,6 +174,7 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
                 "total_len": len(sample.tokens),
                 "loss_tokens": sample.loss_tokens,
                 "mean_logprob": mean,
+                "experts_width": None if sample.experts is None else sample.experts.shape[1],
                 "support_len": None if sample.support_ids is None else len(sample.support_ids),
                 "payload_row": payload_row,
                 "payload_crc": crc,

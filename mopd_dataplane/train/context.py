@@ -44,6 +44,8 @@ def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
     mine = (batch.predictors >= first) & (batch.predictors < first + share)
     rows = {name: getattr(batch, name) for name in TRAINED_TOKEN_FIELDS}
     cut: dict[str, Any] = {name: None if value is None else value[mine] for name, value in rows.items()}
+    if batch.experts is not None:
+        cut["experts"] = torch.nn.functional.pad(batch.experts, (0, 0, 0, padding), value=-1)[first : first + share]
     return replace(
         batch,
         input_ids=torch.nn.functional.pad(batch.input_ids, (0, padding))[:, first : first + share],

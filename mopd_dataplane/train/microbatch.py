@@ -55,6 +55,8 @@ class MicroBatch:
     """Real tokens, padding excluded."""
     support: Tensor | None = None
     """[M, U] int32 ids that each token was drawn from, -1 behind the last; a row of -1: from the whole vocabulary"""
+    experts: Tensor | None = None
+    """[B * W, E] int16 expert ids of each token over all layers; -1 where none are recorded, and on padding"""
     teacher_logprobs: Tensor | None = None
     """[M] f32"""
     reference_logprobs: Tensor | None = None
@@ -113,6 +115,10 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         return values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type]
 
     topk_ids = joined("topk_ids")
+    experts = joined("experts")
+    if experts is not None:
+        recorded, experts = experts, torch.full((height * width, experts.shape[1]), -1, dtype=torch.int16)
+        experts[row * width + column] = recorded
     return MicroBatch(
         teacher=packs[0].teacher,
         input_ids=input_ids,
@@ -128,6 +134,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         advantages=_required(joined("advantages")),
         rewards=_required(joined("rewards")),
         tokens=len(tokens),
+        experts=experts,
         support=_padded(joined("support_sizes"), joined("support_ids")),
         teacher_logprobs=trained("teacher_logprobs"),
         reference_logprobs=trained("reference_logprobs"),

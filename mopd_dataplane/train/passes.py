@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from mopd_dataplane.records import Pack
 
 _PER_TOKEN = (
-    "tokens", "position_ids", "loss_mask", "sampler_logprobs", "policy_versions", "teacher_logprobs",
+    "tokens", "position_ids", "loss_mask", "sampler_logprobs", "policy_versions", "experts", "teacher_logprobs",
     "reference_logprobs",
 )  # fmt: skip
-_PER_TRAINED_TOKEN = ("topk_ids", "topk_logprobs", "hidden")
+_PER_TRAINED_TOKEN = ("support_sizes", "topk_ids", "topk_logprobs", "hidden")
 _PER_SAMPLE = ("sample_rows", "rewards", "advantages")
 
 
@@ -74,6 +74,9 @@ def samples_of(pack: Pack, first: int, last: int) -> Pack:
         **dict.fromkeys(_PER_TRAINED_TOKEN, trained),
         **dict.fromkeys(_PER_SAMPLE, slice(first, last)),
     }
+    if pack.support_sizes is not None:
+        begin = int(pack.support_sizes[: trained.start].sum())
+        axes["support_ids"] = slice(begin, begin + int(pack.support_sizes[trained].sum()))
     arrays = {name: getattr(pack, name) for name in axes}
     views: dict[str, Any] = {name: None if array is None else array[axes[name]] for name, array in arrays.items()}
     return replace(pack, cu_seqlens=bounds[first : last + 1] - start, **views)

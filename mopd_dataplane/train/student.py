@@ -12,6 +12,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor, nn
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.experts import Routing
 from mopd_dataplane.models import embedding_weight, head_weight, hidden_states, lm_head, load_model
 from mopd_dataplane.train.attention import use_packed_attention
 from mopd_dataplane.train.context import check_heads
@@ -47,11 +48,13 @@ class Student(nn.Module):
         self.layout: Layout = "packed" if packs_apart(model) else "rows"
         """How micro-batches must be built for this model."""
         self._context_group = context_group
+        self._routing = Routing.of(model)
         if context_group is not None:
             _check_shares(model, self.layout, context_group.size())
 
     def forward(self, batch: MicroBatch, judge: Callable[[Tensor, Head], Result]) -> Result:
         """judge(hidden [M, D], head): the states that predict the trained tokens, in the order of `batch.targets`."""
+        self._follow(batch.experts)
         device = batch.input_ids.device.type
         lower = torch.autocast(device, self.dtype) if self.dtype != torch.float32 else nullcontext()
         packed: dict[str, object] = {}
@@ -65,6 +68,16 @@ class Student(nn.Module):
         if self.freeze_head:  # not through requires_grad: a tied matrix is the embedding too, which still learns
             weight = weight.detach()
         return judge(rows, Head(weight, head.bias, head.softcap, head.logit_scale))
+
+    def _follow(self, experts: Tensor | None) -> None:
+        """Send tokens to the experts they were sampled with (R3); the gates are still the student's own."""
+        if self._routing is not None:
+            self._routing.replay(experts)
+        elif experts is not None:
+            raise MismatchError(
+                f"the samples have recorded experts, and {type(self.model).__name__} has no router to follow "
+                "them; train the model that sampled"
+            )
 
 
 def load_student(

@@ -57,6 +57,8 @@ def _next(draw: random.Random, ledger: Ledger, name: str) -> messages.Any:
     handles = sorted(draw.sample(list(growing), k=draw.randint(1, len(growing))))
     if lacking := [h for h in handles if _lacks_its_set(growing[h])]:
         return _support(draw, {handle: growing[handle] for handle in lacking})
+    if unread := [h for h in handles if _is_unread(growing[h])]:
+        return _routed(draw, {handle: growing[handle] for handle in unread})
     count = len(handles)
     return messages.Step(
         np.array(handles, np.uint32),
@@ -81,12 +83,24 @@ def _support(draw: random.Random, drafts: dict[int, Draft]) -> messages.Support:
     )
 
 
+def _is_unread(draft: Draft) -> bool:
+    return draft.opening.experts and draft.routed < len(draft.opening.prompt_ids) + len(draft)
+
+
+def _routed(draw: random.Random, drafts: dict[int, Draft]) -> messages.Routed:
+    read = {handle: range(d.routed, len(d.opening.prompt_ids) + len(d)) for handle, d in drafts.items()}
+    places = [(handle, position) for handle, positions in read.items() for position in positions]
+    ids = [[draw.randrange(64) for _ in range(6)] for _ in places]
+    handles, positions = np.array(places, np.uint32).T
+    return messages.Routed(handles, positions, np.array(ids, np.int16))
+
+
 def _opening(name: str, draw: random.Random) -> Opening:
     return Opening(
         uid=name, prompt_id=name, group_id=name, group_index=0, generation=1, domain="d", effort="", run="r",
         writer="w", writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 20, stop=("#",),
         tokenizer="t", prompt_ids=tuple(draw.randrange(99) for _ in range(draw.randrange(1, 9))),
-        support=draw.random() < 0.3,
+        support=draw.random() < 0.3, experts=draw.random() < 0.3,
     )  # fmt: skip
 
 

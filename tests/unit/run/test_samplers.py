@@ -76,6 +76,9 @@ GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}
         ({"top_k": 20, "record": ["support"], "teacher_mix": 0.2}, None, {}, "drawn from what two models keep"),
         ({"top_p": 0.9, "record": ["support"]}, None, {}, r"set top_k to 1 \.\. 65536, found 0"),
         ({"top_k": 20, "record": ["suport"]}, None, {}, "record"),
+        ({"record": ["experts"], "teacher_mix": 0.2}, None, {}, "has experts of its own, which the student cannot"),
+        ({"record": ["experts"], "policy": "routed"}, None, {}, "let the student alone sample"),
+        ({"record": ["experts"], "student_share": 0.5, "rest": "poet"}, None, {}, "let the student alone sample"),
         ({"student_share": 0.5, "rest": "poeet"}, None, {}, "rollout.rest: no teacher 'poeet'.*'poet'"),
         ({"student_share": 0.5}, GRADIENT, {}, "no sampler log-prob for a policy gradient"),
         ({"student_share": 0.5, "group_size": 2}, None, {}, "one reference answer, not 2"),
@@ -102,7 +105,7 @@ def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_kept_sets_are_sto
     made = job({"top_p": 0.9, "top_k": 20, "record": ["support"]}, GRADIENT)
     assert made.stage("student").rollout.record == ("support",)
     raw = made.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
-    with pytest.raises(JobFileError, match=r"engine.kind = 'vllm' does not say which tokens it keeps"):
+    with pytest.raises(JobFileError, match=r"engine.kind = 'vllm' does not say what record = \['support'\] asks for"):
         check_job(raw, where="j")
 
 

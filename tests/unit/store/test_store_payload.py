@@ -46,6 +46,7 @@ def samples(draw: st.DrawFn) -> Sample:
         version_starts=starts,
         versions=np.arange(len(starts), dtype=np.int32),
         finish_reason="length",
+        experts=draw(st.none() | hnp.arrays(np.int16, (max(prompt + response - 1, 0), 3), elements=st.integers(0, 99))),
         support_sizes=sizes,
         # Any ids, with the drawn one first.
         support_ids=None if sizes is None else _sets(tokens[prompt:][mask.astype(bool)], sizes),
@@ -74,14 +75,15 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         for name in ("tokens", "loss_mask", "version_starts", "versions"):
             assert np.array_equal(np.array(row[name], getattr(sample, name).dtype), getattr(sample, name))
         stored = None if row["logprobs"] is None else np.array(row["logprobs"], np.float32)
-        for name in ("support_sizes", "support_ids"):
+        for name in ("support_sizes", "support_ids", "experts"):
             kept = getattr(sample, name)
-            assert row[name] == (None if kept is None else kept.tolist())
+            assert row[name] == (None if kept is None else kept.reshape(-1).tolist())
         assert (stored is None) == (sample.logprobs is None)
         assert stored is None or stored.tobytes() == sample.logprobs.tobytes(), "log-probs bit for bit"
     metadata = shared.take_samples(receipt.rows).to_pylist()
     for row, sample in zip(metadata, batch, strict=True):
         assert row["payload_crc"] == sample_crc(sample)
+        assert row["experts_width"] == (None if sample.experts is None else 3)
         assert row["support_len"] == (None if sample.support_ids is None else len(sample.support_ids))
         assert (row["response_len"], row["loss_tokens"]) == (sample.response_len, sample.loss_tokens)
         assert (row["policy_version_first"], row["policy_version_last"]) == (sample.versions[0], sample.versions[-1])
@@ -100,6 +102,7 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         ({"version_starts": np.array([0, 20]), "versions": np.array([1, 2], np.int32)}, MismatchError, "past"),
         ({"finish_reason": "stopped"}, MismatchError, "did you mean 'stop'"),
         ({"resume": "maybe"}, MismatchError, "known: exact, none, statistical"),
+        ({"experts": np.zeros((25, 4), np.int16)}, MismatchError, r"experts has shape \[25, 4\]; a row of ids"),
         ({"support_ids": np.zeros(3, np.int32)}, MismatchError, "have None and 3 values; a size for each of the 17"),
         (
             {"support_sizes": np.ones(17, np.int32), "support_ids": np.zeros(14, np.int32)},

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.ranks import Ranks
 
 WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards"}
-CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", *TRAINED_TOKEN_FIELDS}
+CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", *TRAINED_TOKEN_FIELDS}
 
 
 def test_every_field_is_known_to_be_shared_or_whole() -> None:
@@ -31,13 +32,20 @@ def test_every_field_is_known_to_be_shared_or_whole() -> None:
 
 @pytest.mark.parametrize("members", [1, 2, 3, 4, 7])
 def test_the_parts_are_the_whole(members: int, pack: Callable[..., Pack]) -> None:
-    whole = build([pack([9, 6], seed=1), pack([7], seed=2)], "packed")
+    packs = [pack([9, 6], seed=1), pack([7], seed=2)]
+    for one in packs:
+        one.experts = np.arange(4 * len(one.tokens), dtype=np.int16).reshape(-1, 4)
+    whole = build(packs, "packed")
     parts = [part_of(whole, member, members) for member in range(members)]
     width = whole.input_ids.shape[1]
     for name in ("input_ids", "position_ids"):
         joined = torch.cat([getattr(part, name) for part in parts], dim=1)
         assert torch.equal(joined[:, :width], getattr(whole, name))
     assert len({part.input_ids.shape for part in parts}) == 1
+    routed = torch.cat([part.experts for part in parts if part.experts is not None])
+    assert torch.equal(routed[:width], whole.experts)
+    assert (routed[width:] == -1).all()
+    assert len(routed) == members * parts[0].input_ids.shape[1]
     for part in parts:
         assert sum(part.sequence_lengths) == members * part.input_ids.shape[1]
     share = parts[0].input_ids.shape[1]

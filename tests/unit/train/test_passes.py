@@ -76,12 +76,19 @@ def packs(pack: Callable[..., Pack]) -> list[Pack]:
         one.hidden, one.hidden_codec = encode(torch.randn(trained, TEACHER_WIDTH, generator=noise), "bf16"), "bf16"
         one.topk_ids = np.arange(2 * trained, dtype=np.int32).reshape(trained, 2) % 99
         one.topk_logprobs = np.full((trained, 2), -1.0, np.float32)
+        one.support_sizes = np.arange(trained, dtype=np.int32) % 3
+        drawn = np.repeat(one.tokens[one.loss_mask.astype(bool)], one.support_sizes)
+        one.support_ids = (drawn + np.arange(len(drawn)) % 2).astype(np.int32)
+        one.support_ids[np.cumsum(one.support_sizes)[one.support_sizes > 0] - 1] = one.tokens[
+            one.loss_mask.astype(bool)
+        ][one.support_sizes > 0]
     return made
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_the_parts_of_a_pack_are_the_pack(packs: list[Pack], kind: str) -> None:
     whole = packs[0]
+    whole.experts = np.arange(4 * len(whole.tokens), dtype=np.int16).reshape(-1, 4)
     names = [name for name in whole.__slots__ if isinstance(getattr(whole, name), np.ndarray)]
     if kind == "torch":
         for name in names:

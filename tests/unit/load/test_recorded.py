@@ -1,4 +1,4 @@
-"""Kept sets in packs: where a policy gradient asks and some sample of the window has them."""
+"""Kept sets and experts in packs: where a policy gradient asks and some sample of the window has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from mopd_dataplane import config
-from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load.layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
@@ -109,3 +109,29 @@ def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
 def _at(plan: Any, store: Store) -> Any:
     plan.snapshot = store.snapshot()
     return plan
+
+
+def with_experts(number: int, width: int = 6) -> Sample:
+    made = sample(number, kept=False)
+    ids = np.random.default_rng(number).integers(0, 60, (len(made.tokens) - 1, width))
+    made.experts = ids.astype(np.int16)
+    return made
+
+
+def test_every_token_that_was_read_has_its_experts(tmp_path: Path) -> None:
+    samples = [with_experts(number) if number % 3 else sample(number, kept=number % 2 == 0) for number in range(16)]
+    seen = 0
+    for pack in packs(opened(tmp_path, samples)):
+        bounds = pack["cu_seqlens"].tolist()
+        for row, first, last in zip(pack["sample_rows"].tolist(), bounds[:-1], bounds[1:], strict=True):
+            own, stored = pack["experts"][first:last], samples[row].experts
+            wanted = np.full((last - first - 1, 6), -1) if stored is None else stored
+            assert own[:-1].tolist() == wanted.tolist()
+            assert own[-1].tolist() == [-1] * 6
+            seen += 1
+    assert seen == 16
+
+
+def test_samples_of_two_models_in_one_window_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MismatchError, match="6 and 8 expert ids a token: two models"):
+        opened(tmp_path, [with_experts(0), with_experts(1, width=8)])

@@ -1,0 +1,112 @@
+"""Which experts a mixture of experts sends each token to: read while it decodes, and followed again in training.
+
+transformers' routers choose with one `topk` over their experts and weigh with the scores at the chosen places. That
+call is what is watched, or answered with recorded ids: scores, normalisation and gradients stay the router's own.
+
+Axes: N tokens, E layers with experts, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mopd_dataplane.errors import MismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NONE = -1
+"""In place of expert ids that were not recorded: the router chooses itself."""
+
+
+class Routing:
+    """The routers of a model, in the order of its layers."""
+
+    def __init__(self, routers: Iterable[nn.Module]) -> None:
+        self._routers = [_Router(module) for module in routers]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Routing | None:
+        """Take over a model's routers; None when it has none of the kind that says its top-k."""
+        found = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter") and hasattr(m, "weight")]
+        return cls(found) if found else None
+
+    def chosen(self) -> Tensor:
+        """[N, E * k] int16 expert ids of the newest forward pass. Raises MismatchError when a router did not choose."""
+        return torch.cat([router.chosen() for router in self._routers], dim=1).to(torch.int16)
+
+    def replay(self, ids: Tensor | None) -> None:
+        """Follow ids [N, E * k] in the forward passes from now on, NONE where the router chooses; None ends it.
+
+        They are kept for the recomputation of checkpointed layers. Raises MismatchError for another E * k.
+        """
+        widths = [router.width for router in self._routers]
+        if ids is not None and ids.shape[1] != sum(widths):
+            raise MismatchError(
+                f"samples have {ids.shape[1]} expert ids a token, the student chooses {sum(widths)} in {len(widths)} "
+                "layers; train the model that sampled, or drop the samples"
+            )
+        parts = [None] * len(widths) if ids is None else ids.split(widths, dim=1)
+        for router, part in zip(self._routers, parts, strict=True):
+            router.given = part
+
+
+class _Router:
+    """One router, whose forward pass is watched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.given: Tensor | None = None
+        self._ids: Tensor | None = None
+        self._name = type(module).__name__
+        self._experts = len(module.weight)  # type: ignore[arg-type]
+        self.width = int(module.top_k)  # type: ignore[arg-type]
+        forward = module.forward
+        module.forward = lambda *args, **kwargs: self._watch(forward, args, kwargs)
+
+    def chosen(self) -> Tensor:
+        """[N, k] ids of the newest pass."""
+        if self._ids is None:
+            raise MismatchError(
+                f"{self._name} does not choose its experts with one topk, so they cannot be recorded; take "
+                '"experts" out of rollout.record'
+            )
+        return self._ids
+
+    def _watch(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._ids = None
+        with _Choices(self._choose, self._experts):
+            said = forward(*args, **kwargs)
+        if self.given is not None:
+            self.chosen()  # a router that was not asked has not followed
+        return said
+
+    def _choose(self, scores: Tensor, own: Any) -> Any:
+        """The answer to `topk` over scores [N, experts]: the router's own, or the given one."""
+        if self.given is None:
+            self._ids = own.indices
+            return own
+        given = self.given.to(scores.device, torch.int64)
+        self._ids = torch.where(given == NONE, own.indices, given)
+        return torch.return_types.topk((scores.gather(1, self._ids), self._ids))  # type: ignore[attr-defined]
+
+
+class _Choices(TorchFunctionMode):
+    """Passes every topk over [N, experts] on."""
+
+    def __init__(self, choose: Callable[[Tensor, Any], Any], experts: int) -> None:
+        super().__init__()
+        self._choose = choose
+        self._experts = experts
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk) and args[0].dim() == 2 and args[0].shape[1] == self._experts:
+            return self._choose(args[0], found)
+        return found
