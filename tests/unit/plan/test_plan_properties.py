@@ -136,6 +136,13 @@ def test_inside_a_step_each_teacher_comes_once(lengths, rule):
         assert sum(a != b for a, b in pairwise(teachers)) == len(set(teachers)) - 1
 
 
+def test_a_step_begins_with_the_teacher_of_the_last_one_across_epochs_too():
+    """Three steps an epoch, all three teachers in each: two changes inside a step, none between steps."""
+    plan = plan_of(columns_of([30] * 90), config.Plan(pack_tokens=CAP, batch_samples=30), epochs=2)
+    assert plan.stats["steps"] == 6
+    assert plan.stats["teacher_switches"] == 12
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_the_same_batches_on_any_number_of_ranks(strict):
     lengths = np.random.default_rng(0).integers(1, CAP, 2000).tolist()
