@@ -89,7 +89,7 @@ MUTATIONS = [
              "            del self.ids[-dropped:]\n", "            pass\n", UNIT + "test_kept_sets.py -k replaces"),
     Mutation("draw a token before its experts are logged", "loop.py",
              "        self._say_routes(output, handles)\n", "", UNIT + "test_experts.py -k died_anywhere"),
-    Mutation("write the checkpoint without experts", "ledger.py", "    if draft.routed:\n", "    if not draft:\n",
+    Mutation("write the checkpoint without experts", "ledger.py", "    if draft.routed:\n", "    if draft.routed < 0:\n",
              UNIT + "test_experts.py -k known_and_never_skip"),
     Mutation("noise that starts over after a resume", "sampling.py",
              "gumbel(keys[row], int(positions[row]), self._ahead", "gumbel(keys[row], 0, self._ahead",
