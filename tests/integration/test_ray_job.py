@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ class Cluster:
         self.environment = {
             **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }  # fmt: skip
         self._home = home
         flags = {
@@ -99,6 +101,11 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(home)
 
 
+def logged_bytes(folder: Path) -> int:
+    """Size of the token logs of the store in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("store/wal/**/*.wal"))
+
+
 def test_a_submitted_job_that_is_stopped_continues_when_submitted_again(
     cluster: Cluster, tmp_path: Path, write_job: Callable[..., Path]
 ) -> None:
@@ -108,8 +115,11 @@ def test_a_submitted_job_that_is_stopped_continues_when_submitted_again(
     started = cluster.jobs("submit", "--no-wait", "--submission-id", "first", *command)
     assert started.returncode == 0, started.stderr
     until = time.monotonic() + DEADLINE_S
-    while not sum(file.stat().st_size for file in tmp_path.glob("store/wal/**/*.wal")) > 5_000:
-        assert time.monotonic() < until, cluster.jobs("logs", "first").stdout
+    while not logged_bytes(tmp_path):
+        assert "FAILED" not in cluster.jobs("status", "first").stdout, cluster.jobs("logs", "first").stdout
+        assert time.monotonic() < until
+    while logged_bytes(tmp_path) <= 5_000:
+        assert time.monotonic() < until
         time.sleep(0.05)
     stopped = cluster.jobs("stop", "first")
     assert "was stopped" in stopped.stdout + stopped.stderr
