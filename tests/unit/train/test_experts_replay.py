@@ -68,14 +68,15 @@ def logprobs(student: Student, batch: MicroBatch) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("layout", ["packed", "rows"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(family, "rows") for family in MIXTURES]
+    + [(family, "packed") for family in MIXTURES if family != "gpt_oss"],  # it brings attention of its own
+)
 def test_recorded_experts_are_followed(
     mixtures: Callable[[str], Path], pack: Callable[..., Pack], family: str, layout: Any
 ) -> None:
     student = load_student(mixtures(family), ALONE)
-    if layout == "packed" and student.layout != "packed":
-        pytest.skip(f"{family} brings attention of its own")
     student.layout = layout
     packs = [pack([9, 14], seed=0), pack([7], seed=1)]
     own = chosen_by(student, packs)
