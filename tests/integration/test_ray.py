@@ -42,7 +42,8 @@ rollout = {{ group_size = 2, max_new_tokens = 40, prompts_per_iteration = 48 }}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without CPUs and two nodes with one each."""
-    os.environ |= LOOPBACK | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    # Ray's own niceness, 15, starves its workers beside other tests.
+    os.environ |= LOOPBACK | {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -61,9 +62,18 @@ def make_run(tmp_path: Path, write_job: Callable[..., Path]) -> Callable[[str], 
     return make
 
 
-def workers(kind: str) -> list[psutil.Process]:
-    """Processes of this cluster's actors of a class."""
-    return [p for p in psutil.process_iter(["name", "cmdline"]) if f"ray::{kind}" in " ".join(p.info["cmdline"] or [])]
+def workers(cluster: Any, kind: str) -> list[psutil.Process]:
+    """Processes of this cluster's actors of a class, and of no other on this machine."""
+    found = [p for p in psutil.process_iter(["cmdline"]) if f"ray::{kind}" in " ".join(p.info["cmdline"] or [])]
+    return [process for process in found if cluster.address in raylet_command(process)]
+
+
+def raylet_command(worker: psutil.Process) -> str:
+    """Command line of the node that a worker belongs to; empty when it is gone."""
+    try:
+        return " ".join(worker.parent().cmdline())
+    except (psutil.Error, AttributeError):
+        return ""
 
 
 def when(reached: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
@@ -86,8 +96,8 @@ def rows(run: Run, table: str) -> int:
     return int(open_store(run.store.uri).table(table).num_rows)
 
 
-def kill_all(kind: str, killed: list[int]) -> None:
-    for process in workers(kind):
+def kill_all(cluster: Any, kind: str, killed: list[int]) -> None:
+    for process in workers(cluster, kind):
         process.send_signal(signal.SIGKILL)
         killed.append(process.pid)
 
@@ -108,7 +118,7 @@ def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
 
     with ray_fleet(cluster.address, there) as fleet:
         run = replace(there, fleet=fleet)
-        first = when(lambda: rows(there, "samples") > wanted // 8, lambda: kill_all("EngineReplica", killed))
+        first = when(lambda: rows(there, "samples") > wanted // 8, lambda: kill_all(cluster, "EngineReplica", killed))
         second = when(lambda: bool(killed) and rows(there, "samples") > wanted // 2, lose_a_node)
         rollout(run, stage, 0)
         first.join(DEADLINE_S)
@@ -116,7 +126,9 @@ def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
         assert killed
         assert removed
         struck = len(killed)
-        third = when(lambda: bool(workers("TeacherWorker.work")), lambda: kill_all("TeacherWorker", killed))
+        third = when(
+            lambda: bool(workers(cluster, "TeacherWorker.work")), lambda: kill_all(cluster, "TeacherWorker", killed)
+        )
         score(run, stage)
         third.join(DEADLINE_S)
         assert len(killed) > struck
