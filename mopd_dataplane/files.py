@@ -39,14 +39,15 @@ def _owned(staging: Path) -> Iterator[BinaryIO]:
     until = time.monotonic() + _PUBLISH_S
     while time.monotonic() < until:
         with open(os.open(staging, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb") as file:
-            if _locked(file) and _is_named(file, staging):
+            if try_lock(file) and _is_named(file, staging):
                 yield file
                 return
         time.sleep(0.002)
     raise DeadlineError(f"{staging} has been another process's for {_PUBLISH_S:g} s; end that process and run again")
 
 
-def _locked(file: BinaryIO) -> bool:
+def try_lock(file: BinaryIO | int) -> bool:
+    """Lock an open file or descriptor for this process alone; False when another one has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -25,6 +25,7 @@ import numpy as np
 
 from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.files import try_lock
 
 MAGIC = b"MOPC"
 FORMAT = 1
@@ -194,7 +195,7 @@ class RangeCache:
     def _exclusive(self) -> Iterator[bool]:
         """Whether this process alone may change the folder now. One that is stopped holds up nobody for long."""
         until = time.monotonic() + LOCK_S
-        while not (mine := _locked(self._lock)) and time.monotonic() < until:
+        while not (mine := try_lock(self._lock)) and time.monotonic() < until:
             time.sleep(0.001)
         try:
             yield mine
@@ -239,11 +240,3 @@ def _header(key: str, content: memoryview) -> bytes:
 
 def _blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
