@@ -30,7 +30,7 @@ Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
 class Section(BaseModel):
     """A table of the job file: frozen, and closed to unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Student(Section):
@@ -88,10 +88,10 @@ class Teacher(Section):
 
     source: str = ""
     """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), or a folder."""
-    blend: dict[str, typing.Annotated[float, Field(gt=0)]] = {}
+    blend: dict[str, float] = {}
     """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
-    reverse KL to it is the weighted sum of reverse KLs to them. They must fit in memory together (score.max_resident).
-    """
+    reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).
+    They must fit in memory together (score.max_resident)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
@@ -107,6 +107,8 @@ class Teacher(Section):
             raise ValueError("give exactly one of source, blend")
         if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
             raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
+        if idle := [name for name, weight in self.blend.items() if not weight]:
+            raise ValueError(f"blend gives {', '.join(idle)} weight 0, which would be read for nothing; leave it out")
         if self.blend and self.quantisation != "none":
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
         return self

@@ -228,7 +228,8 @@ def _digest_of(text: str) -> str:
 
 
 def _words(blend: Mapping[str, float]) -> str:
-    return " + ".join(f"{weight:g} {name}" for name, weight in blend.items())
+    signed = (f"{'-' if weight < 0 else '+'} {abs(weight):g} {name}" for name, weight in blend.items())
+    return " ".join(signed).removeprefix("+ ")
 
 
 def write_head(file: Path, head: Head, weights: str) -> None:

@@ -24,6 +24,8 @@ CONFIG = {
     "initializer_range": 0.2,
 }  # fmt: skip
 WEIGHTS = {"math": 0.7, "code": 0.3}
+BEYOND = {"math": 1.5, "code": -0.5}
+"""Past a teacher, away from a reference: ExOPD at lambda = 1.5."""
 SETTINGS = config.Score(hidden_codec="fp32", topk=4, max_resident=2)
 
 
@@ -58,12 +60,13 @@ def member_logits(folder: Path, item: Scorable) -> torch.Tensor:
     return logits[torch.from_numpy(item.loss_mask.astype(bool))]
 
 
-def test_every_signal_is_that_of_the_weighted_product(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("weights", [WEIGHTS, BEYOND], ids=["between", "beyond"])
+def test_every_signal_is_that_of_the_weighted_product(folders: dict[str, Path], weights: dict[str, float]) -> None:
     item = sample()
-    pool = make_pool(folders, WEIGHTS)
+    pool = make_pool(folders, weights)
     kinds = ("logprob", "topk", "hidden")
     found = {signal.kind: signal for signal in score_samples(pool, "both", kinds, [item], SETTINGS)}
-    wanted = sum(w * member_logits(folders[n], item) for n, w in WEIGHTS.items()).log_softmax(-1)
+    wanted = sum(w * member_logits(folders[n], item) for n, w in weights.items()).log_softmax(-1)
     masked = item.loss_mask.astype(bool)
     targets = torch.from_numpy(item.tokens[item.prompt_len :][masked].astype("int64"))
     torch.testing.assert_close(
@@ -75,10 +78,13 @@ def test_every_signal_is_that_of_the_weighted_product(folders: dict[str, Path]) 
     torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=0)
 
 
-def test_reverse_kl_to_the_blend_has_the_gradient_of_the_weighted_sum(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("weights", [WEIGHTS, BEYOND], ids=["between", "beyond"])
+def test_reverse_kl_to_the_blend_has_the_gradient_of_the_weighted_sum(
+    folders: dict[str, Path], weights: dict[str, float]
+) -> None:
     """The identity that the blend rests on, for a student far from both."""
     item = sample(1)
-    pool = make_pool(folders, WEIGHTS)
+    pool = make_pool(folders, weights)
     judge = pool.judge("both")
     positions = torch.from_numpy(item.loss_mask).nonzero()[:, 0].numpy() + item.prompt_len
     hidden = torch.randn(len(positions), 16, dtype=torch.float64, requires_grad=True)
@@ -89,7 +95,7 @@ def test_reverse_kl_to_the_blend_has_the_gradient_of_the_weighted_sum(folders: d
         return divergence(hidden, Head(weight), states, Head(teacher.head.weight.double())).sum()
 
     (blended,) = torch.autograd.grad(loss(judge), hidden)
-    (summed,) = torch.autograd.grad(sum(w * loss(pool.judge(n)) for n, w in WEIGHTS.items()), hidden)
+    (summed,) = torch.autograd.grad(sum(w * loss(pool.judge(n)) for n, w in weights.items()), hidden)
     torch.testing.assert_close(blended, summed, atol=1e-6, rtol=1e-5)
 
 
@@ -99,6 +105,7 @@ def test_a_blend_is_registered_like_any_teacher(folders: dict[str, Path], tmp_pa
     with safe_open(tmp_path / record.head_file, framework="pt") as stored:
         head = stored.get_tensor("weight")
     torch.testing.assert_close(head[:, :64], 0.7 * models.head_weight(models.load_model(folders["math"])))
+    assert make_pool(folders, BEYOND).register("both", tmp_path / "beyond").source == "1.5 math - 0.5 code"
     with pytest.raises(MismatchError, match="give the new teacher another name"):
         make_pool(folders, {"math": 0.6, "code": 0.4}).register("both", tmp_path)
 
@@ -114,6 +121,8 @@ def test_what_cannot_be_blended_is_refused(folders: dict[str, Path]) -> None:
     ("teacher", "words"),
     [
         ({"blend": {"a": 0.5, "b": 0.4}}, "weights of a blend sum to 1; these sum to 0.9"),
+        ({"blend": {"a": 1.0, "b": 0.0}}, "gives b weight 0, which would be read for nothing; leave it out"),
+        ({"blend": {"a": float("nan"), "b": 0.5}}, "blend.a`: Input should be a finite number, found nan"),
         ({"blend": {"a": 1.0}, "source": "x"}, "give exactly one of source, blend"),
         ({}, "give exactly one of source, blend"),
         ({"blend": {"a": 0.5, "c": 0.5}}, "blend names no teacher 'c'"),
