@@ -15,6 +15,7 @@ from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.rows import Fields, check_unicode, floats, integer, integers, number, text
+from mopd_dataplane.store.rows import RECORDED
 
 Messages = list[dict[str, Any]]
 
@@ -208,7 +209,7 @@ _TEXTS = (
 )  # fmt: skip
 _WHOLES = ("group_index", "writer_seq", "top_k", "interruptions")
 _REALS = ("temperature", "top_p")
-_LISTS = ("version_starts", "versions")
+_LISTS = ("version_starts", "versions", *RECORDED)
 SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *_LISTS)
 """What a plain row may say of its sample besides tokens, domain, generation and turns."""
 QUESTION_FIELDS = ("split", "effort", "source", "teacher_context", "verifier_data")

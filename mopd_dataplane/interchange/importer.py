@@ -16,7 +16,7 @@ from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
 from mopd_dataplane.interchange.rows import files_of, read_rows
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.rows import check_sample
+from mopd_dataplane.store.rows import RECORDED, check_sample
 
 BATCH = 1024
 """Samples committed together."""
@@ -218,6 +218,7 @@ def _converted(
         loss_mask=mask,
         version_starts=np.array(given.get("version_starts", [0]), np.int32),
         versions=np.array(given.get("versions", [row.generation]), np.int32),
+        **_recorded(row, len(tokens), vocabulary),
         turns=row.turns,
         finish_reason=given.get("finish_reason", "unknown"),
         interruptions=given.get("interruptions", 0),
@@ -244,6 +245,25 @@ def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
     if not ids[0] or not ids[1]:
         raise InputError(f"{row.place}: the {'response' if ids[0] else 'prompt'} has no tokens")
     return ids
+
+
+def _recorded(row: Row, length: int, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Kept sets and experts as Sample has them; what the row does not state is left out."""
+    given = {name: np.array(row.sample[name], np.int64) for name in RECORDED if name in row.sample}
+    if "support_ids" in given and given["support_ids"].max(initial=0) >= vocabulary.size:
+        raise InputError(
+            f"{row.place}: support_ids holds {given['support_ids'].max()}, the tokenizer has {vocabulary.size} ids; "
+            "give the right one"
+        )
+    if "experts" in given:
+        experts, read = given["experts"], length - 1
+        if not read or len(experts) % read or experts.max(initial=0) > np.iinfo(np.int16).max:
+            raise InputError(
+                f"{row.place}: experts has {len(experts)} values up to {experts.max(initial=0)}; expected as many for "
+                f"each of {read} tokens, all but the last, and none over {np.iinfo(np.int16).max}"
+            )
+        given["experts"] = experts.reshape(read, -1)
+    return {name: value.astype(np.int16 if name == "experts" else np.int32) for name, value in given.items()}
 
 
 def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:

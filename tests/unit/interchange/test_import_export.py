@@ -181,6 +181,24 @@ def test_what_is_exported_comes_back_equal(demo_store: Store, tmp_path: Path, ki
     assert copy.table("rewards", columns) == demo_store.table("rewards", columns)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_kept_sets_and_experts_are_exported_with_their_sample(store: Store, tmp_path: Path, kind: str) -> None:
+    row = {
+        "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "logprobs": [-1.0, 0.0, -2.0], "loss_mask": [1, 0, 1],
+        "support_sizes": [2, 0], "support_ids": [9, 3], "experts": [0, 7, 1, 6, 2, 5, 3, 4],
+    }  # fmt: skip
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(GOOD) + "\n")
+    settings = ImportSettings(format="plain", run="student", domain="sums")
+    import_rollouts(store, tmp_path / "in.jsonl", settings, Letters())
+    recorded = store.samples(["support_len", "experts_width"]).to_pylist()
+    assert recorded == [{"support_len": 2, "experts_width": 2}, {"support_len": None, "experts_width": None}]
+    export_samples(store, tmp_path / f"out.{kind}", kind)
+    copy = create_store(str(tmp_path / "copy"))
+    import_rollouts(copy, tmp_path / f"out.{kind}", settings, Letters())
+    assert copy.read_tokens([0, 1], verify=True) == store.read_tokens([0, 1], verify=True)
+    assert copy.read_tokens([0])["support_ids"].to_pylist() == [[9, 3]]
+
+
 def test_a_filter_chooses_what_is_exported(demo_store: Store, tmp_path: Path) -> None:
     count = export_samples(demo_store, tmp_path / "some.parquet", "parquet", where="domain = 'chain_sum'")
     assert set(pq.read_table(tmp_path / "some.parquet")["domain"].to_pylist()) == {"chain_sum"}
@@ -209,6 +227,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "reward in words": ({**GOOD, "reward": "high"}, "'reward' is 'high'"),
     "another tokenizer": ({**GOOD, "tokenizer": "words"}, "tokenizer 'words'"),
     "a uid that is none": ({**GOOD, "uid": "../../etc"}, "is not 32 hex digits"),
+    "a kept id of another vocabulary": (
+        {**GOOD, "support_sizes": [1], "support_ids": [5000]},
+        "support_ids holds 5000, the tokenizer has 1000",
+    ),
+    "a kept set without the token": ({**GOOD, "support_sizes": [1], "support_ids": [7]}, "which its kept set does not"),
+    "sizes without ids": ({**GOOD, "support_sizes": [1]}, "support_sizes and support_ids have 1 and None values"),
+    "experts of some tokens": (
+        {**GOOD, "experts": [1, 2, 3]},
+        "experts has 3 values up to 3; expected as many for each",
+    ),
+    "an expert that none is": ({**GOOD, "experts": [40000, 2]}, "none over 32767"),
     "prompt longer than all": ({"tokens": [1], "prompt_len": 2}, "prompt_len is 2"),
     "a known prompt's name": ({**GOOD, "prompt_id": "taken"}, "'taken' is the name of another prompt"),
     "fields of fields": ({**GOOD, "question_fields": [1]}, "expected an object"),
