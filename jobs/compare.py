@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shutil
@@ -73,7 +74,7 @@ def run(recipe: str, seed: int) -> None:
 
 
 def curves(recipe: str, seed: int) -> Curves:
-    """What a finished run's evaluations say of every stage of the recipe that is not shared."""
+    """What a finished run's evaluations say of every stage of the recipe."""
     job = load_job(JOBS / recipe)
     rows = open_store(str(STORES / f"{recipe}-{seed}")).sql(
         "select policy, policy_version as version, domain, avg(reward) as accuracy from evals group by all order by all"
@@ -84,24 +85,39 @@ def curves(recipe: str, seed: int) -> Curves:
         versions.setdefault(row["version"], {})[row["domain"]] = row["accuracy"]
     drawn: Curves = {}
     for stage in job.stages:
-        if stage.name in found and stage.name not in SHARED:
+        if stage.name in found:
             start = found.get(stage.start, {})
             first = {0: start[max(start)]} if start else {}
             drawn[stage.name] = sorted((first | found[stage.name]).items())
     return drawn
 
 
-def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
-    """Accuracy over policy versions, a panel per domain and one for their mean; one line per stage and seed."""
+def stages(by_seed: dict[int, Curves]) -> list[str]:
+    """Stages that some seed has, in the job's order."""
+    return list(dict.fromkeys(stage for found in by_seed.values() for stage in found))
+
+
+def columns(by_seed: dict[int, Curves]) -> list[str]:
+    """The domains and `mean`; of more than five domains, `mean` alone."""
     domains = sorted({d for found in by_seed.values() for points in found.values() for _, a in points for d in a})
-    panels = [*domains, "mean"] if 1 < len(domains) <= 5 else ["mean"]
+    return [*domains, "mean"] if 1 < len(domains) <= 5 else ["mean"]
+
+
+def value(accuracy: dict[str, float], column: str) -> float:
+    """Accuracy of a domain (nan where it was not evaluated), or the mean of all."""
+    return statistics.mean(accuracy.values()) if column == "mean" else accuracy.get(column, math.nan)
+
+
+def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
+    """Accuracy over policy versions, a panel per domain and one for their mean; one line per own stage and seed."""
+    panels = columns(by_seed)
     figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.0), sharey=True, squeeze=False)
-    stages = list(dict.fromkeys(stage for found in by_seed.values() for stage in found))
-    for place, stage in enumerate(stages):
+    own = [stage for stage in stages(by_seed) if stage not in SHARED]
+    for place, stage in enumerate(own):
         for seed, found in by_seed.items():
             points = found.get(stage, [])
             for axis, panel in zip(axes[0], panels, strict=True):
-                values = [statistics.mean(a.values()) if panel == "mean" else a.get(panel) for _, a in points]
+                values = [value(accuracy, panel) for _, accuracy in points]
                 label = stage if seed == min(by_seed) else None
                 axis.plot([v for v, _ in points], values, "o-", ms=2.5, lw=1.1, color=f"C{place}", label=label)
     for axis, panel in zip(axes[0], panels, strict=True):
@@ -118,13 +134,26 @@ def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
     plt.close(figure)
 
 
+def own_plot(recipe: str, seeds: Iterable[int]) -> Path | None:
+    """What the recipe's own plot.py draws of the stores, if it has one."""
+    script = JOBS / recipe / "plot.py"
+    if not script.is_file():
+        return None
+    out = PLOTS / f"{recipe}-own.png"
+    subprocess.run([sys.executable, script, "--out", out, *(STORES / f"{recipe}-{seed}" for seed in seeds)], check=True)
+    return out
+
+
 def table(by_seed: dict[int, Curves]) -> Iterable[str]:
-    """Markdown rows: mean accuracy at the end of every stage, each seed's value beside it."""
-    yield f"| stage | accuracy at the end, mean over domains | {' | '.join(f'seed {seed}' for seed in by_seed)} |"
-    yield "|---" * (2 + len(by_seed)) + "|"
-    for stage in dict.fromkeys(stage for found in by_seed.values() for stage in found):
-        ends = [statistics.mean(found[stage][-1][1].values()) for found in by_seed.values() if stage in found]
-        yield f"| {stage} | **{100 * statistics.mean(ends):.1f} %** | {' | '.join(f'{100 * e:.1f} %' for e in ends)} |"
+    """Markdown rows: accuracy at the end of every stage, the mean over seeds and each seed's own value."""
+    panels = columns(by_seed)
+    yield f"| stage | {' | '.join(panels)} |"
+    yield "|---" * (1 + len(panels)) + "|"
+    for stage in stages(by_seed):
+        ends = [found[stage][-1][1] for found in by_seed.values() if stage in found]
+        cells = [[100 * value(accuracy, panel) for accuracy in ends] for panel in panels]
+        shown = [f"**{statistics.mean(c):.1f}** ({' / '.join(f'{one:.1f}' for one in c)})" for c in cells]
+        yield f"| {stage} | {' | '.join(shown)} |"
 
 
 def section(recipe: str, job: Job, by_seed: dict[int, Curves]) -> str:
@@ -132,8 +161,15 @@ def section(recipe: str, job: Job, by_seed: dict[int, Curves]) -> str:
     readme = JOBS / recipe / "README.md"
     finding = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
     lines = [f"## {recipe}", "", f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}.", ""]
-    lines += [f"![{recipe}: held-out accuracy over policy versions](images/recipes/{recipe}.png)", "", *table(by_seed)]
-    return "\n".join([*lines, "", *([finding, ""] if finding else [])])
+    lines += [
+        f"![{recipe}: held-out accuracy over policy versions](images/recipes/{recipe}.png)",
+        "",
+        *table(by_seed),
+        "",
+    ]
+    if drawn := own_plot(recipe, by_seed):
+        lines += [f"![{recipe}: {drawn.stem}](images/recipes/{drawn.name})", ""]
+    return "\n".join([*lines, *([finding, ""] if finding else [])])
 
 
 def main() -> None:
