@@ -239,18 +239,18 @@ class Pack:
     """Empty when the objective needs none."""
     tokens: Any
     """[T] int32"""
-    position_ids: Any
-    """[T] int32, restarting at 0 in every sequence"""
     cu_seqlens: Any
     """[S + 1] int32"""
     loss_mask: Any
     """[T] uint8, 1 on trained tokens"""
     sampler_logprobs: Any
     """[T] f32, 0 where loss_mask is 0"""
-    policy_versions: Any
-    """[T] int32, version that sampled each token; -1 on prompt tokens"""
     sample_rows: Any
     """[S] int64"""
+    version_starts: Any
+    """[P] int32, from 0, rising: where each span of one policy version starts; a prompt is part of the first"""
+    versions: Any
+    """[P] int32, policy version of each span"""
     rewards: Any
     """[S] f32, NaN where a sample has none"""
     advantages: Any
@@ -272,6 +272,27 @@ class Pack:
     hidden: Any | None = None
     """[M, row_bytes] uint8, codec bytes in the order of loss-masked positions"""
     hidden_codec: str = ""
+
+    @property
+    def position_ids(self) -> Any:
+        """[T] int32, restarting at 0 in every sequence; computed, since it follows from `cu_seqlens`"""
+        bounds = np.asarray(self.cu_seqlens)
+        return self._like_others(np.arange(bounds[-1], dtype=np.int32) - np.repeat(bounds[:-1], np.diff(bounds)))
+
+    @property
+    def policy_versions(self) -> Any:
+        """[T] int32, policy version that sampled each trained token; -1 where loss_mask is 0"""
+        spans = np.diff(np.asarray(self.version_starts), append=len(self.tokens))
+        each = np.repeat(np.asarray(self.versions), spans)
+        return self._like_others(np.where(np.asarray(self.loss_mask) > 0, each, np.int32(-1)))
+
+    def _like_others(self, array: NDArray[Any]) -> Any:
+        """As a tensor where the pack's arrays are tensors."""
+        if isinstance(self.tokens, np.ndarray):
+            return array
+        import torch
+
+        return torch.from_numpy(array)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -102,6 +102,9 @@ SAMPLES = TableSpec(
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
             _field(
+                "version_spans", pa.int32(), "spans of one policy version in `tokens`; null of older writers", null=True
+            ),
+            _field(
                 "support_len", pa.int32(), "kept token ids in `tokens`; null when not recorded", null=True, unit="ids"
             ),
             _field(

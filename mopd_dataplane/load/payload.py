@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.reading import SignalReader
 
-PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
+PAYLOAD = ("tokens", "logprobs", "loss_mask")
+VERSIONS = ("version_starts", "versions")
 SUPPORT = ("support_sizes", "support_ids")
 EXPERTS = ("experts",)
 REQUEST_TOKENS = 1 << 20
@@ -53,7 +54,7 @@ class Payload:
         self._place = {row: place for place, row in enumerate(sample_rows.tolist())}
         self._recorded = {name: _Lists([table[name] for table in tables]) for name in recorded}
         columns = ([table[name] for table in tables] for name in PAYLOAD)
-        self._tokens, self._logprobs, self._masks, self._starts, self._versions = map(_Lists, columns)
+        self._tokens, self._logprobs, self._masks = map(_Lists, columns)
         self._signals: dict[tuple[str, str], dict[int, Any]] = {}
         for key, (reader, rows) in signals.items():
             parts = _requests(lengths[np.searchsorted(sample_rows, rows)])
@@ -65,11 +66,10 @@ class Payload:
         return all(row in self._place for row in sample_rows.tolist())
 
     def fill_tokens(self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], out: Arrays) -> None:
-        """Write tokens, positions, masks, sampler log-probs and policy versions of a pack.
+        """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end.
 
         lengths: [S] tokens of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
         """
-        positions = _positions(int(lengths.max()))
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         out["cu_seqlens"][:] = bounds
         for row, (first, last) in zip(sample_rows.tolist(), pairwise(bounds.tolist()), strict=True):
@@ -80,15 +80,29 @@ class Payload:
                 raise DamagedError(f"{said}; run `mopd store verify`")
             begin = last - len(mask)
             out["tokens"][first:last] = tokens
-            out["position_ids"][first:last] = positions[: last - first]
             out["loss_mask"][first:begin] = 0
             out["loss_mask"][begin:last] = mask
             out["sampler_logprobs"][first:begin] = 0
             out["sampler_logprobs"][begin:last] = logprobs if len(logprobs) else 0
-            out["policy_versions"][first:begin] = -1
-            starts = self._starts[place].tolist()
-            for start, stop, version in zip(starts, [*starts[1:], len(mask)], self._versions[place], strict=True):
-                out["policy_versions"][begin + start : begin + stop] = version
+
+    def fill_versions(self, sample_rows: NDArray[np.int64], counts: NDArray[np.int64], out: Arrays) -> None:
+        """Write the spans of one policy version; the first of a sample covers its prompt too.
+
+        counts: [S] spans of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
+        """
+        starts, versions = (self._recorded[name] for name in VERSIONS)
+        begin = 0
+        for row, count, (first, last) in zip(
+            sample_rows.tolist(), counts.tolist(), pairwise(out["cu_seqlens"].tolist()), strict=True
+        ):
+            place, here = self._place[row], slice(begin, begin + count)
+            if len(versions[place]) != count:
+                said = f"sample row {row} has {len(versions[place])} policy versions, its metadata says {count}"
+                raise DamagedError(f"{said}; run `mopd store verify`")
+            out["version_starts"][here] = starts[place] + (last - len(self._masks[place]))
+            out["version_starts"][begin] = first
+            out["versions"][here] = versions[place]
+            begin += count
 
     def fill_support(self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], out: Arrays) -> None:
         """Write the kept sets of a pack, token after token; a sample without any was drawn from everything.
@@ -164,11 +178,3 @@ def _requests(lengths: NDArray[np.int64]) -> Iterator[slice]:
     cuts = np.flatnonzero(np.diff(number)) + 1
     for first, last in pairwise([0, *cuts.tolist(), len(lengths)]):
         yield slice(first, last)
-
-
-_COUNT = np.arange(1 << 15, dtype=np.int32)
-
-
-def _positions(length: int) -> NDArray[np.int32]:
-    """0, 1, 2 … at least `length` of them."""
-    return _COUNT if length <= len(_COUNT) else np.arange(length, dtype=np.int32)

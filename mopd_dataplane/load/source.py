@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
-from mopd_dataplane.load.payload import EXPERTS, SUPPORT, Payload
+from mopd_dataplane.load.payload import EXPERTS, SUPPORT, VERSIONS, Payload
 from mopd_dataplane.load.rewards import Outcomes, group_outcomes
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow
@@ -34,10 +34,14 @@ class WindowSource:
         self._store = store
         self._spec = spec
         rows = plan.sample_rows
-        columns = ["total_len", "loss_tokens"]
+        columns = ["total_len", "loss_tokens", "policy_version_first"]
         metadata = store.take_samples(rows, columns, plan.snapshot)
         self.lengths: NDArray[np.int64] = metadata["total_len"].to_numpy().astype(np.int64)
         self.loss_tokens: NDArray[np.int64] = metadata["loss_tokens"].to_numpy().astype(np.int64)
+        self._first_versions = metadata["policy_version_first"].to_numpy()
+        self._version_spans = self._count_version_spans()
+        self._changes = bool((self._version_spans != 1).any())
+        """Whether the policy changed in the middle of some response."""
         self._support_lens = self._support() if spec.support else None
         self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
@@ -74,12 +78,12 @@ class WindowSource:
         sequences = inside.stop - inside.start
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("<i4", (tokens,)),
-            "position_ids": ("<i4", (tokens,)),
             "cu_seqlens": ("<i4", (sequences + 1,)),
             "loss_mask": ("|u1", (tokens,)),
             "sampler_logprobs": ("<f4", (tokens,)),
-            "policy_versions": ("<i4", (tokens,)),
             "sample_rows": ("<i8", (sequences,)),
+            "version_starts": ("<i4", (int(self._version_spans[inside].sum()),)),
+            "versions": ("<i4", (int(self._version_spans[inside].sum()),)),
             "rewards": ("<f4", (sequences,)),
             "advantages": ("<f4", (sequences,)),
         }
@@ -104,10 +108,9 @@ class WindowSource:
     def largest_pack_bytes(self) -> int:
         """Bytes of a slot that holds any pack of the window."""
         starts = self.plan.pack_starts
-        tokens, trained = (np.add.reduceat(counts, starts[:-1]) for counts in (self.lengths, self.loss_tokens))
-        measures = [tokens, trained, np.diff(starts), tokens + trained]
-        if self._support_lens is not None:
-            measures.append(np.add.reduceat(self._support_lens, starts[:-1]))
+        counts = [self.lengths, self.loss_tokens, self.lengths + self.loss_tokens, self.lengths + self._version_spans]
+        counts += [] if self._support_lens is None else [self._support_lens]
+        measures = [np.diff(starts), *(np.add.reduceat(count, starts[:-1]) for count in counts)]
         heaviest = {int(np.argmax(measure)) for measure in measures}
         spare = FIELD_BYTES * len(self.fields(0)[0])
         return max(self.fields(pack)[1] for pack in heaviest) + spare
@@ -146,7 +149,11 @@ class WindowSource:
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
         rows, first = np.unique(self.plan.sample_rows[places], return_index=True)
         lengths = self.lengths[places[first]]
-        recorded = [*(SUPPORT if self._support_lens is not None else ()), *(EXPERTS if self._experts_width else ())]
+        recorded = [
+            *(VERSIONS if self._changes else ()),
+            *(SUPPORT if self._support_lens is not None else ()),
+            *(EXPERTS if self._experts_width else ()),
+        ]
         return Payload(
             self._store, self.plan.snapshot, rows, lengths, signals, recorded=recorded, verify=self._spec.verify
         )
@@ -172,6 +179,10 @@ class WindowSource:
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
         span, rows, teacher = self._span(pack), self._rows(pack), self.teacher(pack)
         payload.fill_tokens(rows, self.lengths[span], out)
+        if self._changes:
+            payload.fill_versions(rows, self._version_spans[span], out)
+        else:
+            out["version_starts"][:], out["versions"][:] = out["cu_seqlens"][:-1], self._first_versions[span]
         if self._support_lens is not None:
             payload.fill_support(rows, self._support_lens[span], out)
         if self._experts_width:
@@ -186,6 +197,16 @@ class WindowSource:
             payload.fill_topk(teacher, rows, out)
         if self._hidden is not None:
             self._hidden.fill(teacher, rows, out["hidden"].reshape(-1))
+
+    def _count_version_spans(self) -> NDArray[np.int64]:
+        """Spans of one policy version of each sample; the payload tells where older writers did not count them."""
+        rows, snapshot = self.plan.sample_rows, self.plan.snapshot
+        if self._store.has_column("samples", "version_spans", snapshot):
+            counts = self._store.take_samples(rows, ["version_spans"], snapshot)["version_spans"]
+            if not counts.null_count:
+                return np.asarray(counts.to_numpy().astype(np.int64))
+        versions = self._store.read_tokens(rows, ["versions"], snapshot)["versions"]
+        return np.asarray(pc.list_value_length(versions).to_numpy().astype(np.int64))
 
     def _support(self) -> NDArray[np.int64] | None:
         """Kept ids of each sample; None when no sample of the window has any."""

@@ -92,8 +92,8 @@ def check_sample(sample: Sample) -> None:
                 "the engine's logits are not to be trusted"
             )
     _check_support(sample, where)
-    experts = sample.experts
-    if experts is not None and (experts.ndim != 2 or len(experts) != len(sample.tokens) - 1 or (experts < 0).any()):
+    experts, read = sample.experts, max(len(sample.tokens) - 1, 0)
+    if experts is not None and (experts.ndim != 2 or len(experts) != read or (experts < 0).any()):
         raise MismatchError(
             f"{where}: experts has shape {list(experts.shape)}; a row of ids, at least 0, for each of the "
             f"{len(sample.tokens)} tokens but the last"
@@ -175,6 +175,7 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
                 "loss_tokens": sample.loss_tokens,
                 "mean_logprob": mean,
                 "experts_width": None if sample.experts is None else sample.experts.shape[1],
+                "version_spans": len(sample.versions),
                 "support_len": None if sample.support_ids is None else len(sample.support_ids),
                 "payload_row": payload_row,
                 "payload_crc": crc,

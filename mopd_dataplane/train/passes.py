@@ -11,14 +11,17 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mopd_dataplane.records import Pack
 
 _PER_TOKEN = (
-    "tokens", "position_ids", "loss_mask", "sampler_logprobs", "policy_versions", "experts", "teacher_logprobs",
+    "tokens", "loss_mask", "sampler_logprobs", "experts", "teacher_logprobs",
     "reference_logprobs",
 )  # fmt: skip
 _PER_TRAINED_TOKEN = ("support_sizes", "topk_ids", "topk_logprobs", "hidden")
 _PER_SAMPLE = ("sample_rows", "rewards", "advantages")
+_PER_SPAN = ("version_starts", "versions")
 
 
 class Piece(NamedTuple):
@@ -73,10 +76,12 @@ def samples_of(pack: Pack, first: int, last: int) -> Pack:
         **dict.fromkeys(_PER_TOKEN, slice(start, stop)),
         **dict.fromkeys(_PER_TRAINED_TOKEN, trained),
         **dict.fromkeys(_PER_SAMPLE, slice(first, last)),
+        **dict.fromkeys(_PER_SPAN, slice(*np.searchsorted(np.asarray(pack.version_starts), (start, stop)).tolist())),
     }
     if pack.support_sizes is not None:
         begin = int(pack.support_sizes[: trained.start].sum())
         axes["support_ids"] = slice(begin, begin + int(pack.support_sizes[trained].sum()))
     arrays = {name: getattr(pack, name) for name in axes}
     views: dict[str, Any] = {name: None if array is None else array[axes[name]] for name, array in arrays.items()}
+    views["version_starts"] = views["version_starts"] - start
     return replace(pack, cu_seqlens=bounds[first : last + 1] - start, **views)

@@ -42,10 +42,11 @@ def as_pack(store: Store, row: int) -> Pack:
     payload = {name: np.array(v) for name, v in store.read_tokens([row], (*PAYLOAD, *SUPPORT)).to_pylist()[0].items()}
     total, prompt = metadata["total_len"], metadata["prompt_len"]
     return Pack(
-        index=0, teacher="", tokens=payload["tokens"], position_ids=np.arange(total), cu_seqlens=np.array([0, total]),
+        index=0, teacher="", tokens=payload["tokens"], cu_seqlens=np.array([0, total]),
         loss_mask=np.concatenate([np.zeros(prompt, np.uint8), payload["loss_mask"]]),
         sampler_logprobs=np.concatenate([np.zeros(prompt), payload["logprobs"]]).astype(np.float32),
-        policy_versions=np.zeros(total, np.int32), sample_rows=np.array([row]), rewards=np.zeros(1, np.float32),
+        sample_rows=np.array([row]), version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32),
+        rewards=np.zeros(1, np.float32),
         advantages=np.zeros(1, np.float32), support_sizes=payload["support_sizes"],
         support_ids=payload["support_ids"].astype(np.int32),
     )  # fmt: skip

@@ -105,7 +105,8 @@ def expect_pack(store: Store, plan: PlanWindow, pack: Pack) -> None:
         assert np.array_equal(pack.reference_logprobs[response], reference[i])
         spans = [*sample["version_starts"], last - first - prompt]
         versions = [v for v, (a, b) in zip(sample["versions"], pairwise(spans), strict=True) for _ in range(b - a)]
-        assert pack.policy_versions[first:last].tolist() == [-1] * prompt + versions
+        trained = [v if m else -1 for v, m in zip(versions, sample["loss_mask"], strict=True)]
+        assert pack.policy_versions[first:last].tolist() == [-1] * prompt + trained
         for field in (pack.sampler_logprobs, pack.teacher_logprobs, pack.reference_logprobs):
             assert not field[first : first + prompt].any()
     assert np.array_equal(pack.topk_ids, np.concatenate([ids for ids, _ in topk]))

@@ -1,4 +1,4 @@
-"""Kept sets and experts in packs: where a policy gradient asks and some sample of the window has them."""
+"""Kept sets, experts and policy versions in packs: no more of them than some sample of the window needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.records import Sample, sample_uid
+from mopd_dataplane.records import Pack, Sample, sample_uid
 from mopd_dataplane.store.dataset import Store
 
 STAGE = "student"
@@ -103,6 +103,48 @@ def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
                         mode="overwrite")  # fmt: skip
     source = WindowSource(Store.open(store.uri), _at(source.plan, Store.open(store.uri)), ASKS)
     with pytest.raises(DamagedError, match=r"sample row 2 has \d+ kept ids, its metadata says"):
+        packs(source)
+
+
+def by_versions(number: int) -> Sample:
+    """A sample of 1 to 3 policies; the third may be the first again, where old weights were brought back."""
+    made = sample(number, kept=False)
+    spans = min(1 + number % 3, len(made.loss_mask))
+    made.version_starts = np.arange(spans, dtype=np.int32)
+    made.versions = np.array([5, 7, 5], np.int32)[:spans]
+    return made
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["counted", "older writer"])
+@pytest.mark.parametrize("changes", [False, True], ids=["one policy", "policies"])
+def test_the_spans_of_a_pack_say_which_policy_wrote_each_token(tmp_path: Path, changes: bool, older: bool) -> None:
+    samples = [by_versions(number if changes else 0) for number in range(16)]
+    for number, made in enumerate(samples):
+        made.uid, made.writer_seq = sample_uid(0, STAGE, f"p{number}", 0, 1), number
+    source = opened(tmp_path, samples)
+    if older:
+        lance.dataset(f"{source._store.uri}/samples").drop_columns(["version_spans"])
+        source = WindowSource(Store.open(source._store.uri), _at(source.plan, Store.open(source._store.uri)), ASKS)
+    seen = 0
+    for index, arrays in enumerate(packs(source)):
+        pack = Pack(index=index, teacher="", **arrays)
+        assert (np.diff(pack.version_starts, append=len(pack.tokens)) > 0).all()
+        wanted: list[int] = []
+        for row in pack.sample_rows.tolist():
+            stored = samples[row]
+            ends = [*stored.version_starts[1:].tolist(), len(stored.loss_mask)]
+            spans = zip(stored.version_starts.tolist(), ends, stored.versions.tolist(), strict=True)
+            written = [version for start, end, version in spans for _ in range(end - start)]
+            wanted += [-1] * 4 + [v if m else -1 for v, m in zip(written, stored.loss_mask, strict=True)]
+            seen += 1
+        assert pack.policy_versions.tolist() == wanted
+    assert seen == 16
+
+
+def test_metadata_that_counts_other_spans_is_damage(tmp_path: Path) -> None:
+    source = opened(tmp_path, [by_versions(number) for number in range(4)])
+    source._version_spans = source._version_spans + 1
+    with pytest.raises(DamagedError, match=r"sample row \d+ has \d policy versions, its metadata says \d"):
         packs(source)
 
 

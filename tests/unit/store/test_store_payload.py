@@ -84,6 +84,7 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
     for row, sample in zip(metadata, batch, strict=True):
         assert row["payload_crc"] == sample_crc(sample)
         assert row["experts_width"] == (None if sample.experts is None else 3)
+        assert row["version_spans"] == len(sample.versions)
         assert row["support_len"] == (None if sample.support_ids is None else len(sample.support_ids))
         assert (row["response_len"], row["loss_tokens"]) == (sample.response_len, sample.loss_tokens)
         assert (row["policy_version_first"], row["policy_version_last"]) == (sample.versions[0], sample.versions[-1])

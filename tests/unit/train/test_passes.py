@@ -96,7 +96,9 @@ def test_the_parts_of_a_pack_are_the_pack(packs: list[Pack], kind: str) -> None:
     assert samples_of(whole, 0, 3) is whole
     parts = [samples_of(whole, 0, 1), samples_of(whole, 1, 3)]
     assert [np.asarray(part.cu_seqlens).tolist() for part in parts] == [[0, 9], [0, 14, 44]]
-    for name in set(names) - {"cu_seqlens"}:
+    assert [np.asarray(part.version_starts).tolist() for part in parts] == [[0], [0, 14]]
+    assert [np.asarray(part.policy_versions).max() for part in parts] == [0, 0]
+    for name in set(names) - {"cu_seqlens", "version_starts"}:
         pieces = [np.asarray(getattr(part, name)) for part in parts]
         np.testing.assert_array_equal(np.concatenate(pieces), np.asarray(getattr(whole, name)))
         assert np.shares_memory(pieces[1], np.asarray(getattr(whole, name))), "a view"
