@@ -92,7 +92,8 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     """
     told = ""
     patience = Patience(f"mopd score JOB --stage {stage.name} --follow")
-    with Training(run, stage) as training:
+    expected = stage.iterations * len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
+    with Training(run, stage, samples=expected) as training:
         while True:
             window = run.policies.latest(stage)
             plan = run.store.plan(stage.name, window) or _next_plan(run, stage, window)

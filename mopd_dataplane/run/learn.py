@@ -6,6 +6,7 @@ One trainer process reads the loader's socket; several ([scale] ranks) are start
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -45,9 +46,11 @@ class Training:
         version = training.train(plan)
     """
 
-    def __init__(self, run: Run, stage: Stage) -> None:
+    def __init__(self, run: Run, stage: Stage, *, samples: int = 0) -> None:
+        """samples: of the whole stage, where a window is a fixed amount of them; 0 where it is a whole iteration."""
         self._run = run
         self._stage = stage
+        self._samples = samples
         self._checkpoints = StoredCheckpoints(run.work, stage.name)
         self._trainer: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
@@ -169,9 +172,13 @@ class Training:
         return self._checkpoints.folder
 
     def _steps_expected(self) -> int:
-        """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every iteration."""
+        """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every window."""
         first = self._run.store.plan(self._stage.name, 0)
-        return 0 if first is None else (len(first.step_starts) - 1) * self._stage.iterations
+        if first is None:
+            return 0
+        trained = self._samples * self._stage.train.epochs
+        windows = math.ceil(trained / len(first.sample_rows)) if trained else self._stage.iterations
+        return (len(first.step_starts) - 1) * windows
 
     def _metrics(self) -> list[StepMetrics]:
         return read_metrics(self._folder)

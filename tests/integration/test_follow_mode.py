@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane import open_store
 
 ASYNC_STAGE = """
@@ -18,6 +20,7 @@ objective = "sampled"
 iterations = 4
 rollout = {{ prompts_per_iteration = 24 }}
 plan = {{ batch_samples = 12, max_staleness = 3 }}
+train = {{ schedule = "linear", warmup_steps = 0 }}
 """
 
 
@@ -41,6 +44,8 @@ def test_training_while_samples_are_written(
     assert trained["policy_version"] == len(rows) // 12
     assert 0 <= trained["staleness_mean"] <= trained["staleness_max"]
     assert trained["staleness_max"] > 0, "samples of an iteration are older than the version the window before left"
+    rates = store.sql("select learning_rate r from steps where stage = 'async' order by step")["r"].to_pylist()
+    assert rates == pytest.approx([rates[0] * (1 - step / 8) for step in range(8)]), "the schedule ends with the stage"
     sampled_by = set(store.sql("select policy_version_first v from samples where run = 'async'")["v"].to_pylist())
     assert len(sampled_by) > 1, "rollouts picked up a policy that was published while they ran"
 
