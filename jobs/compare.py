@@ -122,13 +122,14 @@ def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
     panels = columns(by_seed)
     figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.0), sharey=True, squeeze=False)
     own = [stage for stage in stages(by_seed) if stage not in SHARED]
+    colours = matplotlib.color_sequences["tab10" if len(own) <= 10 else "tab20"]
     for place, stage in enumerate(own):
         for seed, found in by_seed.items():
             points = found.get(stage, [])
             for axis, panel in zip(axes[0], panels, strict=True):
                 values = [value(accuracy, panel) for _, accuracy in points]
                 label = stage if seed == min(by_seed) else None
-                axis.plot([v for v, _ in points], values, "o-", ms=2.5, lw=1.1, color=f"C{place}", label=label)
+                axis.plot([v for v, _ in points], values, "o-", ms=2.5, lw=1.1, color=colours[place], label=label)
     for axis, panel in zip(axes[0], panels, strict=True):
         axis.set_title(panel, fontsize=9)
         axis.set_xlabel("policy version", fontsize=8)
@@ -137,7 +138,7 @@ def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
         axis.tick_params(labelsize=8)
         axis.grid(axis="y", lw=0.4)
     axes[0][0].set_ylabel("held-out accuracy", fontsize=8)
-    axes[0][-1].legend(fontsize=7, frameon=False)
+    axes[0][-1].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     PLOTS.mkdir(parents=True, exist_ok=True)
     figure.savefig(PLOTS / f"{recipe}.png", dpi=130, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
