@@ -19,6 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,7 +172,8 @@ def section(recipe: str, job: Job, by_seed: dict[int, Curves]) -> str:
     readme = JOBS / recipe / "README.md"
     finding = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
     seeds = f"Seeds {', '.join(map(str, by_seed))}."
-    lines = [f"## {recipe}", "", f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}. {seeds}", ""]
+    said = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}. {seeds}"
+    lines = [f"## {recipe}", "", *textwrap.wrap(said, 120, break_on_hyphens=False), ""]
     lines += [
         f"![{recipe}: held-out accuracy over policy versions](images/recipes/{recipe}.png)",
         "",
@@ -201,12 +203,11 @@ def main() -> None:
             parts.append(section(recipe, load_job(JOBS / recipe), by_seed))
             (STORES / f"{recipe}.json").write_text(json.dumps(by_seed, indent=1))
     head = (
-        "# Recipes\n\n"
         f"Written by `make recipes` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no GPU; "
         "every seed that was run is shown. Accuracy on held-out prompts in per cent: **mean** (seed / seed / …). Small "
-        "models and tasks: directions, not records.\n\n"
+        "models and tasks: directions, not records."
     )
-    PAGE.write_text(head + "\n".join(parts))
+    PAGE.write_text(f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(parts))
 
 
 def run_all(recipes: list[str], seeds: list[int], processes: int) -> None:
