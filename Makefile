@@ -31,7 +31,7 @@ run-sampled: $(INSTALLED)  ## the quickstart with sampled-token reverse KL
 seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives
 	$(BIN)/python jobs/quickstart/seeds.py
 
-recipes: $(INSTALLED)  ## every published recipe over three seeds; writes docs/recipes.md (two hours on 2 cores)
+recipes: $(INSTALLED)  ## every published recipe over three seeds; writes docs/recipes.md (hours on 2 cores)
 	$(BIN)/python jobs/compare.py
 
 smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation of SmolLM2-135M

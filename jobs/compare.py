@@ -203,7 +203,7 @@ def main() -> None:
             parts.append(section(recipe, load_job(JOBS / recipe), by_seed))
             (STORES / f"{recipe}.json").write_text(json.dumps(by_seed, indent=1))
     head = (
-        f"Written by `make recipes` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no GPU; "
+        f"Written by `jobs/compare.py` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no GPU; "
         "every seed that was run is shown. Accuracy on held-out prompts in per cent: **mean** (seed / seed / …). Small "
         "models and tasks: directions, not records."
     )
