@@ -203,9 +203,9 @@ def main() -> None:
             parts.append(section(recipe, load_job(JOBS / recipe), by_seed))
             (STORES / f"{recipe}.json").write_text(json.dumps(by_seed, indent=1))
     head = (
-        f"Written by `jobs/compare.py` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no GPU; "
-        "every seed that was run is shown. Accuracy on held-out prompts in per cent: **mean** (seed / seed / …). Small "
-        "models and tasks: directions, not records."
+        f"Written by `jobs/compare.py` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no "
+        "GPU; every seed that was run is shown. Accuracy on held-out prompts in per cent: **mean** (seed / seed / …). "
+        "Small models and tasks: directions, not records."
     )
     PAGE.write_text(f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(parts))
 

@@ -15,10 +15,7 @@ import numpy as np
 
 from mopd_dataplane.records import Pack
 
-_PER_TOKEN = (
-    "tokens", "loss_mask", "sampler_logprobs", "experts", "teacher_logprobs",
-    "reference_logprobs",
-)  # fmt: skip
+_PER_TOKEN = ("tokens", "loss_mask", "sampler_logprobs", "experts", "teacher_logprobs", "reference_logprobs")
 _PER_TRAINED_TOKEN = ("support_sizes", "topk_ids", "topk_logprobs", "hidden")
 _PER_SAMPLE = ("sample_rows", "rewards", "advantages")
 _PER_SPAN = ("version_starts", "versions")
