@@ -6,6 +6,7 @@ INSTALLED := $(VENV)/installed
 # One worker more than cores, since many tests wait for processes they killed.
 WORKERS = -n $(shell $(PYTHON) -c "import os; print(min(8, 1 + (os.cpu_count() or 1)))") --dist loadfile
 VLLM_VENV := .venv-vllm
+SEEDS ?= 0
 
 # Tests of TransferQueue that look for the files of its own in-memory backend.
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
@@ -31,8 +32,8 @@ run-sampled: $(INSTALLED)  ## the quickstart with sampled-token reverse KL
 seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives
 	$(BIN)/python jobs/quickstart/seeds.py
 
-recipes: $(INSTALLED)  ## every published recipe over three seeds; writes docs/recipes.md (hours on 2 cores)
-	$(BIN)/python jobs/compare.py
+recipes: $(INSTALLED)  ## every published recipe, an hour on 2 cores; docs/recipes.md is of SEEDS="0 1 2"
+	$(BIN)/python jobs/compare.py --seeds $(SEEDS)
 
 smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation of SmolLM2-135M
 	$(BIN)/mopd run jobs/smollm2

@@ -4,7 +4,7 @@
 
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
-them once.
+them once. The page shows every run that has finished, of earlier commands too.
 """
 
 from __future__ import annotations
@@ -74,13 +74,18 @@ def run(recipe: str, seed: int) -> None:
     mopd("run", str(JOBS / recipe), "--seed", str(seed), "--store", str(store))
 
 
-def finished(recipe: str, seed: int) -> bool:
-    """Whether every stage of a run has come to its end."""
-    store = STORES / f"{recipe}-{seed}"
-    if not store.exists():
-        return False
-    ended = open_store(str(store)).sql("select distinct stage from events where kind = 'stage_done'")
-    return {stage.name for stage in load_job(JOBS / recipe).stages} <= set(ended["stage"].to_pylist())
+def finished(recipe: str) -> list[int]:
+    """Seeds whose run of every stage has come to its end."""
+    stages = {stage.name for stage in load_job(JOBS / recipe).stages}
+    seeds = []
+    for store in STORES.glob(f"{recipe}-*"):
+        seed = store.name.removeprefix(f"{recipe}-")
+        if not seed.isdecimal():  # of another recipe, whose name is longer
+            continue
+        ended = open_store(str(store)).sql("select distinct stage from events where kind = 'stage_done'")
+        if stages <= set(ended["stage"].to_pylist()):
+            seeds.append(int(seed))
+    return sorted(seeds)
 
 
 def curves(recipe: str, seed: int) -> Curves:
@@ -189,7 +194,7 @@ def main() -> None:
     """Run what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="+", default=recipes(), choices=recipes(), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--page-only", action="store_true", help="run nothing; show the runs that have finished")
     options = parser.parse_args()
@@ -197,7 +202,7 @@ def main() -> None:
         run_all(options.recipes, options.seeds, options.processes)
     parts = []
     for recipe in options.recipes:
-        by_seed = {seed: curves(recipe, seed) for seed in options.seeds if finished(recipe, seed)}
+        by_seed = {seed: curves(recipe, seed) for seed in finished(recipe)}
         if by_seed:
             plot(recipe, by_seed)
             parts.append(section(recipe, load_job(JOBS / recipe), by_seed))
