@@ -29,7 +29,8 @@ from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
-from mopd_dataplane.store.bench import bench_sample, filled_samples
+from mopd_dataplane.run.rows import scan_stage
+from mopd_dataplane.store.bench import BENCH_RUN, bench_sample, filled_samples
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.rows import token_rows
 
@@ -156,13 +157,13 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
 
 
 def _columns(store: Store, snapshot: Any, first: int, count: int) -> Columns:
-    """Planner columns of a stretch of `samples`."""
+    """Planner columns of a stretch of `samples`, read as a job's stage reads them."""
 
     def route(domain: str, effort: str) -> str:
         return domain.replace("domain", "teacher")
 
-    numbered = store.scan_samples(SAMPLE_COLUMNS, snapshot, first=first, limit=count)
-    return collect_columns(numbered, count, route=route, teachers=TEACHERS)
+    samples = scan_stage(store, BENCH_RUN, None, SAMPLE_COLUMNS, snapshot, first=first, limit=count)
+    return collect_columns(samples, count, route=route, teachers=TEACHERS)
 
 
 def _limits(folder: Path) -> tuple[float, float]:

@@ -117,4 +117,7 @@ bench.add_to(app)
 
 def main() -> None:
     """Entry point of the `mopd` command."""
+    # Read when numpy is imported. On machines whose hypervisor takes free memory back, the first touch of a huge page
+    # costs several times that of small ones: 2 of 7 seconds of a large plan (docs/benchmarks/planner_and_writes.md).
+    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     app()

@@ -22,16 +22,17 @@ from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.errors import DamagedError
 
 HEADER = struct.Struct("<4sHHQqII")
-FIELD = struct.Struct("<24s8sIQQQ")
+FIELD = struct.Struct("<24s8sIQQQ4x")
 ALIGNMENT = 64
 MAGIC = b"MOPS"
 FORMAT = 3
 HEADER_BYTES = 64
-FIELD_BYTES = 64
+FIELD_BYTES = FIELD.size
 DTYPES = ("<i2", "<i4", "<i8", "<f4", "|u1")
 UNCHECKED = "hidden"
 """The last field, left out of the slot's checksum: it has its own in the store and is far larger than the rest."""
 _KIND = {name: np.dtype(name) for name in DTYPES}
+_SIZE = {name: kind.itemsize for name, kind in _KIND.items()}
 
 Shape = tuple[int, ...]
 
@@ -63,7 +64,7 @@ def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, .
     fields = []
     offset = HEADER_BYTES + FIELD_BYTES * len(shapes)
     for name, (dtype, shape) in shapes.items():
-        nbytes = math.prod(shape) * _KIND[dtype].itemsize
+        nbytes = math.prod(shape) * _SIZE[dtype]
         fields.append(Field(name, dtype, shape, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
@@ -81,12 +82,11 @@ def view_of(memory: memoryview, field: Field) -> NDArray[Any]:
 
 def write_table(memory: memoryview, fields: tuple[Field, ...]) -> None:
     """Write the field table; the slot is valid only after `seal`."""
-    for place, field in enumerate(fields):
-        first, second = (*field.shape, 0)[:2]
-        FIELD.pack_into(
-            memory, HEADER_BYTES + FIELD_BYTES * place, field.name.encode(), field.dtype.encode(), len(field.shape),
-            first, second, field.offset,
-        )  # fmt: skip
+    place = HEADER_BYTES
+    for name, dtype, shape, offset, _ in fields:
+        second = shape[1] if len(shape) == 2 else 0
+        FIELD.pack_into(memory, place, _raw(name), _raw(dtype), len(shape), shape[0], second, offset)
+        place += FIELD_BYTES
 
 
 def seal(memory: memoryview, fields: tuple[Field, ...], *, generation: int, pack: int) -> None:
@@ -103,12 +103,11 @@ def read_header(memory: memoryview) -> Header:
     if not count or table_end > len(memory):
         raise DamagedError(f"slot of {len(memory):,} bytes says that it has {count} fields")
     fields = []
-    for place in range(count):
-        raw_name, raw_dtype, axes, first, second, offset = FIELD.unpack_from(memory, HEADER_BYTES + FIELD_BYTES * place)
+    for raw_name, raw_dtype, axes, first, second, offset in FIELD.iter_unpack(memory[HEADER_BYTES:table_end]):
         name, dtype, shape = _text(raw_name), _text(raw_dtype), (first, second)[:axes]
         if dtype not in _KIND:
             raise DamagedError(f"slot field {name!r} has type {dtype!r}, allowed: {', '.join(DTYPES)}")
-        nbytes = math.prod(shape) * _KIND[dtype].itemsize
+        nbytes = math.prod(shape) * _SIZE[dtype]
         if axes > 2 or offset < table_end or offset + nbytes > len(memory):
             raise DamagedError(f"slot field {name!r} reaches out of the slot's {len(memory):,} bytes")
         fields.append(Field(name, dtype, shape, offset, nbytes))
@@ -120,6 +119,11 @@ def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
     last = fields[-1]
     end = last.offset if last.name == UNCHECKED else last.offset + last.nbytes
     return crc32c(np.frombuffer(memory, np.uint8, count=end - HEADER_BYTES, offset=HEADER_BYTES))
+
+
+@lru_cache(maxsize=256)
+def _raw(text: str) -> bytes:
+    return text.encode()
 
 
 @lru_cache(maxsize=256)

@@ -1,15 +1,16 @@
-"""Payload of some samples, decoded once, from which packs are filled.
+"""Payload of some packs, decoded once, from which they are filled.
 
 Lance reads neighbouring rows far cheaper than scattered ones, so the loader reads the samples of many packs at
-once, in the order they are stored, and keeps them until those packs are filled. Filling is one copy per sample and
-field, straight into the slot.
+once, in the order they are stored, and keeps them until those packs are filled. Where each sample goes in its pack is
+worked out for all of them together; filling is then one copy per sample and field, straight into the slot.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -26,150 +27,196 @@ PAYLOAD = ("tokens", "logprobs", "loss_mask")
 VERSIONS = ("version_starts", "versions")
 SUPPORT = ("support_sizes", "support_ids")
 EXPERTS = ("experts",)
-REQUEST_TOKENS = 1 << 20
-"""Tokens of one read: large enough to spread its fixed cost, small enough that its buffers are reused."""
+REQUEST_TOKENS = 1 << 22
+"""Tokens of one read: large enough to spread its fixed cost; its buffers come on top of what is kept."""
 
 Arrays = dict[str, Any]
 Wanted = Mapping[tuple[str, str], tuple["SignalReader", NDArray[np.int64]]]
 """(teacher, signal kind) → its reader, and [n] sample rows, sorted, distinct."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Samples in the order of their packs, and what their metadata says of them; all [u]."""
+
+    rows: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    """Token of its pack that the sample begins with."""
+    lengths: NDArray[np.int64]
+    """Tokens."""
+    spans: NDArray[np.int64]
+    """Spans of one policy version."""
+
+
 class Payload:
-    """Tokens of some samples, and the signals that lie in lists."""
+    """Tokens of some packs, and the signals that lie in lists.
+
+    A part, in every method, is the stretch of `placed` that one pack takes.
+    """
 
     def __init__(
         self,
         store: Store,
         snapshot: Snapshot,
-        sample_rows: NDArray[np.int64],
-        lengths: NDArray[np.int64],
+        placed: Placed,
         signals: Wanted,
         *,
         recorded: Sequence[str],
         verify: bool,
     ) -> None:
-        """Read them. sample_rows: [n], sorted, distinct. lengths: [n] tokens of each. recorded: more columns."""
+        """Read them. recorded: columns beside PAYLOAD that the packs carry."""
+        self._placed = placed
+        rows, first, places = np.unique(placed.rows, return_index=True, return_inverse=True)
+        lengths = placed.lengths[first]
         wanted = (*PAYLOAD, *recorded)
-        tables = [store.read_tokens(sample_rows[part], wanted, snapshot, verify=verify) for part in _requests(lengths)]
-        self._place = {row: place for place, row in enumerate(sample_rows.tolist())}
-        self._recorded = {name: _Lists([table[name] for table in tables]) for name in recorded}
-        columns = ([table[name] for table in tables] for name in PAYLOAD)
-        self._tokens, self._logprobs, self._masks = map(_Lists, columns)
+        tables = [store.read_tokens(rows[part], wanted, snapshot, verify=verify) for part in _requests(lengths)]
+        lists = {name: _Lists([table[name] for table in tables], places) for name in wanted}
+        del tables
+        self._recorded = lists
+        self._tokens, self._logprobs, self._masks = (lists[name] for name in PAYLOAD)
+        self._wrong_tokens = _differ(self._tokens.lengths, placed.lengths)
+        ends = placed.firsts + placed.lengths
+        responses = ends - self._masks.lengths
+        self._bounds = [placed.firsts.tolist(), responses.tolist(), ends.tolist()]
+        if "versions" in recorded:
+            starts, versions = (lists[name] for name in VERSIONS)
+            self._wrong_spans = _differ(versions.lengths, placed.spans)
+            bounds = np.concatenate(([0], np.cumsum(versions.lengths)))
+            self._version_starts = starts.joined() + np.repeat(responses, starts.lengths)
+            self._version_starts[bounds[:-1]] = placed.firsts
+            self._versions = versions.joined()
+            self._span_bounds: list[int] = bounds.tolist()
         self._signals: dict[tuple[str, str], dict[int, Any]] = {}
-        for key, (reader, rows) in signals.items():
-            parts = _requests(lengths[np.searchsorted(sample_rows, rows)])
-            values = (value for part in parts for value in reader.read(rows[part], verify=verify))
-            self._signals[key] = dict(zip(rows.tolist(), values, strict=True))
+        for key, (reader, scored) in signals.items():
+            parts = _requests(lengths[np.searchsorted(rows, scored)])
+            values = (value for part in parts for value in reader.read(scored[part], verify=verify))
+            self._signals[key] = dict(zip(scored.tolist(), values, strict=True))
 
-    def holds(self, sample_rows: NDArray[np.int64]) -> bool:
-        """Whether all these samples are here."""
-        return all(row in self._place for row in sample_rows.tolist())
-
-    def fill_tokens(self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], out: Arrays) -> None:
+    def fill_tokens(self, part: slice, out: Arrays) -> None:
         """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end.
 
-        lengths: [S] tokens of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
+        Raises DamagedError when the payload has other lengths than the metadata says.
         """
-        bounds = np.concatenate(([0], np.cumsum(lengths)))
-        out["cu_seqlens"][:] = bounds
-        for row, (first, last) in zip(sample_rows.tolist(), pairwise(bounds.tolist()), strict=True):
-            place = self._place[row]
-            tokens, mask, logprobs = self._tokens[place], self._masks[place], self._logprobs[place]
-            if len(tokens) != last - first:
-                said = f"sample row {row} has {len(tokens)} tokens, its metadata says {last - first}"
-                raise DamagedError(f"{said}; run `mopd store verify`")
-            begin = last - len(mask)
-            out["tokens"][first:last] = tokens
-            out["loss_mask"][first:begin] = 0
-            out["loss_mask"][begin:last] = mask
-            out["sampler_logprobs"][first:begin] = 0
-            out["sampler_logprobs"][begin:last] = logprobs if len(logprobs) else 0
+        for place in _inside(part, self._wrong_tokens):
+            self._refuse(place, f"{self._tokens.lengths[place]} tokens", self._placed.lengths[place])
+        out["cu_seqlens"][:-1], out["cu_seqlens"][-1] = self._placed.firsts[part], len(out["tokens"])
+        tokens, masks, logprobs = out["tokens"], out["loss_mask"], out["sampler_logprobs"]
+        bounds = zip(*(bound[part] for bound in self._bounds), strict=True)
+        for place, (first, begin, last) in enumerate(bounds, part.start):
+            tokens[first:last] = self._tokens[place]
+            masks[first:begin] = 0
+            masks[begin:last] = self._masks[place]
+            logprobs[first:begin] = 0
+            sampled = self._logprobs[place]
+            logprobs[begin:last] = sampled if len(sampled) else 0
 
-    def fill_versions(self, sample_rows: NDArray[np.int64], counts: NDArray[np.int64], out: Arrays) -> None:
+    def fill_versions(self, part: slice, out: Arrays) -> None:
         """Write the spans of one policy version; the first of a sample covers its prompt too.
 
-        counts: [S] spans of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
+        Raises DamagedError when the payload has another number of them than the metadata says.
         """
-        starts, versions = (self._recorded[name] for name in VERSIONS)
-        begin = 0
-        for row, count, (first, last) in zip(
-            sample_rows.tolist(), counts.tolist(), pairwise(out["cu_seqlens"].tolist()), strict=True
-        ):
-            place, here = self._place[row], slice(begin, begin + count)
-            if len(versions[place]) != count:
-                said = f"sample row {row} has {len(versions[place])} policy versions, its metadata says {count}"
-                raise DamagedError(f"{said}; run `mopd store verify`")
-            out["version_starts"][here] = starts[place] + (last - len(self._masks[place]))
-            out["version_starts"][begin] = first
-            out["versions"][here] = versions[place]
-            begin += count
+        for place in _inside(part, self._wrong_spans):
+            found = self._recorded["versions"].lengths[place]
+            self._refuse(place, f"{found} policy versions", self._placed.spans[place])
+        spans = slice(self._span_bounds[part.start], self._span_bounds[part.stop])
+        out["version_starts"][:] = self._version_starts[spans]
+        out["versions"][:] = self._versions[spans]
 
-    def fill_support(self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], out: Arrays) -> None:
+    def fill_support(self, part: slice, announced: NDArray[np.int64], out: Arrays) -> None:
         """Write the kept sets of a pack, token after token; a sample without any was drawn from everything.
 
-        lengths: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
+        announced: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
         """
         sizes, ids = (self._recorded[name] for name in SUPPORT)
         begin = first = 0
-        for row, length in zip(sample_rows.tolist(), lengths.tolist(), strict=True):
-            place = self._place[row]
+        for place, length in zip(range(part.start, part.stop), announced.tolist(), strict=True):
             own = sizes[place] if len(sizes[place]) else np.zeros(int(self._masks[place].sum()), np.int32)
             if len(ids[place]) != length or own.sum() != length:
-                said = f"sample row {row} has {len(ids[place])} kept ids, its metadata says {length}"
-                raise DamagedError(f"{said}; run `mopd store verify`")
+                self._refuse(place, f"{len(ids[place])} kept ids", length)
             out["support_sizes"][begin : begin + len(own)] = own
             out["support_ids"][first : first + length] = ids[place]
             begin, first = begin + len(own), first + length
 
-    def fill_experts(self, sample_rows: NDArray[np.int64], bounds: NDArray[np.int32], out: NDArray[np.int16]) -> None:
+    def fill_experts(self, part: slice, out: NDArray[np.int16]) -> None:
         """Write the expert ids of every token [T, W]; -1 at the last of each sample and where none are recorded.
 
-        bounds: [S + 1] cu_seqlens. Raises DamagedError when there are not W ids for each token.
+        Raises DamagedError when there are not W ids for each token.
         """
-        experts = self._recorded["experts"]
+        experts, (firsts, _, ends) = self._recorded["experts"], self._bounds
         out[:] = -1
-        for row, (first, last) in zip(sample_rows.tolist(), pairwise(bounds.tolist()), strict=True):
-            ids, wanted = experts[self._place[row]], (last - first - 1) * out.shape[1]
+        for place in range(part.start, part.stop):
+            first, last = firsts[place], ends[place]
+            ids, wanted = experts[place], (last - first - 1) * out.shape[1]
             if len(ids) not in (0, wanted):
-                said = f"sample row {row} has {len(ids)} expert ids, its metadata says {wanted}"
-                raise DamagedError(f"{said}; run `mopd store verify`")
+                self._refuse(place, f"{len(ids)} expert ids", wanted)
             if len(ids):
                 out[first : last - 1] = ids.reshape(-1, out.shape[1])
 
-    def fill_logprobs(
-        self, teacher: str, sample_rows: NDArray[np.int64], bounds: NDArray[np.int32], out: NDArray[np.float32]
-    ) -> None:
-        """Write one teacher's log-probs at token positions; 0 on prompts. bounds: [S + 1] cu_seqlens."""
-        values = self._signals[teacher, "logprob"]
-        for row, (first, last) in zip(sample_rows.tolist(), pairwise(bounds.tolist()), strict=True):
+    def fill_logprobs(self, teacher: str, part: slice, out: NDArray[np.float32]) -> None:
+        """Write one teacher's log-probs at token positions; 0 on prompts."""
+        values, (firsts, _, ends) = self._signals[teacher, "logprob"], self._bounds
+        for row, first, last in zip(self._placed.rows[part].tolist(), firsts[part], ends[part], strict=True):
             logprobs = values[row]
             begin = last - len(logprobs)
             out[first:begin] = 0
             out[begin:last] = logprobs
 
-    def fill_topk(self, teacher: str, sample_rows: NDArray[np.int64], out: Arrays) -> None:
+    def fill_topk(self, teacher: str, part: slice, out: Arrays) -> None:
         """Write one teacher's top-k ids and log-probs, sample after sample."""
-        pairs = [self._signals[teacher, "topk"][row] for row in sample_rows.tolist()]
+        values = self._signals[teacher, "topk"]
+        pairs = [values[row] for row in self._placed.rows[part].tolist()]
         np.concatenate([ids for ids, _ in pairs], out=out["topk_ids"])
         np.concatenate([logprobs for _, logprobs in pairs], out=out["topk_logprobs"])
 
+    def _refuse(self, place: int, found: str, announced: int) -> NoReturn:
+        raise DamagedError(
+            f"sample row {self._placed.rows[place]} has {found}, its metadata says {announced}; run `mopd store verify`"
+        )
+
+
+def _differ(found: NDArray[np.int64], announced: NDArray[np.int64]) -> list[int]:
+    places: list[int] = np.flatnonzero(found != announced).tolist()
+    return places
+
+
+def _inside(part: slice, places: list[int]) -> list[int]:
+    return [place for place in places if part.start <= place < part.stop]
+
 
 class _Lists:
-    """A list column as numpy: element i is a view of row i; a null row is empty."""
+    """A list column as numpy, in the order of packs: element i is a view of sample i; a null one is empty."""
 
-    def __init__(self, columns: list[pa.ChunkedArray]) -> None:
-        self._rows: list[tuple[NDArray[Any], int, int]] = []
+    def __init__(self, columns: list[pa.ChunkedArray], places: NDArray[np.int64]) -> None:
+        """places: [u] row of the columns, taken together, of each sample."""
+        self._values: list[NDArray[Any]] = []
+        firsts, lengths, chunks = [], [], []
         for array in (chunk for column in columns for chunk in column.chunks):
-            values = array.values.to_numpy()
             offsets = array.offsets.to_numpy()
-            last = offsets[1:]
+            sizes = np.diff(offsets).astype(np.int64)
             if array.null_count:
-                last = np.where(array.is_null().to_numpy(zero_copy_only=False), offsets[:-1], last)
-            self._rows += [(values, a, b) for a, b in zip(offsets[:-1].tolist(), last.tolist(), strict=True)]
+                sizes[array.is_null().to_numpy(zero_copy_only=False)] = 0
+            chunks.append(np.full(len(sizes), len(self._values)))
+            firsts.append(offsets[:-1].astype(np.int64))
+            lengths.append(sizes)
+            self._values.append(array.values.to_numpy())
+        self.lengths: NDArray[np.int64] = np.concatenate(lengths)[places]
+        """[u] elements of each sample."""
+        starts = np.concatenate(firsts)[places]
+        # Plain integers: a tuple a sample would be one more object for the garbage collector to walk through.
+        self._chunks: list[int] = np.concatenate(chunks)[places].tolist()
+        self._firsts: list[int] = starts.tolist()
+        self._lasts: list[int] = (starts + self.lengths).tolist()
 
     def __getitem__(self, place: int) -> NDArray[Any]:
-        values, first, last = self._rows[place]
-        return values[first:last]
+        return self._values[self._chunks[place]][self._firsts[place] : self._lasts[place]]
+
+    def joined(self) -> NDArray[Any]:
+        """The elements of all samples, one after the other; for columns of a few elements a sample."""
+        bases = np.cumsum([0, *map(len, self._values)])
+        shifts = bases[self._chunks] + self._firsts - (np.cumsum(self.lengths) - self.lengths)
+        elements = np.arange(self.lengths.sum()) + np.repeat(shifts, self.lengths)
+        values: NDArray[Any] = np.concatenate(self._values).take(elements)
+        return values
 
 
 def _requests(lengths: NDArray[np.int64]) -> Iterator[slice]:

@@ -21,6 +21,7 @@ import os
 import socket
 import struct
 import time
+from array import array
 from collections import deque
 from typing import Any
 
@@ -32,6 +33,8 @@ MAX_MESSAGE = 1 << 20
 READ_BYTES = 1 << 16
 HEARTBEAT_S = 1.0
 _LENGTH = struct.Struct("<I")
+_FD = array("i").itemsize
+_ONE_FD = socket.CMSG_SPACE(_FD)
 _CREDENTIALS = struct.Struct("3i")
 
 Message = dict[str, Any]
@@ -121,12 +124,14 @@ class Channel:
                 raise DeadlineError("the peer sent nothing before the deadline")
             self._socket.settimeout(left)
             try:
-                data, received, _, _ = socket.recv_fds(self._socket, READ_BYTES, 1)
+                data, beside, _, _ = self._socket.recvmsg(READ_BYTES, _ONE_FD)
             except TimeoutError:
                 raise DeadlineError("the peer sent nothing before the deadline") from None
             except OSError as error:
                 raise PeerGone(f"the peer is gone: {error.strerror}") from error
-            self._fds.extend(received)
+            for level, kind, raw in beside:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._fds.extend(array("i", raw[: len(raw) // _FD * _FD]))
             if not data:
                 raise PeerGone("the peer closed the connection")
             self._read_ahead += data

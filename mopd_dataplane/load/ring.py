@@ -13,7 +13,9 @@ import errno
 import fcntl
 import mmap
 import os
+from bisect import bisect_left, insort
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from mopd_dataplane.errors import ResourceError
@@ -22,6 +24,7 @@ _F_SEAL_FUTURE_WRITE = 0x10
 """Linux 5.1: existing writable mappings stay, new ones are refused."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 POISON = 0xDB
+_capacity = attrgetter("capacity")
 
 
 @dataclass(slots=True)
@@ -44,7 +47,10 @@ class Ring:
         self.max_bytes = max_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._slot_bytes = _pages(slot_bytes)
         self._poison = poison
+        self.ids: set[int] = set()
+        """All slots, lent or free."""
         self._free: list[Slot] = []
+        """By capacity, the smallest first."""
         self._lent: dict[int, Slot] = {}
         self._made = 0
         self._most_lent = 0
@@ -58,11 +64,6 @@ class Ring:
     def lent(self) -> int:
         """Slots in use."""
         return len(self._lent)
-
-    @property
-    def ids(self) -> set[int]:
-        """All slots, lent or free."""
-        return {slot.id for slot in self._free} | self._lent.keys()
 
     @property
     def _lent_bytes(self) -> int:
@@ -83,10 +84,9 @@ class Ring:
         want_bytes: size of a slot made new, so that later packs fit it too.
         Raises ResourceError when the machine is out of memory.
         """
-        fitting = (slot for slot in self._free if slot.capacity >= nbytes)
-        slot = min(fitting, key=lambda slot: slot.capacity, default=None)
-        if slot is not None:
-            self._free.remove(slot)
+        place = bisect_left(self._free, nbytes, key=_capacity)
+        if place < len(self._free):
+            slot = self._free.pop(place)
         elif self._lent_bytes + nbytes <= self.max_bytes:
             slot = self._grow(_pages(max(nbytes, self._slot_bytes or want_bytes)))
         else:
@@ -101,7 +101,7 @@ class Ring:
         del self._lent[slot.id]
         if self._poison:
             slot.memory[:] = bytes([POISON]) * slot.capacity
-        self._free.append(slot)
+        insort(self._free, slot, key=_capacity)
 
     def trim(self) -> None:
         """Give back the smallest free slots, down to the most that were lent at once since the last trim."""
@@ -115,20 +115,23 @@ class Ring:
             os.close(slot.fd)
         self._free.clear()
         self._lent.clear()
+        self.ids.clear()
 
     def _grow(self, wanted: int) -> Slot:
         """A new slot of `wanted` bytes, or of what the bound leaves once every free slot (all too small) is gone."""
         while self.bytes + wanted > self.max_bytes and self._retire_smallest():
             pass
         self._made += 1
-        return make_slot(self._made, min(wanted, self.max_bytes - self.bytes))
+        slot = make_slot(self._made, min(wanted, self.max_bytes - self.bytes))
+        self.ids.add(slot.id)
+        return slot
 
     def _retire_smallest(self) -> bool:
         """Give the smallest free slot back to the machine; False when none is free."""
         if not self._free:
             return False
-        smallest = min(self._free, key=lambda slot: slot.capacity)
-        self._free.remove(smallest)
+        smallest = self._free.pop(0)
+        self.ids.discard(smallest.id)
         os.close(smallest.fd)
         return True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
-from mopd_dataplane.load.payload import EXPERTS, SUPPORT, VERSIONS, Payload
+from mopd_dataplane.load.payload import EXPERTS, SUPPORT, VERSIONS, Payload, Placed
 from mopd_dataplane.load.rewards import Outcomes, group_outcomes
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.records import PlanWindow
@@ -42,6 +43,9 @@ class WindowSource:
         self._version_spans = self._count_version_spans()
         self._changes = bool((self._version_spans != 1).any())
         """Whether the policy changed in the middle of some response."""
+        self._sizes = np.diff(plan.pack_starts)
+        """[packs] samples of each pack."""
+        self._firsts = _starts_in_packs(self.lengths, plan.pack_starts)
         self._support_lens = self._support() if spec.support else None
         self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
@@ -50,6 +54,10 @@ class WindowSource:
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._payload: Payload | None = None
         """What was read last, kept for the packs that come next."""
+        self._parts: dict[int, slice] = {}
+        """The packs that it was read for, and the samples of each among all of them."""
+        self._to_fill: set[int] = set()
+        """Those of them that are not filled yet."""
 
     @property
     def steps(self) -> int:
@@ -73,23 +81,22 @@ class WindowSource:
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Where each array of the pack goes in a slot, and the bytes it takes."""
-        inside = self._span(pack)
-        tokens, trained = int(self.lengths[inside].sum()), int(self.loss_tokens[inside].sum())
-        sequences = inside.stop - inside.start
+        tokens, trained, spans, support = self._sums[pack]
+        sequences = int(self.plan.pack_starts[pack + 1] - self.plan.pack_starts[pack])
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("<i4", (tokens,)),
             "cu_seqlens": ("<i4", (sequences + 1,)),
             "loss_mask": ("|u1", (tokens,)),
             "sampler_logprobs": ("<f4", (tokens,)),
             "sample_rows": ("<i8", (sequences,)),
-            "version_starts": ("<i4", (int(self._version_spans[inside].sum()),)),
-            "versions": ("<i4", (int(self._version_spans[inside].sum()),)),
+            "version_starts": ("<i4", (spans,)),
+            "versions": ("<i4", (spans,)),
             "rewards": ("<f4", (sequences,)),
             "advantages": ("<f4", (sequences,)),
         }
         if self._support_lens is not None:
             shapes["support_sizes"] = ("<i4", (trained,))
-            shapes["support_ids"] = ("<i4", (int(self._support_lens[inside].sum()),))
+            shapes["support_ids"] = ("<i4", (support,))
         if self._experts_width:
             shapes["experts"] = ("<i2", (tokens, self._experts_width))
         if "logprob" in self._spec.signals:
@@ -103,6 +110,15 @@ class WindowSource:
         if self._hidden is not None:
             shapes["hidden"] = ("|u1", (trained, self._hidden.row_bytes(self.teacher(pack))))
         return plan_fields(shapes)
+
+    @cached_property
+    def _sums(self) -> list[list[int]]:
+        """[packs] tokens, trained tokens, spans of one policy version and kept ids of each pack."""
+        counts = [self.lengths, self.loss_tokens, self._version_spans]
+        counts.append(np.zeros_like(self.lengths) if self._support_lens is None else self._support_lens)
+        starts = self.plan.pack_starts[:-1]
+        sums: list[list[int]] = np.stack([np.add.reduceat(count, starts) for count in counts], axis=1).tolist()
+        return sums
 
     @cached_property
     def largest_pack_bytes(self) -> int:
@@ -127,11 +143,18 @@ class WindowSource:
         Payload that is not here yet is read together with that of the packs `ahead()`, which will be filled next.
         Raises DamagedError when the payload does not have the lengths its metadata announces.
         """
-        if self._payload is None or not self._payload.holds(self._rows(pack)):
+        if self._payload is None or pack not in self._parts:
             self._payload = None
-            self._payload = self._read([pack, *ahead()])
+            packs = [pack, *ahead()]
+            ends = np.cumsum(self._sizes[packs]).tolist()
+            self._payload = self._read(packs)
+            self._parts = {pack: slice(*ends) for pack, ends in zip(packs, pairwise([0, *ends]), strict=True)}
+            self._to_fill = set(packs)
         write_table(memory, fields)
         self._fill(pack, self._payload, arrays_of(memory, fields))
+        self._to_fill.discard(pack)
+        if not self._to_fill:
+            self._payload = None
 
     def _span(self, pack: int) -> slice:
         return slice(int(self.plan.pack_starts[pack]), int(self.plan.pack_starts[pack + 1]))
@@ -147,16 +170,15 @@ class WindowSource:
                 wanted.setdefault(key, []).append(self._rows(pack))
         signals = {key: (self._signals[key], np.unique(np.concatenate(spans))) for key, spans in wanted.items()}
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
-        rows, first = np.unique(self.plan.sample_rows[places], return_index=True)
-        lengths = self.lengths[places[first]]
+        placed = Placed(
+            self.plan.sample_rows[places], self._firsts[places], self.lengths[places], self._version_spans[places]
+        )
         recorded = [
             *(VERSIONS if self._changes else ()),
             *(SUPPORT if self._support_lens is not None else ()),
             *(EXPERTS if self._experts_width else ()),
         ]
-        return Payload(
-            self._store, self.plan.snapshot, rows, lengths, signals, recorded=recorded, verify=self._spec.verify
-        )
+        return Payload(self._store, self.plan.snapshot, placed, signals, recorded=recorded, verify=self._spec.verify)
 
     def _judges(self, teacher: str) -> list[tuple[str, str]]:
         """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""
@@ -177,26 +199,26 @@ class WindowSource:
         }
 
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
-        span, rows, teacher = self._span(pack), self._rows(pack), self.teacher(pack)
-        payload.fill_tokens(rows, self.lengths[span], out)
+        span, part, teacher = self._span(pack), self._parts[pack], self.teacher(pack)
+        payload.fill_tokens(part, out)
         if self._changes:
-            payload.fill_versions(rows, self._version_spans[span], out)
+            payload.fill_versions(part, out)
         else:
             out["version_starts"][:], out["versions"][:] = out["cu_seqlens"][:-1], self._first_versions[span]
         if self._support_lens is not None:
-            payload.fill_support(rows, self._support_lens[span], out)
+            payload.fill_support(part, self._support_lens[span], out)
         if self._experts_width:
-            payload.fill_experts(rows, out["cu_seqlens"], out["experts"])
-        out["sample_rows"][:] = rows
+            payload.fill_experts(part, out["experts"])
+        out["sample_rows"][:] = self._rows(pack)
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
         for name, judge in (("teacher_logprobs", teacher), ("reference_logprobs", self._spec.reference)):
             if name in out:
-                payload.fill_logprobs(judge, rows, out["cu_seqlens"], out[name])
+                payload.fill_logprobs(judge, part, out[name])
         if "topk_ids" in out:
-            payload.fill_topk(teacher, rows, out)
+            payload.fill_topk(teacher, part, out)
         if self._hidden is not None:
-            self._hidden.fill(teacher, rows, out["hidden"].reshape(-1))
+            self._hidden.fill(teacher, self._rows(pack), out["hidden"].reshape(-1))
 
     def _count_version_spans(self) -> NDArray[np.int64]:
         """Spans of one policy version of each sample; the payload tells where older writers did not count them."""
@@ -255,6 +277,13 @@ class WindowSource:
                 )
             widths[teacher] = forms[0][0]
         return widths
+
+
+def _starts_in_packs(lengths: NDArray[np.int64], pack_starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[samples] token of its pack that each sample begins with."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    return starts - np.repeat(starts[pack_starts[:-1]], np.diff(pack_starts))
 
 
 class _HiddenIndex:

@@ -19,14 +19,16 @@ SAMPLE_COLUMNS = (
     "writer",
     "writer_seq",
     "domain",
-    "effort",
     "finish_reason",
     "policy_version_first",
     "total_len",
     "loss_tokens",
 )
-"""Columns of `samples` that every plan is made from; GROUP_COLUMN too where groups are planned whole."""
+"""Columns of `samples` that every plan is made from."""
 GROUP_COLUMN = "group_id"
+"""Needed too where groups are planned whole."""
+EFFORT_COLUMN = "effort"
+"""Needed too where a domain has a teacher for each effort mode."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +109,10 @@ def collect_columns(
     """Planner columns from the metadata tables of one snapshot, in the order of admission.
 
     samples: (rows in `samples`, their metadata) of some samples at a time, the metadata with at least SAMPLE_COLUMNS,
-    and GROUP_COLUMN where groups matter. Nothing of it is kept but numbers. limit: the most samples there can be.
-    route: (domain, effort) → teacher name; None when the objective needs no teacher.
+    with GROUP_COLUMN where groups matter and EFFORT_COLUMN where efforts do. Nothing of it is kept but numbers.
+    limit: the most samples there can be.
+    route: (domain, effort) → teacher name, the effort empty where it was not read; None when the objective needs no
+    teacher.
     teachers: names that the teacher codes index. scores: columns sample_row, teacher, kind.
     signals: kinds every sample must have from its own teacher. rewards: column sample_row; None when none is needed.
     Raises InputError when a sample routes to a teacher that is not in `teachers`.
@@ -147,7 +151,7 @@ _KINDS = {
     "writer": np.int32, "domain": np.int16, "effort": np.int16,
 }  # fmt: skip
 _INTEGERS = ("generation", "writer_seq", "policy_version_first", "total_len", "loss_tokens")
-_NAMES = ("writer", "domain", "effort")
+_NAMES = ("writer", "domain", EFFORT_COLUMN)
 
 
 class _Numbers:
@@ -171,7 +175,8 @@ class _Numbers:
         for name in _INTEGERS:
             self._arrays[name][here] = part[name].to_numpy()
         for name in _NAMES:
-            self._arrays[name][here] = self._coded(name, part[name])
+            if name in part.schema.names:
+                self._arrays[name][here] = self._coded(name, part[name])
         abandoned = pc.equal(part["finish_reason"], "abandoned")
         self._arrays["abandoned"][here] = abandoned.to_numpy(zero_copy_only=False)
         if GROUP_COLUMN in part.schema.names:
@@ -188,8 +193,10 @@ class _Numbers:
     def route_to(self, route: Callable[[str, str], str] | None, teachers: list[str]) -> list[str]:
         """Names of the domains. The teacher of each sample becomes known; its effort was needed for that alone."""
         self._arrays["domain"], names = self.codes("domain")
-        effort, effort_names = self.codes("effort")
-        del self._arrays["effort"]
+        effort, effort_names = self.codes(EFFORT_COLUMN)
+        if not effort_names:  # not read
+            effort, effort_names = np.broadcast_to(np.int16(0), self._count), [""]
+        del self._arrays[EFFORT_COLUMN]
         teacher: NDArray[np.int16] = np.broadcast_to(np.int16(-1), self._count)
         if route is not None:
             teacher = _route(self["domain"], names, effort, effort_names, route, teachers)

@@ -17,15 +17,23 @@ Rows = NDArray[np.int64]
 
 
 def scan_stage(
-    store: Store, stage: Stage, generation: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
+    store: Store,
+    stage: str,
+    generation: int | None,
+    columns: Sequence[str],
+    snapshot: Snapshot | None = None,
+    *,
+    first: int = 0,
+    limit: int | None = None,
 ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
     """(rows, the asked columns of them) of some of a stage's samples at a time (of one generation, or of all).
 
-    Metadata is scanned whole: `samples` is append-only, so a row's place in the scan is its row number.
+    Metadata is scanned whole, or from row `first` on as many as `limit`: `samples` is append-only, so a row's place in
+    the scan is its row number.
     """
     read = [*dict.fromkeys([*columns, "run", "generation"])]
-    for rows, batch in store.scan_samples(read, snapshot):
-        mask = pc.equal(batch["run"], stage.name)
+    for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
+        mask = pc.equal(batch["run"], stage)
         if generation is not None:
             mask = pc.and_(mask, pc.equal(batch["generation"], generation))
         inside = mask.true_count
@@ -40,7 +48,7 @@ def stage_samples(
     store: Store, stage: Stage, generation: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
 ) -> tuple[Rows, pa.Table]:
     """Rows of a stage's samples (of one generation, or of all), and the asked columns of them, aligned."""
-    parts = list(scan_stage(store, stage, generation, columns, snapshot))
+    parts = list(scan_stage(store, stage.name, generation, columns, snapshot))
     stored = store.dataset("samples", snapshot).schema
     schema = pa.schema([stored.field(name) for name in columns])
     rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])

@@ -6,7 +6,7 @@ import pyarrow.compute as pc
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
+from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
@@ -69,14 +69,16 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
 def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> Columns:
     """What the planner sees of a stage's samples."""
     objective = run.job.objective(stage)
-    columns = (*SAMPLE_COLUMNS, GROUP_COLUMN) if stage.rollout.group_size > 1 else SAMPLE_COLUMNS
+    columns = [*SAMPLE_COLUMNS]
+    columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
+    columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
     if stage.data == "stored":
         _check_sampler_logprobs(run, stage, generation, snapshot)
     teachers = run.job.teachers_of(stage)
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
     rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
     found = collect_columns(
-        scan_stage(run.store, stage, generation, columns, snapshot),
+        scan_stage(run.store, stage.name, generation, columns, snapshot),
         run.store.dataset("samples", snapshot).count_rows(),
         route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
         teachers=teachers,

@@ -31,6 +31,8 @@ ROUNDS = 5
 RESPONSE, HIDDEN_ROW, HIDDEN_BATCH = 2_048, 8_192, 8
 """Tokens of a sample, bytes of one bf16 state of 4,096 values, samples of one commit: 128 MiB."""
 TOKEN_RESPONSE, TOKEN_BATCH = 16_384, 256
+BENCH_RUN = "bench"
+"""Stage that the samples here belong to."""
 FILL = 250_000
 """Rows written at once while a table is filled up."""
 FIGURES = ("payload_bytes_per_s", "sequential_write_bytes_per_s", "commit_ms")
@@ -202,7 +204,7 @@ def bench_sample(number: int, response: int) -> Sample:
         group_index=0,
         generation=0,
         domain="bench",
-        run="bench",
+        run=BENCH_RUN,
         writer="bench",
         writer_seq=number,
         policy="bench",

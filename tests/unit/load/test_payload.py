@@ -68,15 +68,20 @@ def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
     for pack in packs:
         filled(source, pack, packs)
     assert asked == [sorted(source.plan.sample_rows.tolist())]
+    assert source._payload is None, "memory of packs that are all filled is given back"
 
 
 def test_a_payload_of_another_length_than_its_metadata_is_damage(source):
     source._payload = None
-    lengths = source.lengths.copy()
-    source.lengths[source._span(0)] += 1
-    with pytest.raises(DamagedError, match="its metadata says"):
-        filled(source, 0, [])
-    source.lengths = lengths
+    lengths, spans = source.lengths.copy(), source._version_spans.copy()
+    source.lengths[source._span(1)] += 1
+    source._version_spans[source._span(2)] += 1
+    filled(source, 0, [1, 2])
+    with pytest.raises(DamagedError, match=r"row \d+ has \d+ tokens, its metadata says"):
+        filled(source, 1, [])
+    with pytest.raises(DamagedError, match=r"row \d+ has \d policy versions, its metadata says"):
+        filled(source, 2, [])
+    source.lengths, source._version_spans = lengths, spans
 
 
 def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
+from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.select import select
 
 RULE = config.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
@@ -117,7 +117,7 @@ def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
 
 def test_columns_from_tables():
     samples, scores, rewards = tables(6)
-    assert {*SAMPLE_COLUMNS, GROUP_COLUMN} == set(samples.column_names)
+    assert {*SAMPLE_COLUMNS, GROUP_COLUMN, EFFORT_COLUMN} == set(samples.column_names)
     columns = collect_columns(
         [(np.arange(100, 106), samples)],
         6,
@@ -134,6 +134,20 @@ def test_columns_from_tables():
     assert columns.has_signals.tolist() == [True, False, False, True, False, False], "the own teacher's signal counts"
     assert columns.has_reward.tolist() == [True, False, False, False, False, True]
     assert columns.abandoned.tolist() == [False] * 5 + [True]
+
+
+def test_efforts_choose_the_teacher_where_they_are_read():
+    samples, _, _ = tables(6)
+    place = samples.column_names.index(EFFORT_COLUMN)
+    samples = samples.set_column(place, EFFORT_COLUMN, pa.array(["high", "low", "low"] * 2))
+
+    def teachers(table: pa.Table) -> list[int]:
+        asked = {"route": lambda domain, effort: f"{domain}/{effort}".strip("/"), "teachers": known}
+        return collect_columns([(np.arange(6), table)], 6, **asked).teachers.tolist()
+
+    known = ["maths", "code", "maths/high", "maths/low", "code/high", "code/low"]
+    assert teachers(samples) == [2, 5, 3, 4, 3, 5]
+    assert teachers(samples.drop_columns([EFFORT_COLUMN])) == [0, 1] * 3, "no effort is read, so none is asked for"
 
 
 def test_a_route_to_a_teacher_outside_the_window_is_refused():
