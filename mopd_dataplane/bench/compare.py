@@ -19,8 +19,8 @@ from mopd_dataplane.store.dataset import Store
 
 SAME_PACKS = 4
 """Trainers that need the same packs, for memory."""
-PACKAGES = {"memmap": "torch", "memmap-plain": "torch"}
-"""Package a peer needs, where its name is another."""
+MODULES = {"memmap": "torch", "memmap-plain": "torch", "transferqueue": "transfer_queue"}
+"""Module a peer needs, where its name is another."""
 FIELDS = ("tokens", "logprobs", "loss_mask")
 """What a sample's record holds: nine bytes a token."""
 
@@ -68,9 +68,9 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _peer(name: str, root: Path, tokens: int) -> dict[str, Any]:
-    package = PACKAGES.get(name, name)
-    if importlib.util.find_spec(package) is None:
-        return {"missing": f"{package} is not installed"}
+    module = MODULES.get(name, name)
+    if importlib.util.find_spec(module) is None:
+        return {"missing": f"{module} is not installed"}
 
     def run(work: str, copies: int = 1) -> Crowd:
         command = [sys.executable, "-m", "mopd_dataplane.bench.peers", name, str(root / work)]

@@ -11,6 +11,7 @@ It warms up, then makes a measured pass for every line on stdin; see crowd.py.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -146,11 +147,29 @@ def litdata(work: Work) -> Pass:
     return lambda: (row.numpy() for row in loader)
 
 
+def streaming(work: Work) -> Pass:
+    """mosaicml-streaming: packs as samples of an MDS dataset, in their order of use."""
+    from streaming import MDSWriter, StreamingDataset
+    from torch.utils.data import DataLoader
+
+    folder = work.folder / f"mds-{os.getpid()}"  # it refuses a folder that another run on the node reads
+    with MDSWriter(out=str(folder), columns={"data": "bytes"}) as writer:
+        for pack in work.packs:
+            writer.write({"data": work.join(pack).tobytes()})
+    rows = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
+    loader: Any = DataLoader(rows, batch_size=1, collate_fn=_data_tensor, num_workers=READERS, persistent_workers=True)
+    return lambda: (row.numpy() for row in loader)
+
+
 def _tensor(rows: Sequence[Any]) -> Any:
     """The only row of a batch as a tensor, which torch hands over in shared memory."""
     import torch
 
     return torch.frombuffer(bytearray(rows[0]), dtype=torch.uint8)
+
+
+def _data_tensor(rows: Sequence[Any]) -> Any:
+    return _tensor([rows[0]["data"]])
 
 
 def ray(work: Work) -> Pass:
@@ -209,6 +228,7 @@ PEERS: dict[str, Callable[[Work], Pass]] = {
     "datasets": datasets,
     "webdataset": webdataset,
     "litdata": litdata,
+    "streaming": streaming,
     "ray": ray,
     "transferqueue": transferqueue,
 }
