@@ -193,15 +193,15 @@ def section(recipe: str, job: Job, by_seed: dict[int, Curves]) -> str:
 def main() -> None:
     """Run what is missing, then write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--recipes", nargs="+", default=recipes(), choices=recipes(), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--recipes", nargs="+", default=recipes(), choices=recipes(), metavar="NAME", help="to run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="to run")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--page-only", action="store_true", help="run nothing; show the runs that have finished")
     options = parser.parse_args()
     if not options.page_only:
         run_all(options.recipes, options.seeds, options.processes)
     parts = []
-    for recipe in options.recipes:
+    for recipe in recipes():
         by_seed = {seed: curves(recipe, seed) for seed in finished(recipe)}
         if by_seed:
             plot(recipe, by_seed)
