@@ -13,5 +13,6 @@ protocol.py   messages and descriptors over a Unix socket
 server.py     the loader process
 launch.py     starting it
 client.py     what a trainer holds: batches of packs, release
+pinned.py     slots registered with CUDA
 stream.py     the same as an iterable with a state, for any trainer
 """

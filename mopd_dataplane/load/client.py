@@ -20,11 +20,13 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
+from mopd_dataplane.load import pinned
 from mopd_dataplane.load.layout import Field, read_header, slot_crc, view_of
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
 from mopd_dataplane.records import Batch, Pack
@@ -48,19 +50,22 @@ class LoaderClient:
         deadline_s: float = 60.0,
         patience_s: float | None = None,
         verify: bool = True,
+        pin: bool = False,
     ) -> None:
         """Connect.
 
         rank, world_size: of data parallelism. member, members: place inside a tensor- or context-parallel group, whose
         processes read the same packs from the same slots. deadline_s: longest silence of the loader. patience_s:
         longest wait for data while the loader says that it is coming (a window that is still being planned); default
-        deadline_s. verify: check each slot's checksum.
+        deadline_s. verify: check each slot's checksum. pin: register each slot with CUDA once, so that its torch views
+        are pinned memory; a copy from one must have ended before its pack is released.
         Raises DeadlineError when nobody answers, and what the loader refuses with.
         """
         self._views = views
         self._deadline_s = deadline_s
         self._patience_s = deadline_s if patience_s is None else patience_s
         self._verify = verify
+        self._pin = pin
         self._slots: dict[int, _MappedSlot] = {}
         self._position = {"window": 0, "step": 0}
         self._batch: LoadedBatch | None = None
@@ -123,6 +128,8 @@ class LoaderClient:
             self._channel.send({"op": "bye"}, deadline_s=self._deadline_s)
         self._channel.close()
         self._batch = None
+        for slot in self._slots.values():
+            slot.unpin()
         self._slots.clear()
 
     def __enter__(self) -> LoaderClient:
@@ -141,10 +148,11 @@ class LoaderClient:
     def _claim(self, step: int, ordinal: int, entry: Message) -> _Lease:
         answer, fd = self._request({"op": "pack", "step": step, "ordinal": ordinal})
         for gone in answer.get("gone", ()):  # its pages go back to the machine with the last view of them
-            self._slots.pop(int(gone), None)
+            if (retired := self._slots.pop(int(gone), None)) is not None:
+                retired.unpin()
         slot_id = int(answer["slot"])
         if fd is not None:
-            self._slots[slot_id] = _MappedSlot(fd, int(answer["bytes"]))
+            self._slots[slot_id] = _MappedSlot(fd, int(answer["bytes"]), self._pin)
         slot = self._slots[slot_id]
         header = read_header(slot.memory)
         if header.generation != int(answer["generation"]) or header.pack != int(entry["pack"]):
@@ -277,13 +285,13 @@ class _LazyPacks(Sequence[Pack]):
 class _MappedSlot:
     """A slot as this process sees it: read-only, mapped once for its whole life."""
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, pin: bool) -> None:
         try:
             self._map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
         self.memory = memoryview(self._map)
-        self._bytes: Any = None
+        self._pinned = pin and pinned.register(self._tensor.data_ptr(), nbytes)
 
     def numpy_view(self, field: Field) -> Any:
         """Read-only numpy view of a field."""
@@ -293,10 +301,6 @@ class _MappedSlot:
         """Torch view of a field. Torch does not know read-only memory: writing to it ends the process."""
         import torch
 
-        if self._bytes is None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only, which it is
-                self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         kinds = {
             "<i2": torch.int16,
             "<i4": torch.int32,
@@ -304,8 +308,23 @@ class _MappedSlot:
             "<f4": torch.float32,
             "|u1": torch.uint8,
         }
-        part = self._bytes[field.offset : field.offset + field.nbytes]
+        part = self._tensor[field.offset : field.offset + field.nbytes]
         return part.view(kinds[field.dtype]).view(field.shape)
+
+    def unpin(self) -> None:
+        """Before the slot is unmapped; CUDA would keep its pages otherwise."""
+        if self._pinned:
+            pinned.unregister(self._tensor.data_ptr())
+            self._pinned = False
+
+    @cached_property
+    def _tensor(self) -> Any:
+        """All bytes of the slot."""
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the memory is read-only, which it is
+            return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
 def _connect(path: Path, deadline_s: float) -> sockets.socket:

@@ -44,6 +44,7 @@ class BatchStream:
         world_size: int | None = None,
         socket: str | Path | None = None,
         views: Views = "torch",
+        pin: bool = False,
         patience_s: float | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
@@ -51,8 +52,8 @@ class BatchStream:
 
         windows: those to walk, in order; None walks all that are planned, waits for more, and ends where the plan log
         is closed. rank, world_size: of data parallelism; by default what torchrun says (RANK, WORLD_SIZE), else alone.
-        socket: of a loader started by hand; by default found from store and spec. patience_s: longest wait for a
-        window that is still being planned.
+        socket: of a loader started by hand; by default found from store and spec. pin: see LoaderClient.
+        patience_s: longest wait for a window that is still being planned.
         Raises what the loader refuses with, DeadlineError when none answers.
         """
         self._stage = spec.stage
@@ -71,6 +72,7 @@ class BatchStream:
                 int(environment.get("RANK", "0")) if rank is None else rank,
                 int(environment.get("WORLD_SIZE", "1")) if world_size is None else world_size,
                 views=views,
+                pin=pin,
                 deadline_s=spec.deadline_s,
                 patience_s=patience_s,
             )

@@ -62,6 +62,7 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
                 members=ranks.members,
                 deadline_s=spec.deadline_s,
                 patience_s=spec.patience_s,
+                pin=ranks.device.type == "cuda",
             )
         )
         # After connecting: an orphan whose loader never came must not keep the next trainer out.

@@ -20,6 +20,7 @@ from mopd_dataplane.config import Train
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.context import part_of
+from mopd_dataplane.train.device import DeviceCopies
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
@@ -82,6 +83,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.student, self.settings)
+        self.copies = DeviceCopies(self.ranks.device)
 
     def step(self, batch: LoadedBatch, window: Window, step: int, *, waited_s: float = 0.0) -> StepMetrics:
         """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch.
@@ -145,15 +147,16 @@ class Trainer:
             micro = build(parts, self.student.layout)
             if self.ranks.member == 0:
                 sums.count(micro, window.policy_version)
-            share = part_of(micro, self.ranks.member, self.ranks.members).to(self.ranks.device)
+            share = self.copies.to_device(part_of(micro, self.ranks.member, self.ranks.members))
             sums.add_loss(self._backward(share, totals, teacher_head, sums))
             del micro, share, parts
             used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
             if used:  # without a name everything would go back
+                self.copies.wait()
                 batch.release(*used)
         for _ in range(most - len(passes)):
             # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.
-            empty = part_of(_no_tokens(), self.ranks.member, self.ranks.members).to(self.ranks.device)
+            empty = self.copies.to_device(part_of(_no_tokens(), self.ranks.member, self.ranks.members))
             self._backward(empty, totals, None, sums)
         return sums
 

@@ -22,6 +22,7 @@ from mopd_dataplane.models import file_digest
 from mopd_dataplane.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train import heads as heads_module
+from mopd_dataplane.train.device import DeviceCopies
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
 from mopd_dataplane.train.objective import ObjectiveLoss
@@ -174,6 +175,20 @@ def test_each_pack_is_released_right_after_its_backward(
     assert step.released == [0, 1, 2, 3, 4]
     for name, gradient in wanted.items():
         assert torch.equal(found[name], gradient)
+
+
+def test_a_pack_is_released_only_when_its_copy_has_ended(
+    policy: Path, packs: list[Pack], batch: Callable[..., Any], heads: dict[str, HeadFile], monkeypatch
+) -> None:
+    """On a GPU the copy may still read the slot when the forward pass has been queued."""
+    order: list[str] = []
+    to_device, wait = DeviceCopies.to_device, DeviceCopies.wait
+    monkeypatch.setattr(DeviceCopies, "to_device", lambda *given: order.append("copy") or to_device(*given))
+    monkeypatch.setattr(DeviceCopies, "wait", lambda copies: order.append("wait") or wait(copies))
+    step = batch(packs)
+    step.on_release = lambda pack: order.append("release")
+    take_step(policy, step, OBJECTIVES["full-vocab"], heads)
+    assert order == ["copy", "wait", "release"] * len(packs)
 
 
 def test_heads_switch_once_a_teacher_and_need_no_teacher_model(

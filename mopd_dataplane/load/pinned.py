@@ -1,0 +1,33 @@
+"""Shared memory that CUDA knows: the device reads it while the host goes on.
+
+CUDA copies from ordinary memory through a buffer of its own, and the host waits. Registered once for its whole life, a
+slot is read by the device directly. Slots are mapped read-only here, which CUDA must be told.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+READ_ONLY = 0x08
+"""cudaHostRegisterReadOnly, CUDA 11.1."""
+
+
+def register(address: int, nbytes: int) -> bool:
+    """Register mapped memory; False, with a warning, where the driver refuses: copies are slower then, not wrong."""
+    import torch
+
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, READ_ONLY))
+    if code:
+        warnings.warn(
+            f"CUDA error {code}: {nbytes:,} bytes of shared memory cannot be pinned; copies to the device go through "
+            "a buffer",
+            stacklevel=2,
+        )
+    return code == 0
+
+
+def unregister(address: int) -> None:
+    """Undo `register`; no copy from the memory may be under way."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)

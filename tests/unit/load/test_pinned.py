@@ -1,0 +1,91 @@
+"""Slots registered with CUDA: once each, for as long as they are mapped. The driver is a stand-in: no GPU runs here."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from mopd_dataplane import config
+from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.load.pinned import READ_ONLY
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.load.stream import BatchStream
+from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.store.dataset import Store
+
+TEACHERS = ["adder", "speller"]
+
+
+class Driver:
+    """What is asked of the CUDA runtime."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+        self.ever: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == READ_ONLY, "slots are mapped read-only"
+        assert address not in self.registered, "registered twice"
+        self.ever.append(address)
+        if not self.code:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(start <= first and last <= start + nbytes for start, nbytes in self.registered.items())
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    made = make_store(tmp_path / "s", lengths_of(48, mean_log=4.5, shortest=4, longest=400), teachers=TEACHERS)
+    plan = build_window(
+        plan_columns(made, TEACHERS), config.Plan(pack_tokens=512, batch_samples=8), seed=0, stage=STAGE, window=0,
+        snapshot=made.snapshot(), teachers=TEACHERS,
+    )  # fmt: skip
+    made.add_plan(plan)
+    return made
+
+
+def stream(store: Store, *, pin: bool) -> BatchStream:
+    spec = LoadSpec(stage=STAGE, slots=2, deadline_s=20)
+    return BatchStream(store.uri, spec, windows=[0], environment={}, pin=pin)
+
+
+def test_every_slot_is_registered_once_and_until_the_trainer_leaves(store, driver):
+    packs = 0
+    with stream(store, pin=True) as batches:
+        for batch in batches:
+            for pack in batch.packs:
+                assert all(driver.holds(array) for array in (pack.tokens, pack.sampler_logprobs, pack.loss_mask))
+                batch.release(pack)
+                packs += 1
+        assert driver.registered
+        assert len(driver.ever) < packs, "slots are used again, not registered again"
+    assert not driver.registered
+
+
+def test_a_driver_that_refuses_costs_speed_only(store, driver):
+    driver.code = 801
+    with stream(store, pin=True) as batches, pytest.warns(UserWarning, match="CUDA error 801: .* cannot be pinned"):
+        refused = [pack.tokens.tolist() for batch in batches for pack in batch.packs]
+    with stream(store, pin=False) as batches, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert refused == [pack.tokens.tolist() for batch in batches for pack in batch.packs]
+    assert not driver.registered
