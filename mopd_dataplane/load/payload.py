@@ -70,27 +70,36 @@ class Payload:
         lengths = placed.lengths[first]
         wanted = (*PAYLOAD, *recorded)
         tables = [store.read_tokens(rows[part], wanted, snapshot, verify=verify) for part in _requests(lengths)]
-        lists = {name: _Lists([table[name] for table in tables], places) for name in wanted}
+        self._lists = {name: _Lists([table[name] for table in tables], places) for name in wanted}
         del tables
-        self._recorded = lists
-        self._tokens, self._logprobs, self._masks = (lists[name] for name in PAYLOAD)
+        self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PAYLOAD)
         self._wrong_tokens = _differ(self._tokens.lengths, placed.lengths)
         ends = placed.firsts + placed.lengths
         responses = ends - self._masks.lengths
         self._bounds = [placed.firsts.tolist(), responses.tolist(), ends.tolist()]
         if "versions" in recorded:
-            starts, versions = (lists[name] for name in VERSIONS)
-            self._wrong_spans = _differ(versions.lengths, placed.spans)
-            bounds = np.concatenate(([0], np.cumsum(versions.lengths)))
-            self._version_starts = starts.joined() + np.repeat(responses, starts.lengths)
-            self._version_starts[bounds[:-1]] = placed.firsts
-            self._versions = versions.joined()
-            self._span_bounds: list[int] = bounds.tolist()
+            self._place_versions(responses)
         self._signals: dict[tuple[str, str], dict[int, Any]] = {}
         for key, (reader, scored) in signals.items():
             parts = _requests(lengths[np.searchsorted(rows, scored)])
             values = (value for part in parts for value in reader.read(scored[part], verify=verify))
             self._signals[key] = dict(zip(scored.tolist(), values, strict=True))
+
+    def _place_versions(self, responses: NDArray[np.int64]) -> None:
+        """Spans of one policy version, at the tokens of their packs. responses: [u] where each response begins."""
+        starts, versions = (self._lists[name] for name in VERSIONS)
+        for place in _differ(starts.lengths, versions.lengths):
+            row, found = self._placed.rows[place], (starts.lengths[place], versions.lengths[place])
+            raise DamagedError(
+                f"sample row {row} has {found[0]} starts of {found[1]} policy versions; run `mopd store verify`"
+            )
+        self._wrong_spans = _differ(versions.lengths, self._placed.spans)
+        bounds = np.concatenate(([0], np.cumsum(versions.lengths)))
+        self._version_starts = starts.joined() + np.repeat(responses, starts.lengths)
+        filled = versions.lengths > 0
+        self._version_starts[bounds[:-1][filled]] = self._placed.firsts[filled]
+        self._versions = versions.joined()
+        self._span_bounds: list[int] = bounds.tolist()
 
     def fill_tokens(self, part: slice, out: Arrays) -> None:
         """Write tokens, masks and sampler log-probs of a pack, and where its samples begin and end.
@@ -116,7 +125,7 @@ class Payload:
         Raises DamagedError when the payload has another number of them than the metadata says.
         """
         for place in _inside(part, self._wrong_spans):
-            found = self._recorded["versions"].lengths[place]
+            found = self._lists["versions"].lengths[place]
             self._refuse(place, f"{found} policy versions", self._placed.spans[place])
         spans = slice(self._span_bounds[part.start], self._span_bounds[part.stop])
         out["version_starts"][:] = self._version_starts[spans]
@@ -127,7 +136,7 @@ class Payload:
 
         announced: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
         """
-        sizes, ids = (self._recorded[name] for name in SUPPORT)
+        sizes, ids = (self._lists[name] for name in SUPPORT)
         begin = first = 0
         for place, length in zip(range(part.start, part.stop), announced.tolist(), strict=True):
             own = sizes[place] if len(sizes[place]) else np.zeros(int(self._masks[place].sum()), np.int32)
@@ -142,7 +151,7 @@ class Payload:
 
         Raises DamagedError when there are not W ids for each token.
         """
-        experts, (firsts, _, ends) = self._recorded["experts"], self._bounds
+        experts, (firsts, _, ends) = self._lists["experts"], self._bounds
         out[:] = -1
         for place in range(part.start, part.stop):
             first, last = firsts[place], ends[place]
