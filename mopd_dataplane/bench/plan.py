@@ -27,6 +27,7 @@ from mopd_dataplane import config
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
+from mopd_dataplane.plan.memory import freed_memory_kept
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.rows import scan_stage
@@ -117,7 +118,7 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
         drop_last=window >= 100_000,  # a few samples do not fill one batch
     )  # fmt: skip
     parts = _Parts()
-    with opened_files(folder / "tokens" / "data") as payload:
+    with opened_files(folder / "tokens" / "data") as payload, freed_memory_kept():
         wall, cpu, kernel = time.perf_counter(), time.process_time(), os.times().system
         store = Store.open(folder)
         snapshot = store.snapshot()

@@ -7,6 +7,7 @@ import pyarrow.compute as pc
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.jobfile import Stage
 from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
+from mopd_dataplane.plan.memory import freed_memory_kept
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
@@ -26,7 +27,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
     recorded = run.store.plan(stage.name, window)
     if recorded is not None:
         return recorded
-    with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report):
+    with run.progress.step(stage.name, "plan", total=None, unit="samples") as (_, report), freed_memory_kept():
         tag = window_tag(stage, window)
         snapshot = run.store.snapshot(tag=tag)
         try:
