@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ FIELDS = ("tokens", "logprobs", "loss_mask")
 """What a sample's record holds: nine bytes a token."""
 
 
-def compare(samples: int, hidden_samples: int, *, folder: str | None = None) -> dict[str, dict[str, Any]]:
+def compare(
+    samples: int, hidden_samples: int, *, report: Callable[[str, dict[str, Any]], None], folder: str | None = None
+) -> dict[str, dict[str, Any]]:
     """{loader: {tokens_per_s, cpu_s_per_mtoken, pss_bytes, hidden_bytes_per_s}}; {"missing": why} for one not here.
 
-    pss_bytes is the memory of everything when SAME_PACKS trainers read the same packs.
+    pss_bytes is the memory of everything when SAME_PACKS trainers read the same packs. report: gets each loader's name
+    and figures as they come.
     """
     with tempfile.TemporaryDirectory(prefix=".bench-peers-", dir=folder) as scratch:
         root = Path(scratch)
@@ -41,8 +45,10 @@ def compare(samples: int, hidden_samples: int, *, folder: str | None = None) -> 
                 deliver(hidden.uri, root, HIDDEN_SPEC), _total_tokens(tokens),
             )
         }  # fmt: skip
+        report("mopd", found["mopd"])
         for name in PEERS:
             found[name] = _peer(name, root, _total_tokens(tokens))
+            report(name, found[name])
     return found
 
 
@@ -61,10 +67,14 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
     for axis, (title, values) in zip(axes, bars.items(), strict=True):
         axis.barh(list(ran), values, color=["tab:blue" if name == "mopd" else "lightgrey" for name in ran])
         axis.set_title(title, fontsize=10)
-        axis.bar_label(axis.containers[0], fmt="%.3g", fontsize=8, padding=2)
-        axis.margins(x=0.18)
+        axis.bar_label(axis.containers[0], fmt=_label, fontsize=8, padding=2)
+        axis.margins(x=0.2)
     axes[0].invert_yaxis()
     figure.savefig(path, dpi=130)
+
+
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _peer(name: str, root: Path, tokens: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mopd_dataplane.cli.output import print_facts, print_json, print_rows
+from mopd_dataplane.cli.output import note, print_facts, print_json, print_rows
 from mopd_dataplane.cli.register import register
 
 Folder = Annotated[
@@ -56,7 +56,10 @@ def load(
     if peers:
         from mopd_dataplane.bench.compare import compare, draw
 
-        figures: dict[str, Any] = compare(samples, hidden_samples, folder=str(folder))
+        def report(loader: str, found: dict[str, Any]) -> None:
+            note(f"{loader}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
+
+        figures: dict[str, Any] = compare(samples, hidden_samples, report=report, folder=str(folder))
         if plot is not None:
             draw(figures, plot)
     else:
