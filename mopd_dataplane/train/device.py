@@ -2,7 +2,7 @@
 
     slot ──side stream──▶ device          the copy of one micro-batch runs while the last one is computed
       ▲                     │ event
-      └── given back ◀── wait
+      └── given back ◀── finish
 
 On a CPU there is nothing to copy, and nothing to wait for.
 """
@@ -27,7 +27,7 @@ class DeviceCopies:
     def to_device(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the device; what is computed next waits for the copy, this process does not.
 
-        Its source must stay as it is until `wait` returns.
+        Its source must stay as it is until `finish` returns.
         """
         if self._stream is None:
             return micro
@@ -42,7 +42,7 @@ class DeviceCopies:
                 value.record_stream(computing)  # else its memory could be used for a later copy while it is read
         return moved
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Until the last copy has read its source."""
         if self._copied is not None:
             self._copied.synchronize()

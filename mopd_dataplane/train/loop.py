@@ -152,7 +152,7 @@ class Trainer:
             del micro, share, parts
             used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
             if used:  # without a name everything would go back
-                self.copies.wait()
+                self.copies.finish()
                 batch.release(*used)
         for _ in range(most - len(passes)):
             # Sharded parameters are gathered by every rank together: a rank that runs out of packs keeps step.

@@ -48,13 +48,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_computation_waits_for_the_copy_and_the_host_only_when_asked(log, pack):
     copies = DeviceCopies(torch.device("cuda", 0))
-    copies.wait()
+    copies.finish()
     micro = build([pack([12, 7], seed=1)])
     assert copies.to_device(micro) is micro
     assert log == ["on side", "copy", "event on side", "computing waits"]
     tensors = [value for value in vars(micro).values() if torch.is_tensor(value)]
     assert [id(tensor) for tensor, name in Stream.kept if name == "computing"] == [id(t) for t in tensors]
-    copies.wait()
+    copies.finish()
     assert log[-1] == "copied"
 
 
@@ -62,5 +62,5 @@ def test_a_cpu_copies_nothing_and_waits_for_nothing(log, pack):
     copies = DeviceCopies(torch.device("cpu"))
     micro = build([pack([12, 7], seed=1)])
     assert copies.to_device(micro) is micro
-    copies.wait()
+    copies.finish()
     assert log == []

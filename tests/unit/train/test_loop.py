@@ -182,13 +182,13 @@ def test_a_pack_is_released_only_when_its_copy_has_ended(
 ) -> None:
     """On a GPU the copy may still read the slot when the forward pass has been queued."""
     order: list[str] = []
-    to_device, wait = DeviceCopies.to_device, DeviceCopies.wait
+    to_device, finish = DeviceCopies.to_device, DeviceCopies.finish
     monkeypatch.setattr(DeviceCopies, "to_device", lambda *given: order.append("copy") or to_device(*given))
-    monkeypatch.setattr(DeviceCopies, "wait", lambda copies: order.append("wait") or wait(copies))
+    monkeypatch.setattr(DeviceCopies, "finish", lambda copies: order.append("finish") or finish(copies))
     step = batch(packs)
     step.on_release = lambda pack: order.append("release")
     take_step(policy, step, OBJECTIVES["full-vocab"], heads)
-    assert order == ["copy", "wait", "release"] * len(packs)
+    assert order == ["copy", "finish", "release"] * len(packs)
 
 
 def test_heads_switch_once_a_teacher_and_need_no_teacher_model(
