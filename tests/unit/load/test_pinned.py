@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from mopd_dataplane import config
-from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.bench.load import token_store
+from mopd_dataplane.bench.synthetic import STAGE
 from mopd_dataplane.load.pinned import READ_ONLY
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.stream import BatchStream
-from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.store.dataset import Store
-
-TEACHERS = ["adder", "speller"]
 
 
 class Driver:
@@ -54,18 +51,22 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    made = make_store(tmp_path / "s", lengths_of(48, mean_log=4.5, shortest=4, longest=400), teachers=TEACHERS)
-    plan = build_window(
-        plan_columns(made, TEACHERS), config.Plan(pack_tokens=512, batch_samples=8), seed=0, stage=STAGE, window=0,
-        snapshot=made.snapshot(), teachers=TEACHERS,
-    )  # fmt: skip
-    made.add_plan(plan)
-    return made
+    return token_store(tmp_path / "s", 80)
 
 
 def stream(store: Store, *, pin: bool) -> BatchStream:
-    spec = LoadSpec(stage=STAGE, slots=2, deadline_s=20)
+    """The ring holds three of the ten packs, so slots must be used again."""
+    spec = LoadSpec(stage=STAGE, slots=2, ring_bytes=1 << 20, deadline_s=20)
     return BatchStream(store.uri, spec, windows=[0], environment={}, pin=pin)
+
+
+def tokens_of(batches: BatchStream) -> list[list[int]]:
+    found = []
+    for batch in batches:
+        for pack in batch.packs:
+            found.append(pack.tokens.tolist())
+            batch.release(pack)
+    return found
 
 
 def test_every_slot_is_registered_once_and_until_the_trainer_leaves(store, driver):
@@ -84,8 +85,8 @@ def test_every_slot_is_registered_once_and_until_the_trainer_leaves(store, drive
 def test_a_driver_that_refuses_costs_speed_only(store, driver):
     driver.code = 801
     with stream(store, pin=True) as batches, pytest.warns(UserWarning, match="CUDA error 801: .* cannot be pinned"):
-        refused = [pack.tokens.tolist() for batch in batches for pack in batch.packs]
+        refused = tokens_of(batches)
     with stream(store, pin=False) as batches, warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert refused == [pack.tokens.tolist() for batch in batches for pack in batch.packs]
+        assert refused == tokens_of(batches)
     assert not driver.registered
