@@ -27,7 +27,7 @@ from typing import Any, Literal, overload
 
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
 from mopd_dataplane.load import pinned
-from mopd_dataplane.load.layout import Field, read_header, slot_crc, view_of
+from mopd_dataplane.load.layout import Field, arrays_of, read_header, slot_crc
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
 from mopd_dataplane.records import Batch, Pack
 
@@ -69,6 +69,10 @@ class LoaderClient:
         self._slots: dict[int, _MappedSlot] = {}
         self._position = {"window": 0, "step": 0}
         self._batch: LoadedBatch | None = None
+        self._released: list[tuple[int, int]] = []
+        """(slot, generation) that the loader has not been told of yet."""
+        self._used_at: list[float] = []
+        """When each pack that was lent together with the last one was first looked at."""
         self._channel = Channel(_connect(Path(socket), deadline_s))
         greeting = self._ask({
             "op": "hello", "version": VERSION, "rank": rank, "world_size": world_size, "member": member,
@@ -145,43 +149,58 @@ class LoaderClient:
             self._batch.release()
             self._batch = None
 
-    def _claim(self, step: int, ordinal: int, entry: Message) -> _Lease:
-        answer, fd = self._request({"op": "pack", "step": step, "ordinal": ordinal})
+    def _claim(self, step: int, ordinal: int) -> dict[int, _Lease]:
+        """Ordinal → lease of a pack, and of those that the loader lends with it."""
+        now = time.monotonic()
+        used, self._used_at = [round(now - moment, 6) for moment in self._used_at], []
+        answer, fds = self._request({"op": "pack", "step": step, "ordinal": ordinal, "used": used})
         for gone in answer.get("gone", ()):  # its pages go back to the machine with the last view of them
             if (retired := self._slots.pop(int(gone), None)) is not None:
                 retired.unpin()
-        slot_id = int(answer["slot"])
-        if fd is not None:
-            self._slots[slot_id] = _MappedSlot(fd, int(answer["bytes"]), self._pin)
-        slot = self._slots[slot_id]
+        leases = {}
+        fresh = iter(fds)
+        for place, slot, generation, nbytes in answer["packs"]:
+            if slot not in self._slots:
+                self._slots[slot] = _MappedSlot(next(fresh), nbytes, self._pin)
+            leases[place] = _Lease(slot, generation)
+        return leases
+
+    def _view(self, lease: _Lease, entry: Message) -> Pack:
+        """The pack in a slot. Raises DamagedError when it is not the one promised, or not as it was filled."""
+        slot = self._slots[lease.slot]
         header = read_header(slot.memory)
-        if header.generation != int(answer["generation"]) or header.pack != int(entry["pack"]):
+        if header.generation != lease.generation or header.pack != int(entry["pack"]):
             raise DamagedError(
-                f"slot {slot_id} holds pack {header.pack} generation {header.generation}, promised was pack "
-                f"{entry['pack']} generation {answer['generation']}"
+                f"slot {lease.slot} holds pack {header.pack} generation {header.generation}, promised was pack "
+                f"{entry['pack']} generation {lease.generation}"
             )
         if self._verify and slot_crc(slot.memory, header.fields) != header.crc:
-            raise DamagedError(f"slot {slot_id} (pack {header.pack}) does not have the checksum it was filled with")
-        view = slot.torch_view if self._views == "torch" else slot.numpy_view
-        arrays = {field.name: view(field) for field in header.fields}
-        pack = Pack(index=header.pack, teacher=str(entry["teacher"]), hidden_codec=str(entry["codec"]), **arrays)
-        return _Lease(pack, slot_id, header.generation)
+            raise DamagedError(f"slot {lease.slot} (pack {header.pack}) does not have the checksum it was filled with")
+        if self._views == "torch":
+            arrays: dict[str, Any] = {field.name: slot.torch_view(field) for field in header.fields}
+        else:
+            arrays = arrays_of(slot.memory, header.fields)
+        return Pack(index=header.pack, teacher=str(entry["teacher"]), hidden_codec=str(entry["codec"]), **arrays)
 
-    def _release(self, leases: list[_Lease]) -> None:
-        if leases:
-            message = {"op": "release", "leases": [[lease.slot, lease.generation] for lease in leases]}
+    def _release(self, leases: list[_Lease], *, tell: bool) -> None:
+        """Give leases back. The loader is told now, or with the last pack of those it lent together."""
+        self._released += [(lease.slot, lease.generation) for lease in leases]
+        if tell and self._released:
+            message = {"op": "release", "leases": self._released}
+            self._released = []
             self._channel.send(message, deadline_s=self._deadline_s)
 
     def _ask(self, message: Message) -> Message:
         return self._request(message)[0]
 
-    def _request(self, message: Message) -> tuple[Message, int | None]:
+    def _request(self, message: Message) -> tuple[Message, list[int]]:
         """Send a request and wait for its answer, which may say for a while that it is coming."""
+        self._release([], tell=True)
         started = time.monotonic()
         self._channel.send(message, deadline_s=self._deadline_s)
         while True:
             try:
-                answer, fd = self._channel.receive(deadline_s=self._deadline_s)
+                answer, fds = self._channel.receive(deadline_s=self._deadline_s)
             except PeerGone as error:
                 raise PeerGone(f"{error}; start the loader again and resume at {self._position}") from None
             except DeadlineError:
@@ -189,7 +208,7 @@ class LoaderClient:
                 raise DeadlineError(f"{silence} when asked for {message['op']!r}") from None
             if "wait" not in answer:
                 raise_error(answer)
-                return answer, fd
+                return answer, fds
             if time.monotonic() - started > self._patience_s:
                 raise DeadlineError(f"no data after {self._patience_s:g} s: {answer['wait']}")
 
@@ -230,9 +249,8 @@ class LoadedBatch(Batch):
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """A pack, and the slot it lies in."""
+    """A slot that the loader has lent, and what it must hold."""
 
-    pack: Pack
     slot: int
     generation: int
 
@@ -245,6 +263,8 @@ class _LazyPacks(Sequence[Pack]):
         self._step = step
         self._entries = entries
         self._leases: dict[int, _Lease] = {}
+        """Place → what is held, looked at or not."""
+        self._packs: dict[int, Pack] = {}
         self._released: set[int] = set()
 
     def __len__(self) -> int:
@@ -270,16 +290,24 @@ class _LazyPacks(Sequence[Pack]):
         place = range(len(self))[index]
         if place in self._released:
             raise ResourceError(f"pack {self._entries[place]['pack']} of step {self._step} was released before")
-        if place not in self._leases:
-            self._leases[place] = self._client._claim(self._step, place, self._entries[place])
-        return self._leases[place].pack
+        if place not in self._packs:
+            if place in self._leases:
+                self._client._used_at.append(time.monotonic())
+            else:
+                self._leases |= self._client._claim(self._step, place)
+            self._packs[place] = self._client._view(self._leases[place], self._entries[place])
+        return self._packs[place]
 
     def release(self, indices: list[int] | None) -> None:
         """Release packs by their number in the window; None releases all."""
-        places = [p for p, lease in self._leases.items() if indices is None or lease.pack.index in indices]
+        places = list(self._leases)
+        if indices is not None:
+            places = [place for place, pack in self._packs.items() if pack.index in indices]
+        for place in places:
+            self._packs.pop(place, None)
         leases = [self._leases.pop(place) for place in places]
         self._released.update(places if indices is not None else range(len(self)))
-        self._client._release(leases)
+        self._client._release(leases, tell=len(self._packs) == len(self._leases))
 
 
 class _MappedSlot:
@@ -292,10 +320,6 @@ class _MappedSlot:
             os.close(fd)
         self.memory = memoryview(self._map)
         self._pinned = pin and pinned.register(self._tensor.data_ptr(), nbytes)
-
-    def numpy_view(self, field: Field) -> Any:
-        """Read-only numpy view of a field."""
-        return view_of(self.memory, field)
 
     def torch_view(self, field: Field) -> Any:
         """Torch view of a field. Torch does not know read-only memory: writing to it ends the process."""

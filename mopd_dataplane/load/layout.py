@@ -8,12 +8,11 @@ A slot describes itself, so a reader needs nothing but the slot and the generati
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,7 @@ from mopd_dataplane.checksum import crc32c
 from mopd_dataplane.errors import DamagedError
 
 HEADER = struct.Struct("<4sHHQqII")
-FIELD = struct.Struct("<24s8sIQQQ4x")
+FIELD = struct.Struct("<32sIQQQ4x")
 ALIGNMENT = 64
 MAGIC = b"MOPS"
 FORMAT = 3
@@ -64,7 +63,7 @@ def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, .
     fields = []
     offset = HEADER_BYTES + FIELD_BYTES * len(shapes)
     for name, (dtype, shape) in shapes.items():
-        nbytes = math.prod(shape) * _SIZE[dtype]
+        nbytes = _nbytes(dtype, shape)
         fields.append(Field(name, dtype, shape, offset, nbytes))
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return tuple(fields), offset
@@ -72,12 +71,7 @@ def plan_fields(shapes: Mapping[str, tuple[str, Shape]]) -> tuple[tuple[Field, .
 
 def arrays_of(memory: memoryview, fields: tuple[Field, ...]) -> dict[str, NDArray[np.generic]]:
     """Views of the arrays, writable where the memory is."""
-    return {field.name: view_of(memory, field) for field in fields}
-
-
-def view_of(memory: memoryview, field: Field) -> NDArray[Any]:
-    """View of one array."""
-    return np.ndarray(field.shape, _KIND[field.dtype], memory, field.offset)
+    return {name: np.ndarray(shape, _KIND[dtype], memory, offset) for name, dtype, shape, offset, _ in fields}
 
 
 def write_table(memory: memoryview, fields: tuple[Field, ...]) -> None:
@@ -85,7 +79,7 @@ def write_table(memory: memoryview, fields: tuple[Field, ...]) -> None:
     place = HEADER_BYTES
     for name, dtype, shape, offset, _ in fields:
         second = shape[1] if len(shape) == 2 else 0
-        FIELD.pack_into(memory, place, _raw(name), _raw(dtype), len(shape), shape[0], second, offset)
+        FIELD.pack_into(memory, place, _kind_bytes(name, dtype), len(shape), shape[0], second, offset)
         place += FIELD_BYTES
 
 
@@ -103,12 +97,11 @@ def read_header(memory: memoryview) -> Header:
     if not count or table_end > len(memory):
         raise DamagedError(f"slot of {len(memory):,} bytes says that it has {count} fields")
     fields = []
-    for raw_name, raw_dtype, axes, first, second, offset in FIELD.iter_unpack(memory[HEADER_BYTES:table_end]):
-        name, dtype, shape = _text(raw_name), _text(raw_dtype), (first, second)[:axes]
-        if dtype not in _KIND:
-            raise DamagedError(f"slot field {name!r} has type {dtype!r}, allowed: {', '.join(DTYPES)}")
-        nbytes = math.prod(shape) * _SIZE[dtype]
-        if axes > 2 or offset < table_end or offset + nbytes > len(memory):
+    for kind, axes, first, second, offset in FIELD.iter_unpack(memory[HEADER_BYTES:table_end]):
+        name, dtype = _name_and_dtype(kind)
+        shape = (first, second) if axes == 2 else (first,)
+        nbytes = _nbytes(dtype, shape)
+        if axes not in (1, 2) or offset < table_end or offset + nbytes > len(memory):
             raise DamagedError(f"slot field {name!r} reaches out of the slot's {len(memory):,} bytes")
         fields.append(Field(name, dtype, shape, offset, nbytes))
     return Header(generation, pack, crc, tuple(fields))
@@ -121,11 +114,22 @@ def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
     return crc32c(np.frombuffer(memory, np.uint8, count=end - HEADER_BYTES, offset=HEADER_BYTES))
 
 
-@lru_cache(maxsize=256)
-def _raw(text: str) -> bytes:
-    return text.encode()
+def _nbytes(dtype: str, shape: Shape) -> int:
+    nbytes = _SIZE[dtype]
+    for count in shape:  # half the time of math.prod, for every field of every pack
+        nbytes *= count
+    return nbytes
 
 
 @lru_cache(maxsize=256)
-def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode("ascii", errors="backslashreplace")
+def _kind_bytes(name: str, dtype: str) -> bytes:
+    """Name and dtype of a field as they stand in the table."""
+    return struct.pack("<24s8s", name.encode(), dtype.encode())
+
+
+@lru_cache(maxsize=256)
+def _name_and_dtype(kind: bytes) -> tuple[str, str]:
+    name, dtype = (part.rstrip(b"\0").decode("ascii", errors="backslashreplace") for part in (kind[:24], kind[24:]))
+    if dtype not in _KIND:
+        raise DamagedError(f"slot field {name!r} has type {dtype!r}, allowed: {', '.join(DTYPES)}")
+    return name, dtype

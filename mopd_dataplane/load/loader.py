@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from mopd_dataplane.errors import InputError, MismatchError, MopdError, Resource
 from mopd_dataplane.load.lanes import Item, Lane, Seat
 from mopd_dataplane.load.layout import UNCHECKED, seal
 from mopd_dataplane.load.pace import REMEMBERED, Pace
-from mopd_dataplane.load.protocol import HEARTBEAT_S
+from mopd_dataplane.load.protocol import HEARTBEAT_S, MAX_FDS
 from mopd_dataplane.load.ring import Ring, Slot
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
@@ -37,6 +37,12 @@ AHEAD_BYTES = 256 << 20
 """Payload in lists that is read at once, over all lanes: neighbouring rows are read far cheaper than scattered ones."""
 AHEAD_PACKS = 512
 """Packs of one lane that are looked at in advance."""
+LENT_BYTES = 4 << 20
+"""Most slot bytes lent in one answer where it is more than one pack: small packs would cost more in messages."""
+LENT_SHARE = 1 / 16
+"""The same as a share of the ring, over all trainers."""
+HANDED_BYTES = 2 << 20
+"""Small packs are handed out this much at a time: whoever waits for one takes them all with one message."""
 DEALT_STEPS = 2 * AHEAD_PACKS
 """Steps whose dealing is kept."""
 TRIM_PACKS = 2 * REMEMBERED
@@ -135,9 +141,13 @@ class Loader:
             seat.step += 1
             return source, step, self._packs(seat.lane, source, step)
 
-    def claim(self, seat: Seat, step: int, ordinal: int, beat: Beat) -> Slot:
-        """Wait for one pack of a step the seat has advanced to; the seat then holds its slot until it releases it.
+    def claim(
+        self, seat: Seat, step: int, ordinal: int, beat: Beat, used: Sequence[float] = ()
+    ) -> list[tuple[int, Slot]]:
+        """Wait for one pack of a step the seat has advanced to: (ordinal, slot) of it and of small ones right after it
+        that are ready. The seat holds each slot until it releases it.
 
+        used: seconds since the trainer came to each pack that was lent together with the last one it asked for.
         Raises ResourceError when the ring is full of packs this trainer holds, or is smaller than the pack.
         """
         while True:
@@ -145,7 +155,8 @@ class Loader:
             with self._changed:
                 item = self._find(seat, step, ordinal)
                 if not item.wanted and len(item.waiting) == seat.lane.members:
-                    seat.lane.pace.asked(time.monotonic())
+                    now = time.monotonic()
+                    seat.lane.pace.asked(now, [now - age for age in used])
                 while not self._deliverable(item, seat) and (left := until - time.monotonic()) > 0:
                     if not item.wanted:
                         item.wanted = True
@@ -278,25 +289,49 @@ class Loader:
             f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"
         )
 
-    def _lend(self, item: Item, seat: Seat) -> Slot:
-        slot = item.slot
-        assert slot is not None
-        item.wanted = False
-        if len(item.waiting) == seat.lane.members:
-            self._lent_first(seat.lane)
-        item.waiting.discard(seat.id)
-        item.holders.add(seat.id)
-        seat.held[slot.id] = item
-        if not item.waiting:
-            seat.lane.items.remove(item)
+    def _lend(self, item: Item, seat: Seat) -> list[tuple[int, Slot]]:
+        """The item, and those after it in its step that may go with it."""
+        lane, lent, first_read = seat.lane, [], 0
+        for one in (item, *self._following(item, seat)):
+            assert one.slot is not None
+            one.wanted = False
+            first_read += len(one.waiting) == lane.members
+            one.waiting.discard(seat.id)
+            one.holders.add(seat.id)
+            seat.held[one.slot.id] = one
+            if not one.waiting:
+                lane.items.remove(one)
+            lent.append((one.ordinal, one.slot))
+        if first_read:
+            lane.pace.lent(time.monotonic())
+            self._count_lent(first_read)
         self._changed.notify_all()
-        return slot
+        return lent
 
-    def _lent_first(self, lane: Lane) -> None:
-        """Count a pack that the first of its readers has; now and then the ring is cut to what it needs."""
-        lane.pace.lent(time.monotonic())
-        self._lent_packs += 1
-        if self._lent_packs % TRIM_PACKS == 0:
+    def _following(self, item: Item, seat: Seat) -> list[Item]:
+        """Ready packs right after the item, as long as all of them are small beside the ring.
+
+        Each trainer so holds a small part of the ring at most, or one pack: a ring that holds the largest pack of each
+        rank stays large enough. Poisoned slots are for finding late readers, so each is lent, and given back, alone.
+        """
+        assert item.slot is not None
+        seats = sum(len(lane.seats) for lane in self._lanes.values())
+        left = 0 if self._spec.poison else min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // seats)
+        left -= item.slot.capacity
+        found: list[Item] = []
+        for other in seat.lane.items:
+            if other.place <= item.place:
+                continue
+            left -= other.slot.capacity if other.slot is not None else 0
+            if left < 0 or not other.ready or other.place[:2] != item.place[:2] or seat.id not in other.waiting:
+                break
+            found.append(other)
+        return found[: MAX_FDS - 1]
+
+    def _count_lent(self, packs: int) -> None:
+        """Packs that the first of their readers has; now and then the ring is cut to what it needs."""
+        before, self._lent_packs = self._lent_packs, self._lent_packs + packs
+        if before // TRIM_PACKS != self._lent_packs // TRIM_PACKS:
             self._ring.trim()
 
     def _extend(self, lane: Lane) -> bool:
@@ -371,11 +406,11 @@ class Loader:
             depth = lane.pace.depth
             while len(lane.items) < depth and self._extend(lane):
                 pass
-            nearest += [item for item in islice(lane.items, depth) if item.slot is None]
+            nearest += islice((item for item in islice(lane.items, depth) if item.slot is None), self._spec.slots)
             nearest += [item for item in islice(lane.items, depth, None) if item.wanted and item.slot is None]
         nearest.sort(key=lambda item: (not item.wanted, item.place))
         chosen: list[Item] = []
-        for item in nearest[: self._spec.slots * len(self._lanes)]:  # then look again: a trainer may wait by now
+        for item in nearest:  # few of each lane, then look again: a trainer may wait by now
             try:
                 self._ring.check_size(item.nbytes)
                 item.slot, item.since = self._acquire(item), time.monotonic()
@@ -435,24 +470,46 @@ class Loader:
         return None
 
     def _fill(self, batch: list[Item]) -> None:
-        """Fill items one after the other and hand each out at once."""
+        """Fill items one after the other and hand them out, small ones a few at a time."""
+        filled: list[Item] = []
+        nbytes = 0
         for place, item in enumerate(batch):
             slot, source = item.slot, item.source
             assert slot is not None
             error: MopdError | None = None
+            if filled and not source.holds(item.pack):  # others must not wait for what is read now
+                self._hand_out(filled)
+                filled, nbytes = [], 0
             try:
                 source.fill(item.pack, item.fields, slot.memory, partial(self._coming, source, batch[place + 1 :]))
                 seal(slot.memory, item.fields, generation=slot.generation, pack=item.pack)
+                filled.append(item)
+                nbytes += item.nbytes
             except MopdError as raised:
                 error = raised
             except Exception as raised:
                 error = MopdError(f"reading pack {item.pack}: {type(raised).__name__}: {raised}")
-            with self._changed:
-                item.ready, item.error = error is None, error
-                if error is not None:
-                    self._ring.release(slot)
-                    item.slot = None
-                else:
-                    item.pace.read(time.monotonic(), item.since)
-                    self._recycle(item)
-                self._changed.notify_all()
+            if error is not None:
+                self._refuse(item, error)
+            if nbytes >= HANDED_BYTES:
+                self._hand_out(filled)
+                filled, nbytes = [], 0
+        self._hand_out(filled)
+
+    def _refuse(self, item: Item, error: MopdError) -> None:
+        """An item cannot be filled; whoever asks for it is told why."""
+        with self._changed:
+            assert item.slot is not None
+            self._ring.release(item.slot)
+            item.slot, item.error = None, error
+            self._changed.notify_all()
+
+    def _hand_out(self, filled: list[Item]) -> None:
+        """Filled items are ready."""
+        with self._changed:
+            now = time.monotonic()
+            for item in filled:
+                item.ready, item.error = True, None
+                item.pace.read(now, item.since)
+                self._recycle(item)
+            self._changed.notify_all()

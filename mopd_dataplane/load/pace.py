@@ -14,6 +14,7 @@ while it pauses. Memory is bounded by the ring, not here.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 REMEMBERED = 64
 """Requests that are looked at, and so about the most packs kept ready."""
@@ -43,14 +44,10 @@ class Pace:
         """Mean time of the trainer from one pack to its next request; 0 before the second."""
         return (self._asked[-1] - self._asked[0]) / (len(self._asked) - 1) if len(self._asked) > 1 else 0.0
 
-    def asked(self, now: float) -> None:
-        """The trainer asks for a pack."""
-        if self._lent_at is not None:
-            self._worked += now - self._lent_at
-        self._asked.append(self._worked)
-        del self._asked[:-REMEMBERED], self._within[: 1 - REMEMBERED]
-        first = bisect_left(self._asked, self._worked - self.longest_read_s)
-        self._within.append(len(self._asked) - first)
+    def asked(self, now: float, used: Sequence[float] = ()) -> None:
+        """The trainer asks for a pack. used: when it came to each pack that was lent together with the last one."""
+        for moment in (*used, now):
+            self._need(moment)
         self.depth = max(self._least, 1 + max(self._within))
 
     def lent(self, now: float) -> None:
@@ -61,3 +58,13 @@ class Pace:
         """A pack is ready that could be read since then, or since the one before it was ready."""
         self.longest_read_s = max(now - max(since, self._ready_at), self.longest_read_s * FORGET)
         self._ready_at = now
+
+    def _need(self, now: float) -> None:
+        """The trainer needs one more pack, and works on it from now on if it has it already."""
+        if self._lent_at is not None:
+            self._worked += max(now - self._lent_at, 0.0)
+            self._lent_at = max(now, self._lent_at)
+        self._asked.append(self._worked)
+        del self._asked[:-REMEMBERED], self._within[: 1 - REMEMBERED]
+        first = bisect_left(self._asked, self._worked - self.longest_read_s)
+        self._within.append(len(self._asked) - first)

@@ -76,6 +76,9 @@ class Payload:
         self._wrong_tokens = _differ(self._tokens.lengths, placed.lengths)
         ends = placed.firsts + placed.lengths
         responses = ends - self._masks.lengths
+        longest = int(placed.lengths.max(initial=0))
+        self._no_mask = np.zeros(longest, np.uint8).data
+        self._no_logprobs = np.zeros(longest, np.float32).data
         self._bounds = [placed.firsts.tolist(), responses.tolist(), ends.tolist()]
         if "versions" in recorded:
             self._place_versions(responses)
@@ -109,15 +112,17 @@ class Payload:
         for place in _inside(part, self._wrong_tokens):
             self._refuse(place, f"{self._tokens.lengths[place]} tokens", self._placed.lengths[place])
         out["cu_seqlens"][:-1], out["cu_seqlens"][-1] = self._placed.firsts[part], len(out["tokens"])
-        tokens, masks, logprobs = out["tokens"], out["loss_mask"], out["sampler_logprobs"]
-        bounds = zip(*(bound[part] for bound in self._bounds), strict=True)
-        for place, (first, begin, last) in enumerate(bounds, part.start):
-            tokens[first:last] = self._tokens[place]
-            masks[first:begin] = 0
-            masks[begin:last] = self._masks[place]
-            logprobs[first:begin] = 0
-            sampled = self._logprobs[place]
-            logprobs[begin:last] = sampled if len(sampled) else 0
+        # Memoryviews: small copies take half as long as between arrays.
+        tokens, masks, logprobs = (memoryview(out[name]) for name in ("tokens", "loss_mask", "sampler_logprobs"))
+        unmasked, unknown = self._no_mask, self._no_logprobs
+        bounds = (bound[part] for bound in self._bounds)
+        lists = (column.parts(part) for column in (self._tokens, self._masks, self._logprobs))
+        for first, begin, last, ids, mask, sampled in zip(*bounds, *lists, strict=True):
+            tokens[first:last] = ids
+            masks[first:begin] = unmasked[: begin - first]
+            masks[begin:last] = mask
+            logprobs[first:begin] = unknown[: begin - first]
+            logprobs[begin:last] = sampled if len(sampled) else unknown[: last - begin]
 
     def fill_versions(self, part: slice, out: Arrays) -> None:
         """Write the spans of one policy version; the first of a sample covers its prompt too.
@@ -208,6 +213,7 @@ class _Lists:
             firsts.append(offsets[:-1].astype(np.int64))
             lengths.append(sizes)
             self._values.append(array.values.to_numpy())
+        self._views: list[memoryview] = [values.data for values in self._values]
         self.lengths: NDArray[np.int64] = np.concatenate(lengths)[places]
         """[u] elements of each sample."""
         starts = np.concatenate(firsts)[places]
@@ -215,6 +221,12 @@ class _Lists:
         self._chunks: list[int] = np.concatenate(chunks)[places].tolist()
         self._firsts: list[int] = starts.tolist()
         self._lasts: list[int] = (starts + self.lengths).tolist()
+
+    def parts(self, part: slice) -> Iterator[memoryview]:
+        """The elements of some samples, one after the other."""
+        bounds = (bound[part] for bound in (self._chunks, self._firsts, self._lasts))
+        for chunk, first, last in zip(*bounds, strict=True):
+            yield self._views[chunk][first:last]
 
     def __getitem__(self, place: int) -> NDArray[Any]:
         return self._values[self._chunks[place]][self._firsts[place] : self._lasts[place]]

@@ -6,8 +6,9 @@ answer yet it says so every second ({"wait": reason}), so that silence always me
     hello    rank, world_size, member, members          → ok
     open     window, step                               → steps of the window, base (steps of the stage before it)
     next                                                → step, packs, loss_tokens, sequences; or end
-    pack     step, ordinal                              → slot, generation, bytes; gone: slots to unmap; with the
-                                                          slot's fd at first sight
+    pack     step, ordinal, used                        → packs [[ordinal, slot, generation, bytes], …], the one asked
+                                                          for and small ones after it; gone: slots to unmap; with the
+                                                          fds of slots seen for the first time
     stats                                               → what Loader.stats returns
     release  leases [[slot, generation], …]
     bye
@@ -23,18 +24,21 @@ import struct
 import time
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from mopd_dataplane import errors
 from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE = 1 << 20
 READ_BYTES = 1 << 16
 HEARTBEAT_S = 1.0
 _LENGTH = struct.Struct("<I")
 _FD = array("i").itemsize
-_ONE_FD = socket.CMSG_SPACE(_FD)
+MAX_FDS = 32
+"""Descriptors that may come with one message."""
+_FD_SPACE = socket.CMSG_SPACE(MAX_FDS * _FD)
 _CREDENTIALS = struct.Struct("3i")
 
 Message = dict[str, Any]
@@ -53,36 +57,32 @@ class Channel:
         self._fds: deque[int] = deque()
         """Descriptors that came with messages not read yet, in their order."""
 
-    def send(self, message: Message, *, fd: int | None = None, deadline_s: float) -> None:
-        """Send one message, and a descriptor with it. Raises PeerGone, or DeadlineError when the peer does not read."""
-        body = json.dumps(message if fd is None else {**message, "fd": True}).encode()
+    def send(self, message: Message, *, fds: Sequence[int] = (), deadline_s: float) -> None:
+        """Send one message, and descriptors with it. Raises PeerGone, or DeadlineError when the peer does not read."""
+        body = json.dumps({**message, "fds": len(fds)} if fds else message).encode()
         if len(body) > MAX_MESSAGE:
             raise DamagedError(f"message of {len(body):,} bytes exceeds {MAX_MESSAGE:,}")
         data = memoryview(_LENGTH.pack(len(body)) + body)
         self._socket.settimeout(deadline_s)
         try:
-            if fd is None:
-                self._socket.sendall(data)
-            else:
-                sent = socket.send_fds(self._socket, [data], [fd])
-                self._socket.sendall(data[sent:])
+            sent = socket.send_fds(self._socket, [data], fds) if fds else 0
+            self._socket.sendall(data[sent:])
         except TimeoutError:
             raise DeadlineError(f"the peer read nothing for {deadline_s:g} s") from None
         except OSError as error:
             raise PeerGone(f"the peer is gone: {error.strerror}") from error
 
-    def receive(self, *, deadline_s: float) -> tuple[Message, int | None]:
-        """One message and its descriptor. Raises PeerGone at the end of the stream, DeadlineError after a silence."""
+    def receive(self, *, deadline_s: float) -> tuple[Message, list[int]]:
+        """One message and its descriptors. Raises PeerGone at the end of the stream, DeadlineError after a silence."""
         try:
             message = self._parse(self._next(time.monotonic() + deadline_s))
-            if message.pop("fd", False):
-                if not self._fds:
-                    raise DamagedError("a message announces a descriptor that did not come with it")
-                return message, self._fds.popleft()
+            announced = message.pop("fds", 0)
+            if not isinstance(announced, int) or not 0 <= announced <= len(self._fds):
+                raise DamagedError(f"a message announces {announced!r} descriptors, {len(self._fds)} came with it")
         except DamagedError:
             self._drop_fds()
             raise
-        return message, None
+        return message, [self._fds.popleft() for _ in range(announced)]
 
     def close(self) -> None:
         """Close the connection; a peer that waits sees its end."""
@@ -124,7 +124,7 @@ class Channel:
                 raise DeadlineError("the peer sent nothing before the deadline")
             self._socket.settimeout(left)
             try:
-                data, beside, _, _ = self._socket.recvmsg(READ_BYTES, _ONE_FD)
+                data, beside, _, _ = self._socket.recvmsg(READ_BYTES, _FD_SPACE)
             except TimeoutError:
                 raise DeadlineError("the peer sent nothing before the deadline") from None
             except OSError as error:

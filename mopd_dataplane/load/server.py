@@ -131,7 +131,8 @@ class _Conversation:
         elif operation == "next":
             self._next(self._seat)
         elif operation == "pack":
-            self._pack(self._seat, int(message["step"]), int(message["ordinal"]))
+            used = [float(age) for age in message["used"]]
+            self._packs(self._seat, int(message["step"]), int(message["ordinal"]), used)
         elif operation == "release":
             self._loader.release(self._seat, [(int(slot), int(generation)) for slot, generation in message["leases"]])
         else:
@@ -170,15 +171,15 @@ class _Conversation:
             }
         )
 
-    def _pack(self, seat: Seat, step: int, ordinal: int) -> None:
-        slot = self._loader.claim(seat, step, ordinal, self._beat)
-        answer: Message = {"slot": slot.id, "generation": slot.generation, "bytes": slot.capacity}
+    def _packs(self, seat: Seat, step: int, ordinal: int, used: list[float]) -> None:
+        lent = self._loader.claim(seat, step, ordinal, self._beat, used)
+        answer: Message = {"packs": [[place, slot.id, slot.generation, slot.capacity] for place, slot in lent]}
         if gone := self._loader.retired(self._known_slots):
             answer["gone"] = sorted(gone)
             self._known_slots -= gone
-        fd = None if slot.id in self._known_slots else slot.fd
-        self._known_slots.add(slot.id)
-        self._channel.send(answer, fd=fd, deadline_s=self._spec.deadline_s)
+        fds = [slot.fd for _, slot in lent if slot.id not in self._known_slots]
+        self._known_slots.update(slot.id for _, slot in lent)
+        self._channel.send(answer, fds=fds, deadline_s=self._spec.deadline_s)
 
     def _beat(self, reason: str) -> None:
         self._send({"wait": reason})

@@ -22,6 +22,8 @@ LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
 HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "codec", "rows", "row_bytes"]}
 
+ROWS_OF_A_FILE = 64
+"""Rows wanted of each file on average that are worth a read of their own."""
 SCAN_ROWS = 65_536
 """Rows of a batch of a scan: few calls, and columns that stay in the cache."""
 
@@ -50,13 +52,29 @@ def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[st
         return dataset.take(wanted.tolist(), columns=names)
 
 
+def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str]) -> pa.Table:
+    """take_rows of a heavy table, where rows are many in each file: file by file.
+
+    A take over several files copies what it has read once more, into memory that is new; that is most of its time.
+    """
+    wanted = np.asarray(rows, np.int64)
+    if len(wanted) < 2 * ROWS_OF_A_FILE or (np.diff(wanted) < 0).any():
+        return take_rows(dataset, wanted, columns)
+    ends = np.cumsum([fragment.metadata.physical_rows for fragment in dataset.get_fragments()])
+    cuts = np.unique(np.searchsorted(wanted, ends[:-1]))
+    parts = [part for part in np.split(wanted, cuts) if len(part)]
+    if len(wanted) < ROWS_OF_A_FILE * len(parts):
+        return take_rows(dataset, wanted, columns)
+    return pa.concat_tables([take_rows(dataset, part, columns) for part in parts])
+
+
 def read_tokens(
     samples: lance.LanceDataset, tokens: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str], *, verify: bool
 ) -> pa.Table:
     """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
     metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
     read = [*dict.fromkeys(["uid", *columns, *(_checked(tokens) if verify else ())])]
-    payload = take_rows(tokens, metadata["payload_row"].to_numpy(), read)
+    payload = take_payload(tokens, metadata["payload_row"].to_numpy(), read)
     check_echo("tokens", metadata, payload)
     if verify:
         check_crcs("tokens", metadata, _crcs_of(payload.select(_checked(tokens))))
@@ -65,7 +83,7 @@ def read_tokens(
 
 def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
-    return _crcs_of(take_rows(tokens, rows, _checked(tokens)))
+    return _crcs_of(take_payload(tokens, rows, _checked(tokens)))
 
 
 def _checked(tokens: lance.LanceDataset) -> list[str]:
@@ -150,7 +168,7 @@ def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> 
 def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
     """Per row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
     if kind != "hidden":
-        payload = take_rows(dataset, rows, LISTS[kind])
+        payload = take_payload(dataset, rows, LISTS[kind])
         return list(zip(*(list_views(payload[name]) for name in LISTS[kind]), strict=True))
     header, reader = take_rows(dataset, rows, HEADERS[kind]), HiddenReader(dataset)
     reader.locate(rows)

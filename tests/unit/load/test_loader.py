@@ -298,6 +298,103 @@ def test_ranks_in_step_with_each_other_share_a_ring_that_holds_one_large_pack_ea
             client.close()
 
 
+def requests_of(client: LoaderClient) -> list[dict]:
+    """Everything this trainer says from now on."""
+    said: list[dict] = []
+    send = client._channel.send
+
+    def listening(message: dict, **options) -> None:
+        said.append(message)
+        send(message, **options)
+
+    client._channel.send = listening
+    return said
+
+
+def wait_until_ready(client: LoaderClient, packs: int) -> None:
+    until = time.monotonic() + 20
+    while client.stats()["ranks"][0]["ready"] < packs:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wait_until_lent(client: LoaderClient) -> bool:
+    """Whether every slot in use is that of a pack read ahead, and none a trainer's."""
+    until = time.monotonic() + 20
+    while (found := client.stats())["lent"] != found["ranks"][0]["ready"] and time.monotonic() < until:
+        time.sleep(0.01)
+    return found["lent"] == found["ranks"][0]["ready"]
+
+
+def test_small_packs_are_lent_and_given_back_together(store, tmp_path):
+    spec, plan = SPEC.model_copy(update={"slots": 16}), store.plan(STAGE, 0)
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        batch = next(client.batches(STAGE, 0))
+        assert len(batch.packs) > 3
+        wait_until_ready(client, len(batch.packs) + 1)
+        said = requests_of(client)
+        for pack in batch.packs:
+            assert [message["op"] for message in said] == ["pack"], "one request, and nothing is given back on the way"
+            expect_pack(store, plan, pack)
+            batch.release(pack)
+        assert [message["op"] for message in said] == ["pack", "release"]
+        assert len(said[1]["leases"]) == len(batch.packs)
+        assert wait_until_lent(client)
+
+
+def test_packs_that_were_lent_and_not_looked_at_go_back_with_their_batch(store, tmp_path):
+    spec = SPEC.model_copy(update={"slots": 16})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        stream = client.batches(STAGE, 0)
+        batch = next(stream)
+        wait_until_ready(client, len(batch.packs) + 1)
+        assert batch.packs[0].index == 0
+        assert len(batch.packs._leases) == len(batch.packs)
+        next(stream)
+        assert wait_until_lent(client)
+
+
+@pytest.mark.parametrize(("update", "together"), [({"poison": True}, 1), ({"ring_bytes": 40}, 2), ({}, 4)])
+def test_few_packs_are_lent_together_where_the_ring_is_small(store, tmp_path, update, together):
+    """ring_bytes here counts the largest packs; a sixteenth of it is two of them."""
+    largest = WindowSource(store, store.plan(STAGE, 0), SPEC).largest_pack_bytes
+    if "ring_bytes" in update:
+        update = {"ring_bytes": update["ring_bytes"] * (largest + 4096)}
+    spec = SPEC.model_copy(update={"slots": 16, **update})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        batch = next(client.batches(STAGE, 0))
+        wait_until_ready(client, len(batch.packs))
+        batch.packs[0]
+        assert min(len(batch.packs._leases), 4) == together
+
+
+def test_a_filled_pack_does_not_wait_for_the_read_of_another(store, tmp_path, monkeypatch):
+    """Every pack has a read of its own here, and the third never comes back before the first two are used."""
+    monkeypatch.setattr("mopd_dataplane.load.loader.AHEAD_BYTES", 0)
+    monkeypatch.setattr(Loader, "_coming", lambda *_: [])
+    let_go, reads, read = threading.Event(), [], WindowSource._read
+
+    def slow_read(source: WindowSource, packs: list[int]):
+        reads.append(packs)
+        if len(reads) == 3:
+            assert let_go.wait(20)
+        return read(source, packs)
+
+    monkeypatch.setattr(WindowSource, "_read", slow_read)
+    spec = SPEC.model_copy(update={"slots": 8})
+    server = Server(Loader(store, spec, Ring(max_bytes=1 << 28), deal_packs), spec, tmp_path / "l.sock")
+    runner = threading.Thread(target=server.run, args=(os.getppid(),))
+    runner.start()
+    with LoaderClient(tmp_path / "l.sock", views="numpy", deadline_s=20, patience_s=5) as client:
+        batch = next(client.batches(STAGE, 0))
+        assert [batch.packs[0].index, batch.packs[1].index] == [0, 1]
+        let_go.set()
+        assert len(list(batch.packs)) > 3
+    runner.join(20)
+    server.close()
+    assert not runner.is_alive()
+
+
 def read_at(client: LoaderClient, pack_s: float) -> dict:
     """Read a window, pause at the next one, and say what the loader has ready by then."""
     for batch in client.batches(STAGE, 0):

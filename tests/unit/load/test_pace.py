@@ -13,6 +13,7 @@ class Play:
     def __init__(self, least: int = 2) -> None:
         self.pace = Pace(least)
         self.now = 100.0
+        self.used: list[float] = []
 
     def read(self, seconds: float) -> None:
         self.pace.read(self.now + seconds, self.now)
@@ -58,6 +59,26 @@ def test_a_whole_batch_taken_at_once_is_there():
         play.take(8, pack_s=0.0)
         play.now += 2.0
     assert play.pace.depth == 9
+
+
+@pytest.mark.parametrize("pack_s", [0.0, 0.3])
+def test_packs_lent_together_count_as_if_each_had_been_asked_for(pack_s):
+    """Eight packs at a time, then two seconds of work: four of them, or eight, come with one answer."""
+    depths = []
+    for together in (1, 4, 8):
+        play = Play()
+        play.read(1.0)
+        for _ in range(4):
+            for _ in range(8 // together):
+                play.pace.asked(play.now, play.used)
+                play.pace.lent(play.now)
+                play.used = [play.now + pack_s * place for place in range(1, together)]
+                play.now += pack_s * together
+            play.now += 2.0
+        depths.append((play.pace.depth, play.pace.pack_s))
+    assert depths[0][0] == {0.0: 9, 0.3: 5}[pack_s]
+    assert [depth for depth, _ in depths] == [depths[0][0]] * 3
+    assert depths[2][1] == pytest.approx(depths[0][1], rel=0.3), "the last answer's packs are not known yet"
 
 
 def test_one_long_read_is_bridged_for_hundreds_of_packs_and_then_forgotten():

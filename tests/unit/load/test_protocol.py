@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, MopdError, ResourceError
-from mopd_dataplane.load.protocol import Channel, PeerGone, check_same_user, error_message, raise_error
+from mopd_dataplane.load.protocol import MAX_FDS, Channel, PeerGone, check_same_user, error_message, raise_error
 
 
 @pytest.fixture
@@ -24,16 +24,28 @@ def ends() -> Iterator[tuple[Channel, Channel, socket.socket]]:
     right.close()
 
 
-def test_a_message_and_a_descriptor_arrive(ends):
+def test_messages_and_their_descriptors_arrive(ends):
     left, right, _ = ends
     read, write = os.pipe()
-    left.send({"slot": 1, "text": "é" * 5000}, fd=write, deadline_s=1)
-    message, fd = right.receive(deadline_s=1)
-    assert message == {"slot": 1, "text": "é" * 5000}
-    os.write(fd, b"x")
-    assert os.read(read, 1) == b"x"
-    for open_fd in (read, write, fd):
+    left.send({"slot": 1, "text": "é" * 5000}, fds=[write], deadline_s=1)
+    left.send({"slot": 2}, deadline_s=1)
+    left.send({"slot": 3}, fds=[write] * MAX_FDS, deadline_s=1)
+    found = [right.receive(deadline_s=1) for _ in range(3)]
+    assert [message for message, _ in found] == [{"slot": 1, "text": "é" * 5000}, {"slot": 2}, {"slot": 3}]
+    fds = [fd for _, fds in found for fd in fds]
+    assert [len(fds) for _, fds in found] == [1, 0, MAX_FDS]
+    for fd in fds:
+        os.write(fd, b"x")
+    assert os.read(read, 100) == b"x" * len(fds)
+    for open_fd in (read, write, *fds):
         os.close(open_fd)
+
+
+@pytest.mark.parametrize("announced", [1, -1, "2", None])
+def test_descriptors_that_did_not_come_are_damage(ends, announced):
+    ends[0].send({"fds": announced}, deadline_s=1)
+    with pytest.raises(DamagedError, match="descriptors, 0 came"):
+        ends[1].receive(deadline_s=1)
 
 
 def test_silence_ends_at_the_deadline(ends):

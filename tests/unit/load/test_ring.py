@@ -186,9 +186,18 @@ def test_what_is_no_slot_is_refused():
     with pytest.raises(DamagedError, match="reaches out of"):
         read_header(memoryview(memory)[:260])
     inside_the_table = bytearray(memory)
-    FIELD.pack_into(inside_the_table, HEADER_BYTES, b"tokens", b"<i4", 1, 5, 0, HEADER_BYTES)
+    FIELD.pack_into(inside_the_table, HEADER_BYTES, b"tokens".ljust(24, b"\0") + b"<i4", 1, 5, 0, HEADER_BYTES)
     with pytest.raises(DamagedError, match="'tokens' reaches out of"):
         read_header(memoryview(inside_the_table))
+    for kind, axes, message in (
+        (b"<i4", 0, "reaches out of"),
+        (b"<i4", 3, "reaches out of"),
+        (b"<c8", 1, "type '<c8'"),
+    ):
+        strange = bytearray(memory)
+        FIELD.pack_into(strange, HEADER_BYTES, b"tokens".ljust(24, b"\0") + kind, axes, 5, 0, 512)
+        with pytest.raises(DamagedError, match=message):
+            read_header(memoryview(strange))
     without_fields = bytearray(memory)
     HEADER.pack_into(without_fields, 0, MAGIC, FORMAT, 0, 3, 11, 0, 0)
     with pytest.raises(DamagedError, match="has 0 fields"):

@@ -19,6 +19,7 @@ from hypothesis.extra import numpy as hnp
 from mopd_dataplane.errors import DamagedError, EngineError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.reading import take_payload
 from mopd_dataplane.store.rows import sample_crc, token_rows
 
 counter = iter(range(10_000, 1 << 30))
@@ -288,3 +289,47 @@ def test_verify_counts_what_interrupted_commits_left(store: Store) -> None:
     report = store.verify()
     assert report.ok
     assert report.orphans == {"tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> lance.LanceDataset:
+    """Rows 0 to 899 in files of 200, 300 and 400."""
+    uri = str(tmp_path_factory.mktemp("files") / "d.lance")
+    for first, last in ((0, 200), (200, 500), (500, 900)):
+        rows = pa.table({"n": range(first, last), "list": [[row] * (row % 5) for row in range(first, last)]})
+        lance.write_dataset(rows, uri, mode="append", data_storage_version="2.0")
+    return lance.dataset(uri)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.integers(0, 899), max_size=600), ascending=st.booleans(), distinct=st.booleans())
+def test_payload_of_many_files_is_what_one_take_gives(many_files, rows, ascending, distinct):
+    wanted = list(dict.fromkeys(rows)) if distinct else rows
+    wanted = sorted(wanted) if ascending else wanted
+    found = take_payload(many_files, wanted, ["list", "n"])
+    assert found["n"].to_pylist() == wanted
+    assert found["list"].to_pylist() == [[row] * (row % 5) for row in wanted]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reads"),
+    [
+        (range(900), [200, 300, 400]),
+        (range(100, 400), [100, 200]),
+        (range(0, 900, 2), [100, 150, 200]),
+        (range(0, 900, 9), [100]),  # few of each file
+        (range(899, -1, -1), [900]),  # not as they lie
+        (range(10), [10]),
+    ],
+)
+def test_many_payload_rows_are_read_file_by_file(many_files, monkeypatch, rows, reads):
+    taken: list[int] = []
+    take = lance.LanceDataset.take
+
+    def counted(self: lance.LanceDataset, indices: list[int], **options) -> pa.Table:
+        taken.append(len(indices))
+        return take(self, indices, **options)
+
+    monkeypatch.setattr(lance.LanceDataset, "take", counted)
+    assert take_payload(many_files, rows, ["n"])["n"].to_pylist() == list(rows)
+    assert taken == reads
