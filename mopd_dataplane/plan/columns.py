@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.plan.shuffle import BLOCK, stable_order
+from mopd_dataplane.plan.shuffle import BLOCK, ascends, stable_order
 
 SAMPLE_COLUMNS = (
     "generation",
@@ -41,8 +41,9 @@ class Columns:
 
     sample_rows: NDArray[np.int64]
     """Row of each sample in `samples`; distinct."""
-    admission: NDArray[np.int64]
-    """Orders samples as their generations were admitted, whatever order they finished or were committed in."""
+    admission: NDArray[np.int64] | None = None
+    """Orders samples as their generations were admitted, whatever order they finished or were committed in; None where
+    they are in that order."""
     total_len: NDArray[np.int32]
     """L, tokens of the whole sequence."""
     loss_tokens: NDArray[np.int32]
@@ -64,7 +65,7 @@ class Columns:
     domain_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        sizes = {field.name: len(getattr(self, field.name)) for field in fields(self) if field.name != "domain_names"}
+        sizes = {name: len(array) for name, array in self._arrays()}
         if len(set(sizes.values())) > 1:
             raise InputError(f"planner columns differ in length: {sizes}; give one value per sample in each")
 
@@ -78,22 +79,25 @@ class Columns:
         def taken(array: NDArray[Any]) -> NDArray[Any]:
             return np.broadcast_to(array[:1], count) if len(array) and array.strides == (0,) else array[index]
 
-        return Columns(
-            domain_names=self.domain_names,
-            **{f.name: taken(getattr(self, f.name)) for f in fields(self) if f.name != "domain_names"},
-        )
+        return Columns(domain_names=self.domain_names, **{name: taken(array) for name, array in self._arrays()})
 
     def in_admission_order(self) -> Columns:
         """The same samples as admitted, so that a plan depends neither on the order they were read in nor on the one
         they were committed in: a run that was killed and continued plans what an uninterrupted run plans."""
-        if bool(np.all(self.admission[1:] > self.admission[:-1])):
+        if self.admission is None or ascends(self.admission):
             return self
         rows = np.sort(self.sample_rows)
         if bool(np.any(rows[1:] == rows[:-1])):
             twice = int(rows[1:][rows[1:] == rows[:-1]][0])
             raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
         by_row = self.take(np.argsort(self.sample_rows, kind="stable"))
+        assert by_row.admission is not None
         return by_row.take(stable_order(by_row.admission - by_row.admission.min()))
+
+    def _arrays(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        for field in fields(self):
+            if isinstance(array := getattr(self, field.name), np.ndarray):
+                yield field.name, array
 
 
 def collect_columns(
@@ -120,9 +124,10 @@ def collect_columns(
     held = _Numbers(limit)
     for rows, part in samples:
         held.add(rows, part)
+    held.close()
     domain_names = held.route_to(route, list(teachers))
-    admission = held.put_in_order()
-    rows, teacher_codes = held["sample_rows"], held["teacher"]
+    rows = held.put_in_order()
+    teacher_codes = held["teacher"]
     has_signals: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
     for kind in signals:
         has_signals = has_signals & _has_kind(rows, teacher_codes, kind, scores, list(teachers))
@@ -131,7 +136,6 @@ def collect_columns(
         has_reward = _among(rows, _ints(rewards["sample_row"], np.int64))
     return Columns(
         sample_rows=rows,
-        admission=admission,
         total_len=held["total_len"],
         loss_tokens=held["loss_tokens"],
         version_first=held["policy_version_first"],
@@ -146,12 +150,54 @@ def collect_columns(
 
 
 _KINDS = {
-    "sample_rows": np.int64, "generation": np.int32, "writer_seq": np.int64, "policy_version_first": np.int32,
+    "row": np.int64, "generation": np.int32, "writer_seq": np.int64, "policy_version_first": np.int32,
     "total_len": np.int32, "loss_tokens": np.int32, "abandoned": np.bool_,
     "writer": np.int32, "domain": np.int16, "effort": np.int16,
 }  # fmt: skip
 _INTEGERS = ("generation", "writer_seq", "policy_version_first", "total_len", "loss_tokens")
 _NAMES = ("writer", "domain", EFFORT_COLUMN)
+
+
+class _Column:
+    """Numbers of one column, which take no memory as long as each follows from the first one."""
+
+    def __init__(self, limit: int, kind: Any, step: int) -> None:
+        """step: from one number to the one that follows it, 0 or 1."""
+        self._limit = limit
+        self._kind = kind
+        self._step = step
+        self._first = 0
+        self._count = 0
+        self._array: NDArray[Any] | None = None
+
+    def add(self, values: NDArray[Any]) -> None:
+        here = slice(self._count, self._count + len(values))
+        self._count = here.stop
+        if self._array is None:
+            if not here.start and len(values):
+                self._first = int(values[0])
+            if np.array_equal(values, self._following(here)):
+                return
+            self._array = np.empty(self._limit, dtype=self._kind)
+            before = slice(0, here.start)
+            self._array[before] = self._following(before)
+        self._array[here] = values
+
+    def numbers(self) -> NDArray[Any]:
+        """[n] all of them."""
+        return self._following(slice(0, self._count)) if self._array is None else self._array[: self._count]
+
+    def taken(self, order: NDArray[np.int64]) -> NDArray[Any]:
+        """[n] the numbers at these places; a column that counts up uses up the memory of `order`."""
+        if self._array is None and self._step:
+            order += self._first
+            return order
+        return self.numbers()[order]
+
+    def _following(self, here: slice) -> NDArray[Any]:
+        if self._step:
+            return np.arange(self._first + here.start, self._first + here.stop, dtype=self._kind)
+        return np.broadcast_to(self._kind(self._first), here.stop - here.start)
 
 
 class _Numbers:
@@ -161,27 +207,33 @@ class _Numbers:
         self.groups: NDArray[np.int64] | None = None
         """[n] code of each group, where groups matter; known once the samples are in order."""
         self._group_names: list[pa.Array] = []
-        self._arrays: dict[str, NDArray[Any]] = {name: np.empty(limit, dtype=kind) for name, kind in _KINDS.items()}
+        self._columns = {name: _Column(limit, kind, int(name == "row")) for name, kind in _KINDS.items()}
+        self._arrays: dict[str, NDArray[Any]] = {}
+        """[n] the columns once all samples were seen."""
         self._names: dict[str, pa.Array] = {name: pa.array([], pa.string()) for name in _NAMES}
         self._count = 0
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._arrays[name][: self._count]
+        return self._arrays[name]
 
     def add(self, rows: NDArray[np.int64], part: pa.RecordBatch | pa.Table) -> None:
-        here = slice(self._count, self._count + len(rows))
-        self._count = here.stop
-        self._arrays["sample_rows"][here] = rows
+        self._count += len(rows)
+        self._columns["row"].add(rows)
         for name in _INTEGERS:
-            self._arrays[name][here] = part[name].to_numpy()
+            self._columns[name].add(part[name].to_numpy())
         for name in _NAMES:
             if name in part.schema.names:
-                self._arrays[name][here] = self._coded(name, part[name])
+                self._columns[name].add(self._coded(name, part[name]))
         abandoned = pc.equal(part["finish_reason"], "abandoned")
-        self._arrays["abandoned"][here] = abandoned.to_numpy(zero_copy_only=False)
+        self._columns["abandoned"].add(abandoned.to_numpy(zero_copy_only=False))
         if GROUP_COLUMN in part.schema.names:
             column = part[GROUP_COLUMN]
             self._group_names += column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+
+    def close(self) -> None:
+        """All samples were seen."""
+        for name in [name for name in self._columns if name != "row"]:
+            self._arrays[name] = self._columns.pop(name).numbers()
 
     def codes(self, name: str) -> tuple[NDArray[Any], list[str]]:
         """Codes of a string column and its names in order, so that codes do not depend on the order of rows."""
@@ -201,38 +253,42 @@ class _Numbers:
         if route is not None:
             teacher = _route(self["domain"], names, effort, effort_names, route, teachers)
         self._arrays["teacher"] = teacher
-        if not self["abandoned"].any():
-            self._arrays["abandoned"] = np.broadcast_to(False, self._count)
         return names
 
     def put_in_order(self) -> NDArray[np.int64]:
         """Sort the samples as they were admitted: generation, then ordinal inside the writer, then writer.
 
-        Returns that order as [n] integers that are as small as they can be. What only it needs is given up.
+        Returns [n] row of each. What only this order needs is given up.
         """
         writers, names = self.codes("writer")
-        generation, admission = self["generation"], self["writer_seq"]
+        generation, admission = self["generation"], np.require(self["writer_seq"], requirements="W")
         if self._count:
-            rounds, places = int(np.ptp(generation)) + 1, int(np.ptp(admission)) + 1
+            oldest, lowest = int(generation.min()), int(admission.min())
+            rounds, places = int(generation.max()) - oldest + 1, int(admission.max()) - lowest + 1
             if rounds * places * len(names) > np.iinfo(np.int64).max:
                 raise InputError(
                     f"{rounds:,} generations of up to {places:,} samples from {len(names)} writers do not fit one "
                     "order; plan fewer generations at once"
                 )
-            admission -= admission.min()
-            admission *= len(names)
-            admission += writers
-            if rounds > 1:
-                admission += (generation - generation.min()) * np.int64(places * len(names))
+            for first in range(0, self._count, BLOCK):
+                here = slice(first, first + BLOCK)
+                block = admission[here]
+                block -= lowest
+                if rounds > 1:
+                    block += (generation[here] - oldest) * np.int64(places)
+                block *= len(names)
+                block += writers[here]
         if self._group_names:
             self.groups = _codes(pa.chunked_array(self._group_names))[0].astype(np.int64)
             self._group_names = []
         del writers, generation
         for name in ("generation", "writer", "writer_seq"):
             del self._arrays[name]
-        if bool(np.all(admission[1:] > admission[:-1])):
-            return admission
-        order = stable_order(admission)
+        rows = self._columns.pop("row")
+        if ascends(admission):
+            return rows.numbers()
+        order = stable_order(admission, spent=True)
+        del admission
         spare: dict[np.dtype[Any], NDArray[Any]] = {}  # memory that was touched before costs less than new memory
         for name in self._arrays:
             array = self[name]
@@ -241,7 +297,7 @@ class _Numbers:
                 spare[array.dtype] = array
         if self.groups is not None:
             self.groups = self.groups[order]
-        return np.take(admission, order, out=spare[admission.dtype], mode="clip")
+        return rows.taken(order)
 
     def _coded(self, name: str, column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
         """[n] place of each string among the names seen so far."""

@@ -58,11 +58,20 @@ def sort_codes(
     return (words[firsts] >> shift).view(np.int64), firsts, _positions(words)
 
 
-def stable_order(codes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values."""
+def stable_order(codes: NDArray[np.integer], *, spent: bool = False) -> NDArray[np.int64]:
+    """[n] int64, positions sorted by non-negative code, equal codes in place: a stable argsort by sorting values.
+
+    spent: the memory of the codes, of 64 bits each, is used up; it is the positions' then.
+    """
     if codes.dtype.itemsize <= 2 or _code_bits(codes) + len(codes).bit_length() > 64:
         return np.argsort(codes, kind="stable")  # of the small ones, numpy has a radix sort
-    return _positions(_sorted_words(codes.astype(np.int64), None)[0])
+    return _positions(_sorted_words(codes.astype(np.int64, copy=not spent), None)[0])
+
+
+def ascends(values: NDArray[np.integer]) -> bool:
+    """Whether each value is larger than the one before it."""
+    blocks = (values[first : first + BLOCK + 1] for first in range(0, len(values), BLOCK))
+    return all(bool(np.all(block[1:] > block[:-1])) for block in blocks)
 
 
 def _sorted_words(codes: NDArray[np.int64], key: int | None) -> tuple[NDArray[np.uint64], np.uint64]:
