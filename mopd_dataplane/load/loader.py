@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,9 +103,7 @@ class Loader:
         with self._changed:
             seat.source, seat.step = source, step
             lane = seat.lane
-            for item in list(lane.items):
-                if item.place[:2] < (window, step):
-                    self._forget(lane, item, seat.id)
+            self._forget_before(seat, (window, step))
             ahead = lane.items[0].place[:2] if lane.items else None
             at_tail = lane.source is not None and (lane.source.plan.window, lane.next_step) == (window, step)
             if ahead != (window, step) and not (ahead is None and at_tail):
@@ -133,9 +131,7 @@ class Loader:
             source, step = seat.source, seat.step
             if source is None:
                 raise InputError("no window is open; send open first")
-            for item in list(seat.lane.items):
-                if item.place[:2] < (source.plan.window, step):
-                    self._forget(seat.lane, item, seat.id)
+            self._forget_before(seat, (source.plan.window, step))
             if step == source.steps:
                 return None
             seat.step += 1
@@ -352,6 +348,12 @@ class Loader:
             lane.items.append(Item(lane.pace, *place, set(lane.seats), fields, nbytes, in_lists))
         lane.next_step += 1
         return True
+
+    def _forget_before(self, seat: Seat, place: tuple[int, int]) -> None:
+        """A seat will not ask for items before this step of a window."""
+        earlier = list(takewhile(lambda item: item.place[:2] < place, seat.lane.items))
+        for item in earlier:
+            self._forget(seat.lane, item, seat.id)
 
     def _forget(self, lane: Lane, item: Item, seat_id: int) -> None:
         """One seat will not ask for this item."""
