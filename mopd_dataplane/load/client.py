@@ -188,7 +188,7 @@ class LoaderClient:
         if tell and self._released:
             message = {"op": "release", "leases": self._released}
             self._released = []
-            self._channel.send(message, deadline_s=self._deadline_s)
+            self._say(message)
 
     def _ask(self, message: Message) -> Message:
         return self._request(message)[0]
@@ -197,12 +197,12 @@ class LoaderClient:
         """Send a request and wait for its answer, which may say for a while that it is coming."""
         self._release([], tell=True)
         started = time.monotonic()
-        self._channel.send(message, deadline_s=self._deadline_s)
+        self._say(message)
         while True:
             try:
                 answer, fds = self._channel.receive(deadline_s=self._deadline_s)
             except PeerGone as error:
-                raise PeerGone(f"{error}; start the loader again and resume at {self._position}") from None
+                raise self._gone(error) from None
             except DeadlineError:
                 silence = f"the loader said nothing for {self._deadline_s:g} s"
                 raise DeadlineError(f"{silence} when asked for {message['op']!r}") from None
@@ -211,6 +211,15 @@ class LoaderClient:
                 return answer, fds
             if time.monotonic() - started > self._patience_s:
                 raise DeadlineError(f"no data after {self._patience_s:g} s: {answer['wait']}")
+
+    def _say(self, message: Message) -> None:
+        try:
+            self._channel.send(message, deadline_s=self._deadline_s)
+        except PeerGone as error:
+            raise self._gone(error) from None
+
+    def _gone(self, error: PeerGone) -> PeerGone:
+        return PeerGone(f"{error}; start the loader again and resume at {self._position}")
 
 
 @dataclass(kw_only=True)
