@@ -9,6 +9,7 @@ several where the ranks of a tensor- or context-parallel group read the same pac
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mopd_dataplane.errors import MopdError
@@ -67,6 +68,23 @@ class Lane:
     next_step: int = 0
     """First step that has no items yet."""
 
+    def ready_after(self, item: Item, seat: int, most_bytes: int) -> list[Item]:
+        """Items of its step right after one that is ready, ready too and not claimed by the seat, as long as the slots
+        of all of them take at most so many bytes."""
+        assert item.slot is not None
+        left = most_bytes - item.slot.capacity
+        found: list[Item] = []
+        for other in self.items:
+            if other.place <= item.place:
+                continue
+            if other.slot is None or not other.ready or other.place[:2] != item.place[:2] or seat not in other.waiting:
+                break
+            left -= other.slot.capacity
+            if left < 0:
+                break
+            found.append(other)
+        return found
+
 
 @dataclass(eq=False, slots=True)
 class Seat:
@@ -78,3 +96,13 @@ class Seat:
     step: int = 0
     held: dict[int, Item] = field(default_factory=dict)
     """Slot id → item whose slot this process reads."""
+
+
+def refusal(lanes: Iterable[Lane], rank: int, ranks: int, members: int) -> str:
+    """Why a trainer cannot join these lanes now; empty when it can."""
+    for lane in lanes:
+        if lane.ranks != ranks:
+            return f"a trainer of {ranks} ranks joins while others say {lane.ranks}"
+        if lane.rank == rank and (lane.members != members or len(lane.seats) == members):
+            return f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)"
+    return ""

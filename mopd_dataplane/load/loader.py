@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
-from mopd_dataplane.load.lanes import Item, Lane, Seat
+from mopd_dataplane.load.lanes import Item, Lane, Seat, refusal
 from mopd_dataplane.load.layout import UNCHECKED, seal
 from mopd_dataplane.load.pace import REMEMBERED, Pace
 from mopd_dataplane.load.protocol import HEARTBEAT_S, MAX_FDS
@@ -81,10 +81,10 @@ class Loader:
         if not 0 <= rank < ranks or not 0 <= member < members:
             raise InputError(f"rank {rank} of {ranks}, member {member} of {members}: both count from 0")
         with self._changed:
-            self._changed.wait_for(lambda: not self._refusal(rank, ranks, members), timeout=JOIN_S)
-            refusal = self._refusal(rank, ranks, members)
-            if refusal:
-                raise MismatchError(refusal)
+            wanted = (self._lanes.values(), rank, ranks, members)
+            self._changed.wait_for(lambda: not refusal(*wanted), timeout=JOIN_S)
+            if why := refusal(*wanted):
+                raise MismatchError(why)
             lane = self._lanes.setdefault((rank, ranks), Lane(rank, ranks, members, Pace(self._spec.slots)))
             self._seats += 1
             lane.seats.add(self._seats)
@@ -248,16 +248,6 @@ class Loader:
 
     # -- items; the lock is held -----------------------------------------------------------------------------------
 
-    def _refusal(self, rank: int, ranks: int, members: int) -> str:
-        """Why a trainer cannot join now; empty when it can."""
-        for other in self._lanes.values():
-            if other.ranks != ranks:
-                return f"a trainer of {ranks} ranks joins while others say {other.ranks}"
-        lane = self._lanes.get((rank, ranks))
-        if lane is not None and (lane.members != members or len(lane.seats) == members):
-            return f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)"
-        return ""
-
     def _find(self, seat: Seat, step: int, ordinal: int) -> Item:
         if seat.source is None or step >= seat.step:
             raise InputError(f"step {step} was not asked for with next")
@@ -310,19 +300,11 @@ class Loader:
         Each trainer so holds a small part of the ring at most, or one pack: a ring that holds the largest pack of each
         rank stays large enough. Poisoned slots are for finding late readers, so each is lent, and given back, alone.
         """
-        assert item.slot is not None
+        if self._spec.poison:
+            return []
         seats = sum(len(lane.seats) for lane in self._lanes.values())
-        left = 0 if self._spec.poison else min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // seats)
-        left -= item.slot.capacity
-        found: list[Item] = []
-        for other in seat.lane.items:
-            if other.place <= item.place:
-                continue
-            left -= other.slot.capacity if other.slot is not None else 0
-            if left < 0 or not other.ready or other.place[:2] != item.place[:2] or seat.id not in other.waiting:
-                break
-            found.append(other)
-        return found[: MAX_FDS - 1]
+        most = min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // seats)
+        return seat.lane.ready_after(item, seat.id, most)[: MAX_FDS - 1]
 
     def _count_lent(self, packs: int) -> None:
         """Packs that the first of their readers has; now and then the ring is cut to what it needs."""
