@@ -12,7 +12,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -134,7 +133,7 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
     """
     placed: list[int] = []
     shelf: dict[int, list[int]] = {}  # by room: packs with too little of it by now, as the placements that fill them
-    rooms: list[int] = []  # heap of the rooms on the shelf, negative: the most comes first
+    shelved = bytearray(cap + 1)  # by room: 1 where it has been on the shelf
     fitting: list[tuple[int, int, int]] = []  # room, first and last of a range of packs: the least that fits is last
     wide = 0
     for length, count in zip(distinct, counts, strict=True):
@@ -144,19 +143,25 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
         placed += (opened, count, 1, length)
         if length < cap:
             shelf[cap - length] = [opened, count, 1, cap - length]
-            rooms.append(length - cap)
+            shelved[cap - length] = 1
         opened += count
         wide += 1
-    rooms.reverse()
+    above = cap + 1  # all rooms on the shelf are below
     for length, count in zip(distinct[wide:], counts[wide:], strict=True):
-        while rooms and rooms[0] <= -length:
-            room = -heappop(rooms)
+        room = shelved.rfind(1, length + 1, above)
+        while room > 0:
             packs = shelf.pop(room)
-            if room == length and sum(packs[1::4]) <= count:  # they fill up: most packs end so
+            fitting += [(room, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 4)]
+            room = shelved.rfind(1, length + 1, room)
+        above = length
+        if length in shelf:
+            packs = shelf.pop(length)
+            filled = sum(packs[1::4])
+            if filled <= count:  # they fill up: most packs end so
                 placed += packs
-                count -= sum(packs[1::4])
+                count -= filled
             else:
-                fitting += [(room, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 4)]
+                fitting += [(length, packs[at], packs[at] + packs[at + 1]) for at in range(0, len(packs), 4)]
         while count:
             if fitting:
                 room, first, last = fitting.pop()
@@ -171,12 +176,11 @@ def _place(distinct: list[int], counts: list[int], cap: int, opened: int) -> tup
                 placed += (first, full, each, length)
                 count -= full * each
                 left = room - each * length
-                if left:
-                    if left in shelf:
-                        shelf[left] += (first, full, 1, left)
-                    else:
-                        shelf[left] = [first, full, 1, left]
-                        heappush(rooms, -left)
+                if left in shelf:
+                    shelf[left] += (first, full, 1, left)
+                elif left:
+                    shelf[left] = [first, full, 1, left]
+                    shelved[left] = 1
                 first += full
             if first < last:
                 if count:
