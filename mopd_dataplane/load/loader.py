@@ -390,8 +390,9 @@ class Loader:
             depth = lane.pace.depth
             while len(lane.items) < depth and self._extend(lane):
                 pass
-            nearest += islice((item for item in islice(lane.items, depth) if item.slot is None), self._spec.slots)
-            nearest += [item for item in islice(lane.items, depth, None) if item.wanted and item.slot is None]
+            nearest += [item for item in lane.items if item.wanted and item.slot is None]
+            ahead = (item for item in islice(lane.items, depth) if item.slot is None and not item.wanted)
+            nearest += islice(ahead, self._spec.slots)
         nearest.sort(key=lambda item: (not item.wanted, item.place))
         chosen: list[Item] = []
         for item in nearest:  # few of each lane, then look again: a trainer may wait by now
@@ -430,7 +431,7 @@ class Loader:
                 place += 1
 
     def _acquire(self, item: Item) -> Slot | None:
-        """A slot for the item. One that a trainer waits for may take the slots of packs that are needed later."""
+        """A slot for the item; if a trainer waits for it, that of a pack which is later, or which it passed over."""
         item.starved = False
         want = item.source.largest_pack_bytes
         slot = self._ring.acquire(item.nbytes, want_bytes=want)
@@ -440,7 +441,8 @@ class Loader:
             other
             for lane in self._lanes.values()
             for other in lane.items
-            if other.ready and not other.holders and not other.wanted and other.place > item.place
+            if other.ready and not other.holders and not other.wanted
+            if other.place > item.place or other.pace is item.pace
         ]
         for other in sorted(later, key=lambda other: other.place, reverse=True):
             assert other.slot is not None
@@ -460,21 +462,19 @@ class Loader:
         for place, item in enumerate(batch):
             slot, source = item.slot, item.source
             assert slot is not None
-            error: MopdError | None = None
-            if filled and not source.holds(item.pack):  # others must not wait for what is read now
+            if filled and source.needs_read(item.pack):  # for which they should not wait
                 self._hand_out(filled)
                 filled, nbytes = [], 0
             try:
                 source.fill(item.pack, item.fields, slot.memory, partial(self._coming, source, batch[place + 1 :]))
                 seal(slot.memory, item.fields, generation=slot.generation, pack=item.pack)
+            except MopdError as error:
+                self._refuse(item, error)
+            except Exception as error:
+                self._refuse(item, MopdError(f"reading pack {item.pack}: {type(error).__name__}: {error}"))
+            else:
                 filled.append(item)
                 nbytes += item.nbytes
-            except MopdError as raised:
-                error = raised
-            except Exception as raised:
-                error = MopdError(f"reading pack {item.pack}: {type(raised).__name__}: {raised}")
-            if error is not None:
-                self._refuse(item, error)
             if nbytes >= HANDED_BYTES:
                 self._hand_out(filled)
                 filled, nbytes = [], 0

@@ -132,6 +132,8 @@ class _Conversation:
             self._next(self._seat)
         elif operation == "pack":
             used = [float(age) for age in message["used"]]
+            if not all(age >= 0 for age in used):
+                raise ValueError(f"ages {used}")
             self._packs(self._seat, int(message["step"]), int(message["ordinal"]), used)
         elif operation == "release":
             self._loader.release(self._seat, [(int(slot), int(generation)) for slot, generation in message["leases"]])

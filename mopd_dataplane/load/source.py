@@ -135,9 +135,9 @@ class WindowSource:
         """Codec of the pack's hidden states; empty when it carries none."""
         return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
 
-    def holds(self, pack: int) -> bool:
-        """Whether the payload of a pack in lists is here already."""
-        return self._payload is not None and pack in self._parts
+    def needs_read(self, pack: int) -> bool:
+        """Whether filling a pack reads the store, and so may take long."""
+        return self._hidden is not None or self._payload is None or pack not in self._parts
 
     def fill(
         self, pack: int, fields: tuple[Field, ...], memory: memoryview, ahead: Callable[[], Sequence[int]]
@@ -147,7 +147,7 @@ class WindowSource:
         Payload that is not here yet is read together with that of the packs `ahead()`, which will be filled next.
         Raises DamagedError when the payload does not have the lengths its metadata announces.
         """
-        if not self.holds(pack):
+        if self._payload is None or pack not in self._parts:
             self._payload = None
             packs = [pack, *ahead()]
             ends = np.cumsum(self._sizes[packs]).tolist()
@@ -155,7 +155,6 @@ class WindowSource:
             self._parts = {pack: slice(*ends) for pack, ends in zip(packs, pairwise([0, *ends]), strict=True)}
             self._to_fill = set(packs)
         write_table(memory, fields)
-        assert self._payload is not None
         self._fill(pack, self._payload, arrays_of(memory, fields))
         self._to_fill.discard(pack)
         if not self._to_fill:

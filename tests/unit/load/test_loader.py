@@ -18,7 +18,14 @@ import pytest
 
 from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
-from mopd_dataplane.errors import DeadlineError, InputError, MismatchError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import (
+    DamagedError,
+    DeadlineError,
+    InputError,
+    MismatchError,
+    ResourceError,
+    UnknownNameError,
+)
 from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess, start_server
 from mopd_dataplane.load.loader import Loader
@@ -393,6 +400,27 @@ def test_a_filled_pack_does_not_wait_for_the_read_of_another(store, tmp_path, mo
     runner.join(20)
     server.close()
     assert not runner.is_alive()
+
+
+def test_packs_of_a_step_come_in_any_order_from_a_ring_that_holds_few(store, tmp_path):
+    """The loader reads ahead in order; what the trainer asks for comes first, whatever fills the ring."""
+    spec = SPEC.model_copy(update={"slots": 2, "ring_bytes": 3 * max(pack_bytes(store)) + 3 * 4096})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader, patience_s=10) as client:
+        for window in (0, 1, 0):  # the depth grows meanwhile
+            starts, base = store.plan(STAGE, window).step_starts, store.steps_before(STAGE, window)
+            for batch in client.batches(STAGE, window):
+                for place in reversed(range(len(batch.packs))):
+                    assert batch.packs[place].index == starts[batch.step - base] + place
+                    batch.release(batch.packs[place])
+        assert client.stats()["ranks"][0]["depth"] > 2
+
+
+@pytest.mark.parametrize("used", [["x"], [-1.0], [float("nan")], 3])
+def test_ages_of_packs_that_make_no_sense_are_refused(loader, used):
+    with connect(loader) as client:
+        next(client.batches(STAGE, 0))
+        with pytest.raises(DamagedError, match="'pack' is malformed"):
+            client._ask({"op": "pack", "step": 0, "ordinal": 0, "used": used})
 
 
 def read_at(client: LoaderClient, pack_s: float) -> dict:
