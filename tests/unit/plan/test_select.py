@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
@@ -200,3 +203,39 @@ def test_generations_that_fit_no_one_order_are_refused():
     far = part(range(2), ["a", "b"], [0, 1 << 60], ["code"] * 2, [0, 1 << 30])
     with pytest.raises(InputError, match="do not fit one order"):
         collect_columns([far], 2, route=None, teachers=[])
+
+
+few = st.integers(0, 2)
+
+
+@settings(deadline=None)
+@given(
+    samples=st.lists(st.tuples(few, few, few, few, st.booleans()), min_size=1, max_size=30),
+    cuts=st.sets(st.integers(1, 29)),
+    gaps=st.booleans(),
+    first=st.integers(0, 3),
+)
+def test_columns_are_the_same_however_they_are_read(samples, cuts, gaps, first):
+    """Columns that never change, change late, or have gaps between their rows; in one part or in many."""
+    n = len(samples)
+    rows = first + np.cumsum([1 + (gaps and changed) for *_, changed in samples]) - 1
+    generation, writer, domain, length = (np.array(column, np.int32) for column in list(zip(*samples, strict=True))[:4])
+    table = pa.table(
+        {
+            "generation": generation, "writer": [f"w{code}" for code in writer], "writer_seq": np.arange(n)[::-1] // 2,
+            "domain": [f"d{code}" for code in domain], "policy_version_first": generation, "total_len": 10 + length,
+            "loss_tokens": length, "finish_reason": ["abandoned" if code == 2 else "stop" for code in domain],
+        }
+    )  # fmt: skip
+    bounds = pairwise(sorted({0, n, *(cut for cut in cuts if cut < n)}))
+    parts = [(rows[a:b], table.slice(a, b - a)) for a, b in bounds]
+    found = collect_columns(parts, n + 5, route=lambda domain, effort: domain, teachers=["d0", "d1", "d2"])
+    order = sorted(range(n), key=lambda at: (generation[at], table["writer_seq"][at].as_py(), writer[at], at))
+    assert found.sample_rows.tolist() == rows[order].tolist()
+    assert found.total_len.tolist() == (10 + length)[order].tolist()
+    assert found.loss_tokens.tolist() == length[order].tolist()
+    assert found.version_first.tolist() == generation[order].tolist()
+    assert [found.domain_names[code] for code in found.domains] == [f"d{code}" for code in domain[order]]
+    assert found.teachers.tolist() == domain[order].tolist()
+    assert found.abandoned.tolist() == (domain[order] == 2).tolist()
+    assert found.groups.tolist() == found.sample_rows.tolist()
