@@ -92,8 +92,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     """
     told = ""
     patience = Patience(f"mopd score JOB --stage {stage.name} --follow")
-    expected = stage.iterations * len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
-    with Training(run, stage, samples=expected) as training:
+    with Training(run, stage, samples=samples_expected(run, stage)) as training:
         while True:
             window = run.policies.latest(stage)
             plan = run.store.plan(stage.name, window) or _next_plan(run, stage, window)
@@ -117,6 +116,11 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
         "staleness_mean": sum(step["staleness_mean"] * step["loss_tokens"] for step in mine) / max(tokens, 1),
         "staleness_max": max((step["staleness_max"] for step in mine), default=0),
     }
+
+
+def samples_expected(run: Run, stage: Stage) -> int:
+    """Samples of all iterations of a stage."""
+    return stage.iterations * len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
 
 
 def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:

@@ -1,7 +1,7 @@
 """The nodes besides the first: they do nothing but train, beside the first node's ranks.
 
 They see the first node's work in the shared store: a plan for the next window says that training begins, the last
-policy version that it is over. See docs/ranks.md.
+policy version, or of an overlapped stage the window that closes its plan log, that it is over. See docs/ranks.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from mopd_dataplane.errors import InputError, UnknownNameError
 from mopd_dataplane.jobfile import Job, Stage
 from mopd_dataplane.run.context import Run, open_existing
-from mopd_dataplane.run.follow import Patience
+from mopd_dataplane.run.follow import Patience, samples_expected
 from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.progress import Progress
 
@@ -40,10 +40,10 @@ def _join_stage(run: Run, stage: Stage) -> None:
     patience = Patience("mopd run JOB on the first node")
     while not run.is_done(stage):
         window = run.policies.latest(stage)
-        plan = run.store.plan(stage.name, window) if window < stage.iterations else None
-        if plan is None:
+        plan = run.store.plan(stage.name, window) if stage.overlap or window < stage.iterations else None
+        if plan is None or not len(plan.sample_rows):
             patience.pause()
             continue
-        with Training(run, stage) as training:
-            training.take_part(stage.iterations)
+        with Training(run, stage, samples=samples_expected(run, stage) if stage.overlap else 0) as training:
+            training.take_part(None if stage.overlap else stage.iterations)
         patience.renew()

@@ -76,10 +76,11 @@ class Training:
         free_served(run, stage)
         return version
 
-    def take_part(self, versions: int) -> None:
-        """On a node besides the first: train beside it until it has published that many versions."""
+    def take_part(self, versions: int | None) -> None:
+        """On a node besides the first: train beside it until it has published that many versions, or, where nobody
+        knows how many there will be, until the plan log is closed."""
         trainer = self._start()
-        while self._run.policies.latest(self._stage) < versions and trainer.poll() is None:
+        while trainer.poll() is None and (versions is None or self._run.policies.latest(self._stage) < versions):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 trainer.wait(POLL_S)
         if trainer.returncode:

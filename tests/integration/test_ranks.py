@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +30,16 @@ PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", 
 LEARNING_RATE = 1e-3
 DEADLINE_S = 20.0
 """Longest life of the others after a rank was killed."""
+OVERLAPPED = """
+[[stages]]
+name = "async"
+start = "base"
+objective = "sampled"
+overlap = true
+iterations = 2
+rollout = {{ prompts_per_iteration = 32, weight_change = "span" }}
+plan = {{ batch_samples = 16, max_staleness = 2 }}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -178,18 +189,13 @@ def test_a_rank_that_stands_still_is_given_up(ground: Ground) -> None:
         assert leader.exitcode == EngineError.exit_code
 
 
-@pytest.mark.slow
-def test_two_nodes_train_one_policy(
-    tmp_path: Path, write_job: Callable[..., Path], mopd: Callable[..., object]
-) -> None:
+def run_on_two_nodes(job: Path, stage: str) -> None:
     """Two processes of the command line with torchrun's variables, a loader and a rank each, over one store."""
-    alone, job = write_job(tmp_path / "alone"), write_job(tmp_path / "shared")
-    mopd("run", alone, "--stage", "base")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     variables = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mopd_dataplane", "run", str(job), "--stage", "base", "--set", "scale.ranks=2"]
+    command = [sys.executable, "-m", "mopd_dataplane", "run", str(job), "--stage", stage, "--set", "scale.ranks=2"]
     nodes = [
         subprocess.Popen(command, env=os.environ | variables | {"PET_NODE_RANK": str(node)}, stderr=subprocess.PIPE)
         for node in (1, 0)
@@ -197,7 +203,32 @@ def test_two_nodes_train_one_policy(
     for node in nodes:
         _, told = node.communicate(timeout=280)
         assert node.returncode == 0, told.decode()
+
+
+@pytest.mark.slow
+def test_two_nodes_train_one_policy(
+    tmp_path: Path, write_job: Callable[..., Path], mopd: Callable[..., object]
+) -> None:
+    alone, job = write_job(tmp_path / "alone"), write_job(tmp_path / "shared")
+    mopd("run", alone, "--stage", "base")
+    run_on_two_nodes(job, "base")
     query = "select step, samples, tokens, loss from steps order by step"
     one, two = (open_store(str(tmp_path / name / "store")).sql(query).to_pylist() for name in ("alone", "shared"))
     assert [(row["step"], row["samples"]) for row in two] == [(row["step"], row["samples"]) for row in one]
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_two_nodes_train_an_overlapped_stage_to_its_end(
+    finished_job: Path, tmp_path: Path, write_job: Callable[..., Path]
+) -> None:
+    """It publishes a version for every window, which are more than its iterations; both nodes train on all of them."""
+    shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
+    run_on_two_nodes(write_job(tmp_path, extra=OVERLAPPED), "async")
+    store = open_store(str(tmp_path / "store"))
+    windows = [window for window in store.plans("async") if len(store.plan("async", window).sample_rows)]
+    assert len(windows) > 2, "more versions than iterations"
+    planned = [row for window in windows for row in store.plan("async", window).sample_rows.tolist()]
+    assert len(planned) == len(set(planned)) == 64
+    steps = store.sql("select sum(samples) n from steps where stage = 'async'").to_pylist()
+    assert steps == [{"n": 64}], "each step counts the samples of both nodes"
