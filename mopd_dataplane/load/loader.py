@@ -137,9 +137,7 @@ class Loader:
             seat.step += 1
             return source, step, self._packs(seat.lane, source, step)
 
-    def claim(
-        self, seat: Seat, step: int, ordinal: int, beat: Beat, used: Sequence[float] = ()
-    ) -> list[tuple[int, Slot]]:
+    def claim(self, seat: Seat, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> list[tuple[int, Slot]]:
         """Wait for one pack of a step the seat has advanced to: (ordinal, slot) of it and of small ones right after it
         that are ready. The seat holds each slot until it releases it.
 
@@ -431,7 +429,7 @@ class Loader:
                 place += 1
 
     def _acquire(self, item: Item) -> Slot | None:
-        """A slot for the item; if a trainer waits for it, that of a pack which is later, or which it passed over."""
+        """A slot for the item; if a trainer waits for it, that of a pack which is later, or which was passed over."""
         item.starved = False
         want = item.source.largest_pack_bytes
         slot = self._ring.acquire(item.nbytes, want_bytes=want)
@@ -442,7 +440,7 @@ class Loader:
             for lane in self._lanes.values()
             for other in lane.items
             if other.ready and not other.holders and not other.wanted
-            if other.place > item.place or other.pace is item.pace
+            if other.place > item.place or (lane.pace is item.pace and len(other.waiting) == lane.members)
         ]
         for other in sorted(later, key=lambda other: other.place, reverse=True):
             assert other.slot is not None

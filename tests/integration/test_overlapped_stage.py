@@ -12,25 +12,20 @@ import pytest
 
 from mopd_dataplane import open_store
 
-STAGE = """
-[[stages]]
-name = "async"
-start = "base"
-objective = "sampled"
-overlap = true
-iterations = 3
-rollout = {{ prompts_per_iteration = 32, weight_change = "span" }}
-plan = {{ batch_samples = 16, max_staleness = 2 }}
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["rollout", "score", "train"])
 def test_a_part_that_is_killed_ends_all_and_the_run_continues(
-    part: str, finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable, start_mopd: Callable
+    part: str,
+    finished_job: Path,
+    tmp_path: Path,
+    write_job: Callable,
+    mopd: Callable,
+    start_mopd: Callable,
+    overlapped_stage: str,
 ) -> None:
     shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
-    job = write_job(tmp_path, extra=STAGE)
+    job = write_job(tmp_path, extra=overlapped_stage)
     whole = start_mopd("run", job, "--stage", "async")
     family = psutil.Process(whole.pid)
     victim = part_of(family, part)

@@ -30,16 +30,6 @@ PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", 
 LEARNING_RATE = 1e-3
 DEADLINE_S = 20.0
 """Longest life of the others after a rank was killed."""
-OVERLAPPED = """
-[[stages]]
-name = "async"
-start = "base"
-objective = "sampled"
-overlap = true
-iterations = 2
-rollout = {{ prompts_per_iteration = 32, weight_change = "span" }}
-plan = {{ batch_samples = 16, max_staleness = 2 }}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -220,15 +210,15 @@ def test_two_nodes_train_one_policy(
 
 @pytest.mark.slow
 def test_two_nodes_train_an_overlapped_stage_to_its_end(
-    finished_job: Path, tmp_path: Path, write_job: Callable[..., Path]
+    finished_job: Path, tmp_path: Path, write_job: Callable[..., Path], overlapped_stage: str
 ) -> None:
     """It publishes a version for every window, which are more than its iterations; both nodes train on all of them."""
     shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
-    run_on_two_nodes(write_job(tmp_path, extra=OVERLAPPED), "async")
+    run_on_two_nodes(write_job(tmp_path, extra=overlapped_stage), "async")
     store = open_store(str(tmp_path / "store"))
     windows = [window for window in store.plans("async") if len(store.plan("async", window).sample_rows)]
-    assert len(windows) > 2, "more versions than iterations"
+    assert len(windows) > 3, "more versions than iterations"
     planned = [row for window in windows for row in store.plan("async", window).sample_rows.tolist()]
-    assert len(planned) == len(set(planned)) == 64
+    assert len(planned) == len(set(planned)) == 96
     steps = store.sql("select sum(samples) n from steps where stage = 'async'").to_pylist()
-    assert steps == [{"n": 64}], "each step counts the samples of both nodes"
+    assert steps == [{"n": 96}], "each step counts the samples of both nodes"
