@@ -40,7 +40,7 @@ HIDDEN_SPEC = SPEC.model_copy(update={"signals": ("hidden",)})
 
 
 def measure(
-    samples: int = 3000, hidden_samples: int = 48, ranks: tuple[int, ...] = RANKS, folder: str | None = None
+    samples: int = 12_000, hidden_samples: int = 48, ranks: tuple[int, ...] = RANKS, folder: str | None = None
 ) -> dict[str, Any]:
     """Token payload of `samples` samples (lognormal, mean 4.3 k tokens) and hidden states of `hidden_samples`.
 

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Work:
         self.records: Bytes = np.memmap(folder / "records.bin", np.uint8, "r")
         self.offsets: NDArray[np.int64] = np.load(folder / "offsets.npy")
         self.packs: list[list[int]] = json.loads((folder / "packs.json").read_text())
+        self.packing_cpu_s = 0.0
+        """CPU seconds of writing the packs of this one plan, by a peer that can follow no other order."""
 
     def record(self, sample: int) -> Bytes:
         """Bytes of one sample."""
@@ -48,6 +51,13 @@ class Work:
     def join(self, samples: Sequence[int]) -> Bytes:
         """Bytes of several samples in one new array."""
         return np.concatenate([self.record(sample) for sample in samples])
+
+    @contextmanager
+    def packing(self) -> Iterator[None]:
+        """Counts what is done inside as writing the packs."""
+        started = time.process_time()
+        yield
+        self.packing_cpu_s += time.process_time() - started
 
 
 def write_work(folder: Path, records: Sequence[Bytes], packs: Sequence[Sequence[int]]) -> None:
@@ -117,7 +127,7 @@ def webdataset(work: Work) -> Pass:
     shards = work.folder / "wds"
     if not shards.exists():
         shards.mkdir()
-        with tarfile.open(shards / "packs.tar", "w") as tar:
+        with work.packing(), tarfile.open(shards / "packs.tar", "w") as tar:
             for number, pack in enumerate(work.packs):
                 body = work.join(pack).tobytes()
                 info = tarfile.TarInfo(f"{number:06d}.bin")
@@ -135,11 +145,12 @@ def litdata(work: Work) -> Pass:
 
     folder = work.folder / "litdata"
     if not folder.exists():
-        cache = Cache(str(folder), chunk_bytes="64MB")
-        for number, pack in enumerate(work.packs):
-            cache[number] = work.join(pack).tobytes()
-        cache.done()
-        cache.merge()
+        with work.packing():
+            cache = Cache(str(folder), chunk_bytes="64MB")
+            for number, pack in enumerate(work.packs):
+                cache[number] = work.join(pack).tobytes()
+            cache.done()
+            cache.merge()
     rows = ld.StreamingDataset(str(folder), shuffle=False)
     loader = ld.StreamingDataLoader(
         rows, batch_size=1, collate_fn=_tensor, num_workers=READERS, persistent_workers=True
@@ -153,7 +164,7 @@ def streaming(work: Work) -> Pass:
     from torch.utils.data import DataLoader
 
     folder = work.folder / f"mds-{os.getpid()}"  # it refuses a folder that another run on the node reads
-    with MDSWriter(out=str(folder), columns={"data": "bytes"}) as writer:
+    with work.packing(), MDSWriter(out=str(folder), columns={"data": "bytes"}) as writer:
         for pack in work.packs:
             writer.write({"data": work.join(pack).tobytes()})
     rows = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
@@ -264,14 +275,16 @@ class _Packs:
 def main() -> None:
     """Run one peer."""
     name, folder = sys.argv[1:3]
-    one_pass = PEERS[name](Work(Path(folder)))
+    work = Work(Path(folder))
+    one_pass = PEERS[name](work)
 
     def measured() -> dict[str, float]:
         started, total = time.perf_counter(), 0
         for pack in one_pass():
             crc32c(pack)
             total += pack.nbytes
-        return {"bytes": total, "seconds": time.perf_counter() - started}
+        seconds = time.perf_counter() - started
+        return {"bytes": total, "seconds": seconds, "packing_cpu_s": work.packing_cpu_s}
 
     measured()
     print("ready", flush=True)

@@ -36,7 +36,7 @@ def plan(
 
 
 def load(
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 3000,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples whose tokens are delivered.")] = 12_000,
     hidden_samples: Annotated[
         int, typer.Option("--hidden-samples", min=1, help="Samples whose hidden states are delivered.")
     ] = 48,

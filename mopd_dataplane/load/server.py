@@ -7,6 +7,7 @@ ends when the last trainer has left or the process that started it is gone.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import selectors
@@ -38,6 +39,9 @@ LOOK_S = 0.5
 """Pause between looks whether anybody still needs this process."""
 STEP_S = 7 * 86400.0
 """Longest silence of a trainer that lives: it computes a step, or waits for other ranks."""
+
+YOUNG_OBJECTS = 20_000
+"""Objects between two looks of the garbage collector: packs make thousands a second, and none of them in cycles."""
 
 
 class Server:
@@ -233,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, help="JSON of load.spec.LoadSpec")
     options = parser.parse_args(arguments)
     parent = os.getppid()
+    gc.set_threshold(YOUNG_OBJECTS)
     try:
         server = _start(options.store, options.socket, parse_spec(options.spec), _storage_options())
     except MopdError as error:

@@ -50,6 +50,7 @@ class WindowSource:
         self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
+        self._tokens = store.token_reader(plan.snapshot)
         self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._payload: Payload | None = None
@@ -182,7 +183,7 @@ class WindowSource:
             *(SUPPORT if self._support_lens is not None else ()),
             *(EXPERTS if self._experts_width else ()),
         ]
-        return Payload(self._store, self.plan.snapshot, placed, signals, recorded=recorded, verify=self._spec.verify)
+        return Payload(self._tokens, placed, signals, recorded=recorded, verify=self._spec.verify)
 
     def _judges(self, teacher: str) -> list[tuple[str, str]]:
         """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""

@@ -26,7 +26,7 @@ from mopd_dataplane.store.layout import check_format, check_teacher
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.reading import SignalReader, take_rows
+from mopd_dataplane.store.reading import SignalReader, TokenReader, take_rows
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.sidecars import ObjectSidecars
@@ -207,6 +207,10 @@ class Store:
         tokens = self.dataset("tokens", snapshot)
         wanted = list(columns) if columns is not None else list(tokens.schema.names)
         return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, wanted, verify=verify)
+
+    def token_reader(self, snapshot: Snapshot | None = None) -> TokenReader:
+        """Reader of token payload for many rows of `samples`, read by read, at one snapshot."""
+        return TokenReader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot))
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 

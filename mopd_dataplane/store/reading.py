@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import lance
@@ -16,6 +17,8 @@ from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import FREED
+from mopd_dataplane.store.listfiles import Checksum, ListFiles
+from mopd_dataplane.store.lists import ArrowLists, Lists
 from mopd_dataplane.store.rows import PAYLOAD, RECORDED, list_views, tokens_crc
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
@@ -24,6 +27,12 @@ HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "codec", 
 
 ROWS_OF_A_FILE = 64
 """Rows wanted of each file on average that are worth a read of their own."""
+REQUEST_BYTES = 32 << 20
+"""Payload of one read through Lance: large enough to spread its fixed cost; its buffers come on top of what is kept."""
+SHORT = ("version_starts", "versions")
+"""Columns of a few elements a row: a read of each list would cost more than Lance does."""
+TOKEN_BYTES = 9
+"""Of a token in `tokens`, about: id, log-prob and mask."""
 SCAN_ROWS = 65_536
 """Rows of a batch of a scan: few calls, and columns that stay in the cache."""
 
@@ -138,26 +147,77 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
     return shaped if kind == "topk" else [states for (states,) in shaped]
 
 
+class ListReader:
+    """Reads list columns of a heavy table at one version: in place where its files allow it, else through Lance."""
+
+    def __init__(self, dataset: lance.LanceDataset, checked: Sequence[str], checksum: Checksum) -> None:
+        """checked: the columns that `checksum` is over."""
+        self._dataset = dataset
+        self._checked = checked
+        self._checksum = checksum
+        self._files = ListFiles(dataset, checked, checksum)
+
+    def read(
+        self, name: str, found: pa.Table, sizes: NDArray[np.int64], columns: Sequence[str], *, verify: bool
+    ) -> dict[str, Lists]:
+        """Columns of the rows that `found` (uid, payload_row, payload_crc) points to, in its order.
+
+        name: of the table, for messages. sizes: [n] bytes of each row, about. Raises DamagedError when a row is not
+        the sample's or, with `verify`, when its checksum differs.
+        """
+        rows, crcs = found["payload_row"].to_numpy(), found["payload_crc"].to_numpy()
+        wanted = [*dict.fromkeys([*columns, *(self._checked if verify else ())])]
+        located = self._files.locate(rows, [column for column in wanted if column not in SHORT], crcs)
+        if located is not None:
+            wanted = [column for column in wanted if column in SHORT]
+            parts = [take_rows(self._dataset, rows, ["uid", *wanted])]
+        else:
+            parts = [take_payload(self._dataset, rows[part], ["uid", *wanted]) for part in _requests(sizes)]
+        check_echo(name, found, pa.concat_tables([part.select(["uid"]) for part in parts]))
+        lists: dict[str, Lists] = {column: ArrowLists([part[column] for part in parts]) for column in wanted}
+        lists |= located or {}
+        if verify:
+            arrays = ([lists[column].array(place) for column in self._checked] for place in range(len(rows)))
+            check_crcs(name, found, [self._checksum(row) for row in arrays])
+        return {column: lists[column] for column in columns}
+
+
+class TokenReader:
+    """Reads token payload of samples at one snapshot. Used by one thread at a time."""
+
+    def __init__(self, samples: lance.LanceDataset, tokens: lance.LanceDataset) -> None:
+        self._samples = samples
+        self._lists = ListReader(tokens, _checked(tokens), tokens_crc)
+
+    def lists(self, sample_rows: ArrayLike, columns: Sequence[str], *, verify: bool = False) -> dict[str, Lists]:
+        """Columns of `tokens` for rows of `samples`, in the asked order; raises as Store.read_tokens."""
+        found = take_rows(self._samples, sample_rows, ["uid", "payload_row", "payload_crc", "total_len"])
+        return self._lists.read("tokens", found, TOKEN_BYTES * found["total_len"].to_numpy(), columns, verify=verify)
+
+
 class SignalReader:
-    """Reads one signal of some samples at one version; where each lies was looked up once."""
+    """Reads one signal in lists of some samples at one version; where each lies was looked up once."""
 
     def __init__(self, dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], found: pa.Table) -> None:
         """sample_rows: [n] sorted, distinct. found: signal_rows of them."""
         self._dataset = dataset
-        self._kind = kind
         self._sample_rows = sample_rows
         self._found = found
+        self._columns = LISTS[kind]
+        self._lists = ListReader(dataset, self._columns, lambda arrays: payload_crc(*arrays))
 
-    def read(self, sample_rows: NDArray[np.int64], *, verify: bool = False) -> list[Any]:
-        """Arrays of the given samples, in the asked order; see Store.read_signal."""
-        found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
-        return read_signal(self._dataset, self._kind, found, verify=verify)
+    def lists(self, sample_rows: NDArray[np.int64], *, verify: bool = False) -> dict[str, Lists]:
+        """Columns LISTS[kind] of the given samples, in the asked order; raises as Store.read_signal."""
+        found = self._of(sample_rows)
+        return self._lists.read(self._dataset.uri, found, found["bytes"].to_numpy(), self._columns, verify=verify)
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, support) that the top-k of the given samples has."""
-        found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
-        header = take_rows(self._dataset, found["payload_row"].to_pylist(), ["k", "support"])
+        header = take_rows(self._dataset, self._of(sample_rows)["payload_row"].to_pylist(), ["k", "support"])
         return sorted(set(zip(header["k"].to_pylist(), header["support"].to_pylist(), strict=True)))
+
+    def _of(self, sample_rows: NDArray[np.int64]) -> pa.Table:
+        return self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
 
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:
@@ -199,3 +259,11 @@ def check_crcs(name: str, metadata: pa.Table, found: Sequence[int]) -> None:
                 f"{name}: payload of sample {uid} has crc32c {crc:08x}, committed was {stored:08x}; "
                 "run `mopd store verify`"
             )
+
+
+def _requests(sizes: NDArray[np.int64]) -> Iterator[slice]:
+    """Cut rows into runs of about REQUEST_BYTES."""
+    number = np.cumsum(sizes) // REQUEST_BYTES
+    cuts = np.flatnonzero(np.diff(number)) + 1
+    for first, last in pairwise([0, *cuts.tolist(), len(sizes)]):
+        yield slice(first, last)

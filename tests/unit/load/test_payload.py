@@ -12,12 +12,13 @@ from mopd_dataplane import config
 from mopd_dataplane.bench import synthetic
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load import payload
 from mopd_dataplane.load.layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
-from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store import reading
+from mopd_dataplane.store.listfiles import ListFiles
+from mopd_dataplane.store.reading import TokenReader
 
 TEACHERS = ["adder", "speller"]
 SPEC = LoadSpec(stage=STAGE, signals=("logprob", "topk"))
@@ -42,27 +43,30 @@ def filled(source: WindowSource, pack: int, ahead: list[int]) -> dict[str, bytes
     return {name: array.tobytes() for name, array in arrays_of(memory, fields).items()}
 
 
-@pytest.mark.parametrize("request_tokens", [1, 300, 1 << 20])
-def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_tokens):
+@pytest.mark.parametrize("request_bytes", [0, 1, 3000, 1 << 20])
+def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_bytes):
+    """In place, or through Lance in requests of so many bytes; pack by pack, or all at once."""
     packs = list(range(len(source.plan.pack_teachers)))
     alone = {}
     for pack in packs:
         source._payload = None
         alone[pack] = filled(source, pack, [])
-    monkeypatch.setattr(payload, "REQUEST_TOKENS", request_tokens)
+    if request_bytes:
+        monkeypatch.setattr(reading, "REQUEST_BYTES", request_bytes)
+        monkeypatch.setattr(ListFiles, "locate", lambda *_: None)
     source._payload = None
     assert {pack: filled(source, pack, packs) for pack in packs} == alone
 
 
 def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
     asked = []
-    read_tokens = Store.read_tokens
+    lists = TokenReader.lists
 
     def spy(self, rows, *args, **options):
         asked.append(np.asarray(rows).tolist())
-        return read_tokens(self, rows, *args, **options)
+        return lists(self, rows, *args, **options)
 
-    monkeypatch.setattr(Store, "read_tokens", spy)
+    monkeypatch.setattr(TokenReader, "lists", spy)
     packs = list(range(len(source.plan.pack_teachers)))
     source._payload = None
     for pack in packs:

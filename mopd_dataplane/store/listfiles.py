@@ -1,0 +1,217 @@
+"""Where the lists of a table lie in its local files, so that they are read by byte range with no copy in between.
+
+Lance file format 2.0 keeps the elements of a list column one after the other, without packing, and beside them where
+each list ends. Its public file metadata says where both lie and how they are encoded. A file whose encoding is any
+other than that is left to Lance, and so is one whose first row, read this way, has another checksum than it was
+committed with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+from lance.file import LanceFileReader
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.lists import FileLists, OpenFiles, Piece
+
+_ENCODING = r"ArrayEncoding{array_encoding:Some\(%s\)}"
+_FLAT = (
+    r"Nullable\(Nullable{nullability:Some\(NoNulls\(NoNull{values:Some\("
+    + _ENCODING
+    % r"Flat\(Flat{bits_per_value:%s,buffer:Some\(Buffer{buffer_index:0,buffer_type:Page}\),compression:None}\)"
+    + r"\)}\)\)}\)"
+)
+_LIST = re.compile(
+    _ENCODING
+    % (
+        rf"List\(List{{offsets:Some\({_ENCODING % (_FLAT % '64')}\),"
+        r"null_offset_adjustment:(?P<null>\d+),num_items:(?P<items>\d+)}\)"
+    )
+)
+_ELEMENTS = re.compile(_ENCODING % (_FLAT % r"(?P<bits>\d+)"))
+_END = np.dtype("<u8")
+
+Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
+
+
+class _NotPlain(Exception):
+    """A file is laid out in another way than this module reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A list column of one file: k pages say where lists end, j pages hold the elements."""
+
+    number: int
+    """The file."""
+    row_starts: NDArray[np.int64]
+    """[k + 1] row that each page begins with."""
+    end_positions: list[int]
+    """[k] byte of each page."""
+    null_shifts: list[int]
+    """[k] what is added to the end of a null list."""
+    first_elements: list[int]
+    """[k] element that the lists of a page begin with."""
+    element_starts: NDArray[np.int64]
+    """[j + 1] element that each page of them begins with."""
+    element_positions: NDArray[np.int64]
+    """[j] byte of each."""
+
+
+class ListFiles:
+    """Finds lists of one table at one version. Used by one thread at a time."""
+
+    def __init__(self, dataset: lance.LanceDataset, columns: Sequence[str], checksum: Checksum) -> None:
+        """columns: list columns of the table, those that `checksum` is over."""
+        folder = Path(dataset.uri) / "data"
+        self._folder = folder
+        self._fragments = dataset.get_fragments() if folder.is_dir() else []
+        self._plain = bool(self._fragments) and not any(f.metadata.num_deletions for f in self._fragments)
+        self._first_rows = np.cumsum([0, *(fragment.metadata.physical_rows for fragment in self._fragments)])
+        fields = {field.name(): field for field in dataset.lance_schema.fields()}
+        self._ids = {name: (fields[name].id(), fields[name].children()[0].id()) for name in columns}
+        self._dtypes = {
+            name: np.dtype(dataset.schema.field(name).type.value_type.to_pandas_dtype()) for name in columns
+        }
+        self._checksum = checksum
+        self._files = OpenFiles()
+        self._columns: dict[int, dict[str, _Column]] = {}
+        """By fragment."""
+
+    def locate(
+        self, rows: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
+    ) -> Mapping[str, FileLists] | None:
+        """Some columns of the given rows, in the asked order; None when they must be read through Lance.
+
+        crcs: [n] checksum that each row was committed with.
+        """
+        if not self._plain or not len(rows):
+            return None
+        fragments = np.searchsorted(self._first_rows, rows, side="right") - 1
+        try:
+            for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
+                if int(fragment) not in self._columns:
+                    self._learn(int(fragment), rows[place : place + 1], int(crcs[place]))
+            found = {name: self._find(name, rows, fragments) for name in columns}
+            for lists in found.values():
+                lists.read_ahead()
+            return found
+        except (_NotPlain, OSError):
+            self._plain = False
+            return None
+
+    def _learn(self, fragment: int, row: NDArray[np.int64], crc: int) -> None:
+        """Read how a fragment is laid out, and try it on one row. Raises _NotPlain."""
+        layouts: dict[str, tuple[int, Any]] = {}
+        found: dict[str, _Column] = {}
+        for name, ids in self._ids.items():
+            file = next((file for file in self._fragments[fragment].data_files() if ids[0] in file.fields), None)
+            if file is None:
+                raise _NotPlain(name)  # the column is younger than the file
+            if file.path not in layouts:
+                path = self._folder / file.path
+                layouts[file.path] = self._files.add(path), LanceFileReader(str(path)).metadata()
+            number, layout = layouts[file.path]
+            own, elements = (layout.columns[file.column_indices[list(file.fields).index(id_)]] for id_ in ids)
+            found[name] = _column(number, own, elements, self._dtypes[name])
+        self._columns[fragment] = found
+        try:
+            lists = (self._find(name, row, np.array([fragment])) for name in self._ids)
+            if self._checksum([column.array(0) for column in lists]) != crc:
+                raise _NotPlain(f"row {row[0]}")
+        except DamagedError as error:
+            raise _NotPlain(f"row {row[0]}") from error
+
+    def _find(self, name: str, rows: NDArray[np.int64], fragments: NDArray[np.int64]) -> FileLists:
+        size = self._dtypes[name].itemsize
+        lengths, numbers, positions = (np.zeros(len(rows), np.int64) for _ in range(3))
+        nulls = np.zeros(len(rows), bool)
+        cut: list[list[Piece]] = []
+        for fragment in np.unique(fragments).tolist():
+            column, here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
+            firsts, lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
+            numbers[here] = column.number
+            page = np.searchsorted(column.element_starts, firsts, side="right") - 1
+            page = np.minimum(page, len(column.element_positions) - 1)
+            if not lengths[here].any():
+                continue
+            positions[here] = column.element_positions[page] + (firsts - column.element_starts[page]) * size
+            over = (firsts + lengths[here] > column.element_starts[page + 1]) & (lengths[here] > 0)
+            for at in np.flatnonzero(over).tolist():
+                cut.append(list(_pieces(column, int(firsts[at]), int(lengths[here[at]]), size)))
+                positions[here[at]] = -len(cut)
+        return FileLists(self._files, self._dtypes[name], lengths, numbers, positions, nulls, cut)
+
+    def _bounds(
+        self, column: _Column, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+        """(first element in the file, elements, whether it is null) of the lists in these rows of a file."""
+        firsts, lengths = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+        nulls = np.empty(len(rows), bool)
+        pages = np.searchsorted(column.row_starts, rows, side="right") - 1
+        for page in np.unique(pages).tolist():
+            here = pages == page
+            within = rows[here] - column.row_starts[page]
+            low, high = max(int(within.min()) - 1, 0), int(within.max()) + 1
+            raw = np.empty(high - low, _END)
+            self._files.read(column.number, column.end_positions[page] + low * _END.itemsize, raw.data)
+            null = raw >= column.null_shifts[page]
+            ends = np.where(null, raw - np.uint64(column.null_shifts[page]), raw).astype(np.int64)
+            starts = np.concatenate(([0], ends[:-1]))
+            if low:  # the list before the first one was read for its end alone
+                starts[0] = ends[0]
+            at = within - low
+            firsts[here] = starts[at] + column.first_elements[page]
+            lengths[here] = ends[at] - starts[at]
+            nulls[here] = null[at]
+        if (lengths < 0).any():
+            raise _NotPlain(f"file {column.number}")
+        return firsts, lengths, nulls
+
+
+def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Column:
+    """Layout of a list column out of Lance's metadata of it and of its elements. Raises _NotPlain."""
+    found = [_match(_LIST, page) for page in lists.pages]
+    items = [int(match["items"]) for match in found]
+    held = [page for page in elements.pages if page.buffers]
+    if any(int(_match(_ELEMENTS, page)["bits"]) != 8 * dtype.itemsize for page in held):
+        raise _NotPlain(dtype.name)
+    counts = [page.buffers[0].size // dtype.itemsize for page in held]
+    if sum(counts) != sum(items):
+        raise _NotPlain(f"{sum(counts)} elements of {sum(items)}")
+    return _Column(
+        number=number,
+        row_starts=np.cumsum([0, *(page.buffers[0].size // _END.itemsize for page in lists.pages)]),
+        end_positions=[page.buffers[0].position for page in lists.pages],
+        null_shifts=[int(match["null"]) for match in found],
+        first_elements=np.cumsum([0, *items]).tolist(),
+        element_starts=np.cumsum([0, *counts]),
+        element_positions=np.array([page.buffers[0].position for page in held], np.int64),
+    )
+
+
+def _match(form: re.Pattern[str], page: Any) -> re.Match[str]:
+    said = re.sub(r"\s|,(?=\s*[})])", "", str(page.encoding))
+    match = form.fullmatch(said)
+    if match is None or len(page.buffers) != 1:
+        raise _NotPlain(said)
+    return match
+
+
+def _pieces(column: _Column, first: int, length: int, size: int) -> Iterator[Piece]:
+    """Where the elements of a list lie that begins in one page and ends in another."""
+    last = first + length
+    pages = zip(pairwise(column.element_starts.tolist()), column.element_positions.tolist(), strict=True)
+    for (begin, end), position in pages:
+        low, high = max(first, begin), min(last, end)
+        if low < high:
+            yield position + (low - begin) * size, (high - low) * size

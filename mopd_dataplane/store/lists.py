@@ -1,0 +1,228 @@
+"""Lists of some rows of a table, one column: in memory as Lance read them, or where they lie in files.
+
+Both put lists straight into memory the caller owns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import DamagedError
+
+OPEN_FILES = 256
+"""Files of one table kept open."""
+
+GAP_BYTES = 128 << 10
+"""What lies between two lists that are asked for together: reading it costs a disk less than another request."""
+ASK_BYTES = 2 << 20
+"""Of one request to read ahead; the kernel reads no more of a larger one."""
+PROBES = 8
+"""Lists that are looked at to tell whether the files are in memory."""
+
+Piece = tuple[int, int]
+"""Position in a file, bytes."""
+
+
+class Lists(Protocol):
+    """A list column of n rows."""
+
+    lengths: NDArray[np.int64]
+    """[n] elements of each list; 0 where it is null."""
+
+    def at(self, places: NDArray[np.int64]) -> Self:
+        """The lists at these places, in that order."""
+
+    def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
+        """Put each list of a part at its first element in `target`, which has elements of the column's type.
+
+        Raises DamagedError when a file does not hold them.
+        """
+
+    def array(self, place: int) -> NDArray[Any] | None:
+        """One list; None where it is null."""
+
+
+class ArrowLists:
+    """See Lists; element by element where Lance put them."""
+
+    def __init__(self, columns: Sequence[pa.ChunkedArray]) -> None:
+        """columns: parts of one column, its rows in order."""
+        self._values: list[NDArray[Any]] = []
+        firsts, lengths, chunks, nulls = [], [], [], []
+        for array in (chunk for column in columns for chunk in column.chunks):
+            offsets = array.offsets.to_numpy()
+            null = array.is_null().to_numpy(zero_copy_only=False)
+            chunks.append(np.full(len(array), len(self._values)))
+            firsts.append(offsets[:-1].astype(np.int64))
+            lengths.append(np.where(null, 0, np.diff(offsets)).astype(np.int64))
+            nulls.append(null)
+            self._values.append(array.values.to_numpy())
+        self._views: list[memoryview] = [values.data for values in self._values]
+        self.lengths: NDArray[np.int64] = _joined(lengths, np.int64)
+        self._firsts: NDArray[np.int64] = _joined(firsts, np.int64)
+        self._chunks: NDArray[np.int64] = _joined(chunks, np.int64)
+        self._nulls: NDArray[np.bool_] = _joined(nulls, np.bool_)
+
+    def at(self, places: NDArray[np.int64]) -> ArrowLists:
+        """See Lists."""
+        chosen = ArrowLists([])
+        chosen._values, chosen._views = self._values, self._views
+        for name in ("lengths", "_firsts", "_chunks", "_nulls"):
+            setattr(chosen, name, getattr(self, name)[places])
+        return chosen
+
+    def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
+        """See Lists."""
+        found = (array[part].tolist() for array in (self._chunks, self._firsts, self.lengths))
+        # Memoryviews: small copies take half as long as between arrays.
+        for at, chunk, first, length in zip(firsts, *found, strict=True):
+            target[at : at + length] = self._views[chunk][first : first + length]
+
+    def array(self, place: int) -> NDArray[Any] | None:
+        """See Lists."""
+        first = self._firsts[place]
+        return None if self._nulls[place] else self._values[self._chunks[place]][first : first + self.lengths[place]]
+
+
+class OpenFiles:
+    """Local files by number, opened at first use. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._paths: list[Path] = []
+        self.fds: dict[int, int] = {}
+        """Those that are open, by number."""
+
+    def add(self, path: Path) -> int:
+        """Number of one more file."""
+        self._paths.append(path)
+        return len(self._paths) - 1
+
+    def fd(self, number: int) -> int:
+        """Descriptor of a file, good until another one is asked for. Raises OSError."""
+        fd = self.fds.get(number)
+        if fd is None:
+            if len(self.fds) >= OPEN_FILES:
+                self._close()
+            fd = self.fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+        return fd
+
+    def read(self, number: int, position: int, memory: memoryview) -> None:
+        """Fill memory from a position on. Raises DamagedError when the file is gone, unreadable, or ends before."""
+        done, memory = 0, memory.cast("B")
+        while done < len(memory):
+            try:
+                read = os.preadv(self.fd(number), [memory[done:]], position + done)
+            except OSError as error:
+                raise self._damage(number, position, len(memory), error.strerror) from error
+            if read == 0:
+                raise self._damage(number, position, len(memory), "the file ends before")
+            done += read
+
+    def absent(self, number: int, position: int) -> bool:
+        """Whether the byte at a position may have to come from the disk. Raises OSError for a file that is gone."""
+        fd = self.fd(number)
+        try:
+            os.preadv(fd, [bytearray(1)], position, os.RWF_NOWAIT)
+        except OSError:  # not in memory, or a file system that cannot tell
+            return True
+        return False
+
+    def ask(self, number: int, position: int, nbytes: int) -> None:
+        """Have the kernel read a range that will be read soon. Raises OSError."""
+        os.posix_fadvise(self.fd(number), position, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _damage(self, number: int, position: int, nbytes: int, why: str | None) -> DamagedError:
+        place = f"{self._paths[number]}, {nbytes:,} bytes from byte {position:,}"
+        return DamagedError(f"{place}: {why}; run `mopd store verify`")
+
+    def _close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+
+    def __del__(self) -> None:
+        self._close()
+
+
+class FileLists:
+    """See Lists; each list is read from its file when it is asked for."""
+
+    def __init__(
+        self,
+        files: OpenFiles,
+        dtype: np.dtype[Any],
+        lengths: NDArray[np.int64],
+        numbers: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        nulls: NDArray[np.bool_],
+        cut: Sequence[Sequence[Piece]],
+    ) -> None:
+        """numbers: [n] file of each list. positions: [n] its byte; -1 - i for one that lies in the pieces cut[i]."""
+        self._files = files
+        self._dtype = dtype
+        self.lengths = lengths
+        self._numbers = numbers
+        self._positions = positions
+        self._nulls = nulls
+        self._cut = cut
+
+    def at(self, places: NDArray[np.int64]) -> FileLists:
+        """See Lists."""
+        return FileLists(
+            self._files, self._dtype, self.lengths[places], self._numbers[places], self._positions[places],
+            self._nulls[places], self._cut,
+        )  # fmt: skip
+
+    def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
+        """See Lists."""
+        found = (array[part].tolist() for array in (self._numbers, self._positions, self.lengths))
+        fds, preadv, size = self._files.fds, os.preadv, self._dtype.itemsize
+        for first, number, position, length in zip(firsts, *found, strict=True):
+            memory = target[first : first + length]
+            fd = fds.get(number, -1)
+            try:
+                whole = fd >= 0 and position >= 0 and preadv(fd, [memory], position) == length * size
+            except OSError:
+                whole = False
+            if not whole:
+                self._read(number, position, memory)
+
+    def read_ahead(self) -> None:
+        """Have the kernel read these lists into memory, where they are not, without waiting for it."""
+        here = np.flatnonzero((self.lengths > 0) & (self._positions >= 0))
+        probes = here[:: max(1, len(here) // PROBES)].tolist()
+        if not any(self._files.absent(int(self._numbers[place]), int(self._positions[place])) for place in probes):
+            return
+        here = here[np.lexsort((self._positions[here], self._numbers[here]))]
+        numbers, starts = self._numbers[here], self._positions[here]
+        ends = starts + self.lengths[here] * self._dtype.itemsize
+        apart = np.flatnonzero((numbers[1:] != numbers[:-1]) | (starts[1:] > ends[:-1] + GAP_BYTES))
+        firsts, lasts = np.append(0, apart + 1), np.append(apart, len(here) - 1)
+        for number, start, end in zip(numbers[firsts].tolist(), starts[firsts].tolist(), ends[lasts], strict=True):
+            for position in range(start, end, ASK_BYTES):
+                self._files.ask(number, position, min(ASK_BYTES, end - position))
+
+    def array(self, place: int) -> NDArray[Any] | None:
+        """See Lists."""
+        if self._nulls[place]:
+            return None
+        values: NDArray[Any] = np.empty(self.lengths[place], self._dtype)
+        self._read(int(self._numbers[place]), int(self._positions[place]), values.data)
+        return values
+
+    def _read(self, number: int, position: int, memory: memoryview) -> None:
+        memory, done = memory.cast("B"), 0
+        for start, nbytes in self._cut[-1 - position] if position < 0 else [(position, len(memory))]:
+            self._files.read(number, start, memory[done : done + nbytes])
+            done += nbytes
+
+
+def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *parts])

@@ -1,0 +1,218 @@
+"""Lists that are read from their files by byte range are what Lance reads, and all that is laid out otherwise is left
+to Lance."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pytest
+import store_builders as build
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from mopd_dataplane.checksum import payload_crc
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store import lists as lists_module
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.listfiles import ListFiles
+from mopd_dataplane.store.lists import ArrowLists, FileLists, Lists
+
+KINDS = {"ids": pa.int32(), "mask": pa.uint8()}
+COLUMNS = tuple(KINDS)
+Row = tuple[list[int] | None, list[int]]
+
+
+def checksum(arrays: Sequence[NDArray[Any] | None]) -> int:
+    return payload_crc(*arrays)
+
+
+def table_of(rows: Sequence[Row]) -> pa.Table:
+    fields = [
+        pa.field(name, pa.list_(pa.field("item", kind, nullable=False)), name == "ids") for name, kind in KINDS.items()
+    ]
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
+    return pa.table({"uid": pa.array([f"{n:032x}" for n in range(len(rows))]), **columns}).cast(
+        pa.schema([pa.field("uid", pa.string()), *fields])
+    )
+
+
+def write(uri: str, parts: Sequence[Sequence[Row]], storage: str = "2.0") -> lance.LanceDataset:
+    for part in parts:
+        lance.write_dataset(table_of(part), uri, mode="append", data_storage_version=storage)
+    return lance.dataset(uri)
+
+
+def crcs_of(rows: Sequence[Row]) -> NDArray[np.int64]:
+    typed = [(None if ids is None else np.array(ids, np.int32), np.array(mask, np.uint8)) for ids, mask in rows]
+    return np.array([checksum(arrays) for arrays in typed])
+
+
+def located(dataset: lance.LanceDataset, rows: Sequence[Row], wanted: Sequence[int]) -> Any:
+    asked = np.array(wanted, np.int64)
+    return ListFiles(dataset, COLUMNS, checksum).locate(asked, COLUMNS, crcs_of(rows)[asked])
+
+
+def values(column: Lists, places: Sequence[int]) -> list[list[int] | None]:
+    arrays = [column.array(place) for place in places]
+    return [None if array is None else array.tolist() for array in arrays]
+
+
+a_row = st.tuples(
+    st.none() | st.lists(st.integers(-5, 2**31 - 1), max_size=40), st.lists(st.integers(0, 255), max_size=40)
+)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    parts=st.lists(st.lists(a_row, min_size=1, max_size=30), min_size=1, max_size=4),
+    page_bytes=st.sampled_from([16, 64, 1 << 20]),
+    merged=st.booleans(),
+    data=st.data(),
+)
+def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes, merged, data):
+    """Over files, pages that cut lists in two, nulls, empty lists, and files merged by copying their pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LANCE_FILE_WRITER_MAX_PAGE_BYTES", str(page_bytes))
+        dataset = write(str(tmp_path_factory.mktemp("lists") / "d"), parts)
+    if merged:
+        dataset.optimize.compact_files(compaction_mode="try_binary_copy")
+        dataset = lance.dataset(dataset.uri)
+    rows = [row for part in parts for row in part]
+    wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=40))
+    found = located(dataset, rows, wanted)
+    assert found is not None, "read in place"
+    for place, name in enumerate(COLUMNS):
+        expected = [rows[row][place] for row in wanted]
+        assert values(found[name], range(len(wanted))) == expected
+        assert found[name].lengths.tolist() == [len(own or ()) for own in expected]
+        through_lance = ArrowLists([dataset.take(wanted, columns=[name])[name]])
+        order = data.draw(st.permutations(range(len(wanted))))
+        in_order = [item for own in order for item in expected[own] or ()]
+        for column in (found[name], through_lance):
+            assert copied(column.at(np.array(order)), KINDS[name]) == in_order
+
+
+def copied(column: Lists, kind: pa.DataType) -> list[int]:
+    """What `copy` makes of all lists, one after the other."""
+    target = np.full(int(column.lengths.sum()), 77, kind.to_pandas_dtype())
+    column.copy(slice(None), (np.cumsum(column.lengths) - column.lengths).tolist(), target.data)
+    found: list[int] = target.tolist()
+    return found
+
+
+ROWS: list[Row] = [([row] * (row % 7), [row % 2] * (row % 5)) for row in range(60)]
+
+
+def test_a_file_of_another_format_is_left_to_lance(tmp_path: Path) -> None:
+    assert located(write(str(tmp_path / "d"), [ROWS], storage="2.2"), ROWS, range(60)) is None
+
+
+def test_a_file_whose_first_row_has_another_checksum_is_left_to_lance(tmp_path: Path) -> None:
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    files = ListFiles(dataset, COLUMNS, checksum)
+    wanted, crcs = np.arange(10, 20), crcs_of(ROWS)[10:20]
+    assert files.locate(wanted, COLUMNS, crcs + 1) is None
+    assert files.locate(wanted, COLUMNS, crcs) is None, "and stays so"
+
+
+def test_a_table_with_deleted_rows_is_left_to_lance(tmp_path: Path) -> None:
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    dataset.delete("uid = '" + f"{3:032x}" + "'")
+    assert located(lance.dataset(dataset.uri), ROWS, [0]) is None
+
+
+def test_a_column_younger_than_a_file_is_left_to_lance(tmp_path: Path) -> None:
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    dataset.drop_columns(["mask"])
+    dataset = lance.dataset(dataset.uri)
+    dataset.add_columns(table_of(ROWS).schema.field("mask").with_nullable(True))
+    assert located(lance.dataset(dataset.uri), ROWS, [0]) is None
+
+
+def test_a_file_that_ends_early_is_damage(tmp_path: Path) -> None:
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    found = located(dataset, ROWS, range(60))
+    [file] = (tmp_path / "d" / "data").iterdir()
+    os.truncate(file, 100)
+    target = np.empty(sum(len(ids or ()) for ids, _ in ROWS), np.int32)
+    firsts = np.cumsum([0, *(len(ids or ()) for ids, _ in ROWS[:-1])]).tolist()
+    with pytest.raises(DamagedError, match=r"\.lance, .* bytes from byte .*: the file ends before; run `mopd store"):
+        found["ids"].copy(slice(None), firsts, target.data)
+
+
+def test_a_file_that_is_gone_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists_module, "OPEN_FILES", 1)
+    dataset = write(str(tmp_path / "d"), [ROWS[:30], ROWS[30:]])
+    found = located(dataset, ROWS, range(60))
+    assert values(found["mask"], [29, 59, 29]) == [ROWS[29][1], ROWS[59][1], ROWS[29][1]], "opened again"
+    for file in (tmp_path / "d" / "data").iterdir():
+        file.unlink()
+    with pytest.raises(DamagedError, match="No such file or directory; run `mopd store verify`"):
+        values(found["mask"], [59, 29])
+
+
+def test_few_files_stay_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lists_module, "OPEN_FILES", 3)
+    dataset = write(str(tmp_path / "d"), [ROWS[first : first + 5] for first in range(0, 60, 5)])
+
+    def open_files() -> list[str]:
+        names = [
+            os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if fd.isdigit() and os.path.islink(f"/proc/self/fd/{fd}")
+        ]
+        return [name for name in names if name.startswith(str(tmp_path / "d" / "data"))]
+
+    found = located(dataset, ROWS, range(60))
+    assert values(found["ids"], range(60)) == [ids for ids, _ in ROWS]
+    assert 1 <= len(open_files()) <= 3
+    del found
+    assert open_files() == []
+
+
+def test_lists_that_are_not_in_memory_are_asked_for_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(lists_module, "GAP_BYTES", 0)
+    monkeypatch.setattr(lists_module, "ASK_BYTES", 200)
+    monkeypatch.setattr(lists_module.OpenFiles, "absent", lambda *_: True)
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: asked.append((start, nbytes)))
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    wanted = [*range(20), 40, 41]
+    found: FileLists = located(dataset, ROWS, wanted)["ids"]
+    asked.clear()
+    found.read_ahead()
+    [start, apart] = [int(found._positions[place]) for place in (1, 20)]
+    before = 4 * sum(row % 7 for row in range(20))
+    assert asked == [(start, 200), (start + 200, before - 200), (apart, 4 * (40 % 7 + 41 % 7))]
+
+
+def test_nothing_is_asked_for_while_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    located(dataset, ROWS, range(60))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("asked for"))
+    assert located(dataset, ROWS, range(60)) is not None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_verify_finds_a_changed_payload(store: Store, monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+    assert store.root is not None
+    samples = [build.sample(i, response=400) for i in range(4)]
+    rows = store.commit_samples(samples, writer="w").rows
+    if not in_place:
+        monkeypatch.setattr(ListFiles, "locate", lambda *_: None)
+    reader = store.token_reader()
+    found = reader.lists(rows, ["tokens", "versions"], verify=True)
+    assert [found["tokens"].array(place).tolist() for place in range(4)] == [s.tokens.tolist() for s in samples]  # type: ignore[union-attr]
+    [file] = (store.root / "tokens" / "data").iterdir()
+    content = file.read_bytes()
+    place = content.index(samples[2].tokens.tobytes())
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(DamagedError, match=f"tokens: payload of sample {samples[2].uid} has crc32c"):
+        Store.open(store.uri).token_reader().lists(rows, ["tokens"], verify=True)
