@@ -55,8 +55,8 @@ class Payload:
     ) -> None:
         """Look them up. recorded: columns beside PAYLOAD that the packs carry."""
         self._placed = placed
-        rows, places = np.unique(placed.rows, return_inverse=True)
-        lists = tokens.lists(rows, (*PAYLOAD, *recorded), verify=verify)
+        rows, first, places = np.unique(placed.rows, return_index=True, return_inverse=True)
+        lists = tokens.lists(rows, placed.lengths[first], (*PAYLOAD, *recorded), verify=verify)
         self._lists = {name: column.at(places) for name, column in lists.items()}
         self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PAYLOAD)
         ends = placed.firsts + placed.lengths

@@ -50,7 +50,7 @@ class WindowSource:
         self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
-        self._tokens = store.token_reader(plan.snapshot)
+        self._tokens = store.token_reader(rows, plan.snapshot)
         self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._payload: Payload | None = None

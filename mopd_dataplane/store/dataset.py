@@ -208,9 +208,10 @@ class Store:
         wanted = list(columns) if columns is not None else list(tokens.schema.names)
         return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, wanted, verify=verify)
 
-    def token_reader(self, snapshot: Snapshot | None = None) -> TokenReader:
-        """Reader of token payload for many rows of `samples`, read by read, at one snapshot."""
-        return TokenReader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot))
+    def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> TokenReader:
+        """Reader of token payload for any of the given rows of `samples`, each looked up when it is first read."""
+        rows = np.unique(np.asarray(sample_rows, np.int64))
+        return TokenReader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot), rows)
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 

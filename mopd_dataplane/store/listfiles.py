@@ -9,7 +9,7 @@ committed with.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from lance.file import LanceFileReader
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.store.lists import FileLists, OpenFiles, Piece
+from mopd_dataplane.store.lists import FileLists, HeldLists, Lists, OpenFiles, Piece
 
 _ENCODING = r"ArrayEncoding{array_encoding:Some\(%s\)}"
 _FLAT = (
@@ -39,6 +39,8 @@ _LIST = re.compile(
 )
 _ELEMENTS = re.compile(_ENCODING % (_FLAT % r"(?P<bits>\d+)"))
 _END = np.dtype("<u8")
+SHORT = ("version_starts", "versions")
+"""Columns of a few elements a row: those of many rows are read at once."""
 
 Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
 
@@ -68,7 +70,7 @@ class _Column:
 
 
 class ListFiles:
-    """Finds lists of one table at one version. Used by one thread at a time."""
+    """Finds and reads lists of one table at one version. Used by one thread at a time."""
 
     def __init__(self, dataset: lance.LanceDataset, columns: Sequence[str], checksum: Checksum) -> None:
         """columns: list columns of the table, those that `checksum` is over."""
@@ -89,7 +91,7 @@ class ListFiles:
 
     def locate(
         self, rows: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
-    ) -> Mapping[str, FileLists] | None:
+    ) -> dict[str, Lists] | None:
         """Some columns of the given rows, in the asked order; None when they must be read through Lance.
 
         crcs: [n] checksum that each row was committed with.
@@ -101,10 +103,11 @@ class ListFiles:
             for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
                 if int(fragment) not in self._columns:
                     self._learn(int(fragment), rows[place : place + 1], int(crcs[place]))
-            found = {name: self._find(name, rows, fragments) for name in columns}
+            short: dict[str, Lists] = {name: self._read(name, rows, fragments) for name in columns if name in SHORT}
+            found = {name: self._find(name, rows, fragments) for name in columns if name not in SHORT}
             for lists in found.values():
                 lists.read_ahead()
-            return found
+            return short | found
         except (_NotPlain, OSError):
             self._plain = False
             return None
@@ -150,6 +153,23 @@ class ListFiles:
                 cut.append(list(_pieces(column, int(firsts[at]), int(lengths[here[at]]), size)))
                 positions[here[at]] = -len(cut)
         return FileLists(self._files, self._dtypes[name], lengths, numbers, positions, nulls, cut)
+
+    def _read(self, name: str, rows: NDArray[np.int64], fragments: NDArray[np.int64]) -> HeldLists:
+        """Everything of each file from the first to the last list that is wanted, in one read."""
+        chunks, firsts, lengths = (np.zeros(len(rows), np.int64) for _ in range(3))
+        nulls = np.zeros(len(rows), bool)
+        values: list[NDArray[Any]] = []
+        for fragment in np.unique(fragments).tolist():
+            column, here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
+            firsts[here], lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
+            low, high = int(firsts[here].min()), int((firsts[here] + lengths[here]).max())
+            held: NDArray[Any] = np.empty(high - low, self._dtypes[name])
+            pieces = list(_pieces(column, low, high - low, held.itemsize))
+            self._files.gather(column.number, pieces, held.data)
+            firsts[here] -= low
+            chunks[here] = len(values)
+            values.append(held)
+        return HeldLists(values, chunks, firsts, lengths, nulls)
 
     def _bounds(
         self, column: _Column, rows: NDArray[np.int64]
@@ -208,7 +228,7 @@ def _match(form: re.Pattern[str], page: Any) -> re.Match[str]:
 
 
 def _pieces(column: _Column, first: int, length: int, size: int) -> Iterator[Piece]:
-    """Where the elements of a list lie that begins in one page and ends in another."""
+    """Where elements lie that may begin in one page and end in another."""
     last = first + length
     pages = zip(pairwise(column.element_starts.tolist()), column.element_positions.tolist(), strict=True)
     for (begin, end), position in pages:

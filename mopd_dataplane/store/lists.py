@@ -49,34 +49,43 @@ class Lists(Protocol):
         """One list; None where it is null."""
 
 
-class ArrowLists:
-    """See Lists; element by element where Lance put them."""
+class HeldLists:
+    """See Lists; all elements are in memory."""
 
-    def __init__(self, columns: Sequence[pa.ChunkedArray]) -> None:
+    def __init__(
+        self,
+        values: list[NDArray[Any]],
+        chunks: NDArray[np.int64],
+        firsts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        nulls: NDArray[np.bool_],
+    ) -> None:
+        """List i is lengths[i] elements of values[chunks[i]], from firsts[i] on."""
+        self._values = values
+        self._views: list[memoryview] = [chunk.data for chunk in values]
+        self._chunks = chunks
+        self._firsts = firsts
+        self.lengths = lengths
+        self._nulls = nulls
+
+    @classmethod
+    def of_arrow(cls, columns: Sequence[pa.ChunkedArray]) -> HeldLists:
         """columns: parts of one column, its rows in order."""
-        self._values: list[NDArray[Any]] = []
-        firsts, lengths, chunks, nulls = [], [], [], []
-        for array in (chunk for column in columns for chunk in column.chunks):
-            offsets = array.offsets.to_numpy()
-            null = array.is_null().to_numpy(zero_copy_only=False)
-            chunks.append(np.full(len(array), len(self._values)))
-            firsts.append(offsets[:-1].astype(np.int64))
-            lengths.append(np.where(null, 0, np.diff(offsets)).astype(np.int64))
-            nulls.append(null)
-            self._values.append(array.values.to_numpy())
-        self._views: list[memoryview] = [values.data for values in self._values]
-        self.lengths: NDArray[np.int64] = _joined(lengths, np.int64)
-        self._firsts: NDArray[np.int64] = _joined(firsts, np.int64)
-        self._chunks: NDArray[np.int64] = _joined(chunks, np.int64)
-        self._nulls: NDArray[np.bool_] = _joined(nulls, np.bool_)
+        arrays = [chunk for column in columns for chunk in column.chunks]
+        nulls = [array.is_null().to_numpy(zero_copy_only=False) for array in arrays]
+        offsets = [array.offsets.to_numpy().astype(np.int64) for array in arrays]
+        return cls(
+            [array.values.to_numpy() for array in arrays],
+            np.repeat(np.arange(len(arrays)), [len(array) for array in arrays]),
+            _joined([bounds[:-1] for bounds in offsets], np.int64),
+            _joined([np.where(n, 0, np.diff(b)) for n, b in zip(nulls, offsets, strict=True)], np.int64),
+            _joined(nulls, np.bool_),
+        )
 
-    def at(self, places: NDArray[np.int64]) -> ArrowLists:
+    def at(self, places: NDArray[np.int64]) -> HeldLists:
         """See Lists."""
-        chosen = ArrowLists([])
-        chosen._values, chosen._views = self._values, self._views
-        for name in ("lengths", "_firsts", "_chunks", "_nulls"):
-            setattr(chosen, name, getattr(self, name)[places])
-        return chosen
+        firsts, lengths = self._firsts[places], self.lengths[places]
+        return HeldLists(self._values, self._chunks[places], firsts, lengths, self._nulls[places])
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
         """See Lists."""
@@ -124,6 +133,13 @@ class OpenFiles:
             if read == 0:
                 raise self._damage(number, position, len(memory), "the file ends before")
             done += read
+
+    def gather(self, number: int, pieces: Sequence[Piece], memory: memoryview) -> None:
+        """Fill memory with pieces of a file, one after the other. Raises DamagedError as `read`."""
+        memory, done = memory.cast("B"), 0
+        for position, nbytes in pieces:
+            self.read(number, position, memory[done : done + nbytes])
+            done += nbytes
 
     def absent(self, number: int, position: int) -> bool:
         """Whether the byte at a position may have to come from the disk. Raises OSError for a file that is gone."""
@@ -218,10 +234,7 @@ class FileLists:
         return values
 
     def _read(self, number: int, position: int, memory: memoryview) -> None:
-        memory, done = memory.cast("B"), 0
-        for start, nbytes in self._cut[-1 - position] if position < 0 else [(position, len(memory))]:
-            self._files.read(number, start, memory[done : done + nbytes])
-            done += nbytes
+        self._files.gather(number, self._cut[-1 - position] if position < 0 else [(position, memory.nbytes)], memory)
 
 
 def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.layout import FREED
 from mopd_dataplane.store.listfiles import Checksum, ListFiles
-from mopd_dataplane.store.lists import ArrowLists, Lists
+from mopd_dataplane.store.lists import HeldLists, Lists
 from mopd_dataplane.store.rows import PAYLOAD, RECORDED, list_views, tokens_crc
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
@@ -29,8 +29,6 @@ ROWS_OF_A_FILE = 64
 """Rows wanted of each file on average that are worth a read of their own."""
 REQUEST_BYTES = 32 << 20
 """Payload of one read through Lance: large enough to spread its fixed cost; its buffers come on top of what is kept."""
-SHORT = ("version_starts", "versions")
-"""Columns of a few elements a row: a read of each list would cost more than Lance does."""
 TOKEN_BYTES = 9
 """Of a token in `tokens`, about: id, log-prob and mask."""
 SCAN_ROWS = 65_536
@@ -152,47 +150,65 @@ class ListReader:
 
     def __init__(self, dataset: lance.LanceDataset, checked: Sequence[str], checksum: Checksum) -> None:
         """checked: the columns that `checksum` is over."""
-        self._dataset = dataset
-        self._checked = checked
+        self.dataset = dataset
+        self.checked = checked
         self._checksum = checksum
         self._files = ListFiles(dataset, checked, checksum)
 
     def read(
-        self, name: str, found: pa.Table, sizes: NDArray[np.int64], columns: Sequence[str], *, verify: bool
+        self, rows: NDArray[np.int64], crcs: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]
     ) -> dict[str, Lists]:
-        """Columns of the rows that `found` (uid, payload_row, payload_crc) points to, in its order.
+        """Columns of the given rows of this table, in the asked order.
 
-        name: of the table, for messages. sizes: [n] bytes of each row, about. Raises DamagedError when a row is not
-        the sample's or, with `verify`, when its checksum differs.
+        crcs: [n] checksum that each row was committed with. sizes: [n] bytes of each row, about.
         """
-        rows, crcs = found["payload_row"].to_numpy(), found["payload_crc"].to_numpy()
-        wanted = [*dict.fromkeys([*columns, *(self._checked if verify else ())])]
-        located = self._files.locate(rows, [column for column in wanted if column not in SHORT], crcs)
+        located = self._files.locate(rows, columns, crcs)
         if located is not None:
-            wanted = [column for column in wanted if column in SHORT]
-            parts = [take_rows(self._dataset, rows, ["uid", *wanted])]
-        else:
-            parts = [take_payload(self._dataset, rows[part], ["uid", *wanted]) for part in _requests(sizes)]
-        check_echo(name, found, pa.concat_tables([part.select(["uid"]) for part in parts]))
-        lists: dict[str, Lists] = {column: ArrowLists([part[column] for part in parts]) for column in wanted}
-        lists |= located or {}
-        if verify:
-            arrays = ([lists[column].array(place) for column in self._checked] for place in range(len(rows)))
-            check_crcs(name, found, [self._checksum(row) for row in arrays])
-        return {column: lists[column] for column in columns}
+            return located
+        parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
+        return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
+
+    def checksums(self, lists: dict[str, Lists], count: int) -> list[int]:
+        """Checksum of each of `count` rows, from all checked columns of them."""
+        return [self._checksum([lists[column].array(place) for column in self.checked]) for place in range(count)]
 
 
 class TokenReader:
-    """Reads token payload of samples at one snapshot. Used by one thread at a time."""
+    """Reads token payload of some samples at one snapshot; where each lies is looked up once. Used by one thread."""
 
-    def __init__(self, samples: lance.LanceDataset, tokens: lance.LanceDataset) -> None:
+    def __init__(self, samples: lance.LanceDataset, tokens: lance.LanceDataset, sample_rows: NDArray[np.int64]) -> None:
+        """sample_rows: [n] sorted, distinct."""
         self._samples = samples
+        self._sample_rows = sample_rows
+        self._rows = np.full(len(sample_rows), -1)
+        """[n] row in `tokens`; -1 where it is not known yet."""
+        self._crcs = np.zeros(len(sample_rows), np.int64)
         self._lists = ListReader(tokens, _checked(tokens), tokens_crc)
 
-    def lists(self, sample_rows: ArrayLike, columns: Sequence[str], *, verify: bool = False) -> dict[str, Lists]:
-        """Columns of `tokens` for rows of `samples`, in the asked order; raises as Store.read_tokens."""
-        found = take_rows(self._samples, sample_rows, ["uid", "payload_row", "payload_crc", "total_len"])
-        return self._lists.read("tokens", found, TOKEN_BYTES * found["total_len"].to_numpy(), columns, verify=verify)
+    def lists(
+        self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], columns: Sequence[str], *, verify: bool
+    ) -> dict[str, Lists]:
+        """Columns of `tokens` for some of the samples, in the asked order; lengths: [n] tokens of each.
+
+        Raises DamagedError as Store.read_tokens.
+        """
+        at = np.searchsorted(self._sample_rows, sample_rows)
+        self._look_up(at[self._rows[at] < 0])
+        wanted = [*dict.fromkeys([*columns, *(self._lists.checked if verify else ())])]
+        lists = self._lists.read(self._rows[at], self._crcs[at], TOKEN_BYTES * lengths, wanted)
+        if verify:
+            found = take_rows(self._samples, sample_rows, ["uid", "payload_crc"])
+            check_crcs("tokens", found, self._lists.checksums(lists, len(at)))
+        return lists
+
+    def _look_up(self, at: NDArray[np.int64]) -> None:
+        """Learn where samples lie, and that what lies there is theirs."""
+        if not len(at):
+            return
+        found = take_rows(self._samples, self._sample_rows[at], ["uid", "payload_row", "payload_crc"])
+        rows = found["payload_row"].to_numpy()
+        check_echo("tokens", found, take_rows(self._lists.dataset, rows, ["uid"]))
+        self._rows[at], self._crcs[at] = rows, found["payload_crc"].to_numpy()
 
 
 class SignalReader:
@@ -200,24 +216,30 @@ class SignalReader:
 
     def __init__(self, dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], found: pa.Table) -> None:
         """sample_rows: [n] sorted, distinct. found: signal_rows of them."""
-        self._dataset = dataset
         self._sample_rows = sample_rows
         self._found = found
-        self._columns = LISTS[kind]
-        self._lists = ListReader(dataset, self._columns, lambda arrays: payload_crc(*arrays))
+        self._checked = np.zeros(len(sample_rows), bool)
+        """[n] whether the row it is said to lie in is known to be its own."""
+        self._lists = ListReader(dataset, LISTS[kind], lambda arrays: payload_crc(*arrays))
 
-    def lists(self, sample_rows: NDArray[np.int64], *, verify: bool = False) -> dict[str, Lists]:
-        """Columns LISTS[kind] of the given samples, in the asked order; raises as Store.read_signal."""
-        found = self._of(sample_rows)
-        return self._lists.read(self._dataset.uri, found, found["bytes"].to_numpy(), self._columns, verify=verify)
+    def lists(self, sample_rows: NDArray[np.int64], *, verify: bool) -> dict[str, Lists]:
+        """Columns LISTS[kind] of some of the samples, in the asked order; raises DamagedError as Store.read_signal."""
+        at = np.searchsorted(self._sample_rows, sample_rows)
+        found, dataset = self._found.take(pa.array(at)), self._lists.dataset
+        rows = found["payload_row"].to_numpy()
+        if not self._checked[at].all():
+            check_echo(dataset.uri, found, take_rows(dataset, rows, ["uid"]))
+            self._checked[at] = True
+        lists = self._lists.read(rows, found["payload_crc"].to_numpy(), found["bytes"].to_numpy(), self._lists.checked)
+        if verify:
+            check_crcs(dataset.uri, found, self._lists.checksums(lists, len(at)))
+        return lists
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, support) that the top-k of the given samples has."""
-        header = take_rows(self._dataset, self._of(sample_rows)["payload_row"].to_pylist(), ["k", "support"])
+        found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
+        header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "support"])
         return sorted(set(zip(header["k"].to_pylist(), header["support"].to_pylist(), strict=True)))
-
-    def _of(self, sample_rows: NDArray[np.int64]) -> pa.Table:
-        return self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
 
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store import listfiles, reading
 from mopd_dataplane.store import lists as lists_module
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.listfiles import ListFiles
-from mopd_dataplane.store.lists import ArrowLists, FileLists, Lists
+from mopd_dataplane.store.lists import FileLists, HeldLists, Lists
 
 KINDS = {"ids": pa.int32(), "mask": pa.uint8()}
 COLUMNS = tuple(KINDS)
@@ -74,9 +75,10 @@ a_row = st.tuples(
     parts=st.lists(st.lists(a_row, min_size=1, max_size=30), min_size=1, max_size=4),
     page_bytes=st.sampled_from([16, 64, 1 << 20]),
     merged=st.booleans(),
+    short=st.sampled_from([(), ("mask",), COLUMNS]),
     data=st.data(),
 )
-def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes, merged, data):
+def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes, merged, short, data):
     """Over files, pages that cut lists in two, nulls, empty lists, and files merged by copying their pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANCE_FILE_WRITER_MAX_PAGE_BYTES", str(page_bytes))
@@ -86,13 +88,15 @@ def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes
         dataset = lance.dataset(dataset.uri)
     rows = [row for part in parts for row in part]
     wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=40))
-    found = located(dataset, rows, wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(listfiles, "SHORT", short)
+        found = located(dataset, rows, wanted)
     assert found is not None, "read in place"
     for place, name in enumerate(COLUMNS):
         expected = [rows[row][place] for row in wanted]
         assert values(found[name], range(len(wanted))) == expected
         assert found[name].lengths.tolist() == [len(own or ()) for own in expected]
-        through_lance = ArrowLists([dataset.take(wanted, columns=[name])[name]])
+        through_lance = HeldLists.of_arrow([dataset.take(wanted, columns=[name])[name]])
         order = data.draw(st.permutations(range(len(wanted))))
         in_order = [item for own in order for item in expected[own] or ()]
         for column in (found[name], through_lance):
@@ -207,12 +211,49 @@ def test_verify_finds_a_changed_payload(store: Store, monkeypatch: pytest.Monkey
     rows = store.commit_samples(samples, writer="w").rows
     if not in_place:
         monkeypatch.setattr(ListFiles, "locate", lambda *_: None)
-    reader = store.token_reader()
-    found = reader.lists(rows, ["tokens", "versions"], verify=True)
+    lengths = np.array([len(sample.tokens) for sample in samples])
+    found = store.token_reader(rows).lists(rows, lengths, ["tokens", "versions"], verify=True)
     assert [found["tokens"].array(place).tolist() for place in range(4)] == [s.tokens.tolist() for s in samples]  # type: ignore[union-attr]
     [file] = (store.root / "tokens" / "data").iterdir()
     content = file.read_bytes()
     place = content.index(samples[2].tokens.tobytes())
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     with pytest.raises(DamagedError, match=f"tokens: payload of sample {samples[2].uid} has crc32c"):
-        Store.open(store.uri).token_reader().lists(rows, ["tokens"], verify=True)
+        Store.open(store.uri).token_reader(rows).lists(rows, lengths, ["tokens"], verify=True)
+
+
+def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they lie, and that it is their own; when they are read again, Lance is asked for nothing."""
+    samples = [build.sample(i) for i in range(8)]
+    store.commit_samples(samples, writer="w")
+    store.add_teacher(build.teacher("a"))
+    store.commit_signals("a", "logprob", [build.signal(s, i, "logprob") for i, s in enumerate(samples)])
+    tokens, signal = store.token_reader(np.arange(8)), store.signal_reader("a", "logprob", np.arange(8))
+    taken: list[list[int]] = []
+    take = reading.take_rows
+
+    def spy(dataset: lance.LanceDataset, rows: Any, names: Sequence[str]) -> pa.Table:
+        taken.append(list(rows))
+        return take(dataset, rows, names)
+
+    monkeypatch.setattr(reading, "take_rows", spy)
+    # metadata and payload of the tokens, payload of the signal
+    for rows, looked_up in (([1, 5], [[1, 5]] * 3), ([5, 1], []), ([1, 2, 5], [[2], [2], [1, 2, 5]])):
+        asked = np.array(rows)
+        found = tokens.lists(asked, np.full(len(asked), 25), ["tokens", "versions"], verify=False)
+        assert values(found["tokens"], range(len(rows))) == [samples[row].tokens.tolist() for row in rows]
+        found = signal.lists(asked, verify=False)
+        assert found["logprob"].lengths.tolist() == [20] * len(rows)
+        assert taken == looked_up
+        taken.clear()
+
+
+def test_a_payload_of_another_sample_is_damage(store: Store) -> None:
+    store.commit_samples([build.sample(i) for i in range(3)], writer="w")
+    samples = store.table("samples").to_pylist()
+    swapped = pa.Table.from_pylist([samples[1] | {"uid": "d" * 32}], store.dataset("samples").schema)
+    lance.write_dataset(swapped, store.uri + "/samples", mode="append")
+    reader = Store.open(store.uri).token_reader(np.arange(4))
+    reader.lists(np.arange(3), np.full(3, 25), ["tokens"], verify=False)
+    with pytest.raises(DamagedError, match=f"tokens row 1 holds sample {samples[1]['uid']}, expected {'d' * 32}"):
+        reader.lists(np.array([3]), np.array([25]), ["tokens"], verify=False)
