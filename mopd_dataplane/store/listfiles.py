@@ -186,9 +186,7 @@ class ListFiles:
             self._files.read(column.number, column.end_positions[page] + low * _END.itemsize, raw.data)
             null = raw >= column.null_shifts[page]
             ends = np.where(null, raw - np.uint64(column.null_shifts[page]), raw).astype(np.int64)
-            starts = np.concatenate(([0], ends[:-1]))
-            if low:  # the list before the first one was read for its end alone
-                starts[0] = ends[0]
+            starts = np.concatenate(([0], ends[:-1]))  # where low > 0, the first was read for its end alone
             at = within - low
             firsts[here] = starts[at] + column.first_elements[page]
             lengths[here] = ends[at] - starts[at]

@@ -18,7 +18,7 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.store import reading
 from mopd_dataplane.store.listfiles import ListFiles
-from mopd_dataplane.store.reading import TokenReader
+from mopd_dataplane.store.reading import SignalReader, TokenReader
 
 TEACHERS = ["adder", "speller"]
 SPEC = LoadSpec(stage=STAGE, signals=("logprob", "topk"))
@@ -51,11 +51,17 @@ def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_
     for pack in packs:
         source._payload = None
         alone[pack] = filled(source, pack, [])
+    takes = []
     if request_bytes:
         monkeypatch.setattr(reading, "REQUEST_BYTES", request_bytes)
         monkeypatch.setattr(ListFiles, "locate", lambda *_: None)
+        take = reading.take_payload
+        monkeypatch.setattr(reading, "take_payload", lambda *args: takes.append(len(args[1])) or take(*args))
     source._payload = None
     assert {pack: filled(source, pack, packs) for pack in packs} == alone
+    tables = 1 + 2 * len(TEACHERS)
+    assert (len(takes) > tables) == (request_bytes in (1, 3000)), "requests are bounded"
+    assert bool(takes) == bool(request_bytes), "and all is read in place where Lance is not asked"
 
 
 def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
@@ -86,6 +92,24 @@ def test_a_payload_of_another_length_than_its_metadata_is_damage(source):
     with pytest.raises(DamagedError, match=r"row \d+ has \d policy versions, its metadata says"):
         filled(source, 2, [])
     source.lengths, source._version_spans = lengths, spans
+
+
+@pytest.mark.parametrize("kind", ["tokens", "signals"])
+def test_log_probs_of_another_length_than_the_response_are_damage(source, monkeypatch, kind):
+    read = {"tokens": TokenReader, "signals": SignalReader}[kind]
+    lists = read.lists
+
+    def shortened(self, *args, **options):
+        found = lists(self, *args, **options)
+        found["logprobs" if kind == "tokens" else "logprob"].lengths[3] -= 1
+        return found
+
+    source._payload = None
+    monkeypatch.setattr(read, "lists", shortened)
+    with pytest.raises(DamagedError, match=r"row \d+ has \d+ log-probs.*, its metadata says \d+; run `mopd store ver"):
+        for pack in range(len(source.plan.pack_teachers)):
+            filled(source, pack, list(range(len(source.plan.pack_teachers))))
+    source._payload = None
 
 
 def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_path: Path):
