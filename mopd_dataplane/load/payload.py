@@ -169,7 +169,11 @@ class Payload:
         for name, field in (("ids", "topk_ids"), ("logprobs", "topk_logprobs")):
             ends, target = np.cumsum(signal[name].lengths[part]), out[field].reshape(-1)
             if ends[-1] != len(target):
-                self._refuse(part.start, f"or the samples after it, {ends[-1]:,} top-k {name}", len(target))
+                row, found = self._placed.rows[part.start], f"{ends[-1]:,} top-k {name} of teacher {teacher!r}"
+                raise DamagedError(
+                    f"the pack of sample row {row} has {found}, its metadata says {len(target):,}; run "
+                    "`mopd store verify`"
+                )
             signal[name].copy(part, (ends - signal[name].lengths[part]).tolist(), target.data)
 
     def _refuse(self, place: int, found: str, announced: int) -> NoReturn:

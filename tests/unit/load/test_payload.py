@@ -94,21 +94,32 @@ def test_a_payload_of_another_length_than_its_metadata_is_damage(source):
     source.lengths, source._version_spans = lengths, spans
 
 
-@pytest.mark.parametrize("kind", ["tokens", "signals"])
-def test_log_probs_of_another_length_than_the_response_are_damage(source, monkeypatch, kind):
-    read = {"tokens": TokenReader, "signals": SignalReader}[kind]
-    lists = read.lists
+@pytest.mark.parametrize(
+    ("reader", "column", "said"),
+    [
+        (TokenReader, "logprobs", r"row \d+ has \d+ log-probs, its metadata says \d+; run `mopd store verify`"),
+        (SignalReader, "logprob", r"row \d+ has \d+ log-probs of 'adder', its metadata says \d+"),
+        (
+            SignalReader,
+            "ids",
+            r"the pack of sample row \d+ has [\d,]+ top-k ids of teacher 'adder', its metadata says [\d,]+; run `mopd",
+        ),
+    ],
+)
+def test_lists_of_another_length_than_the_response_are_damage(source, monkeypatch, reader, column, said):
+    lists = reader.lists
 
     def shortened(self, *args, **options):
         found = lists(self, *args, **options)
-        found["logprobs" if kind == "tokens" else "logprob"].lengths[3] -= 1
+        if column in found:
+            found[column].lengths[:] -= 1
         return found
 
     source._payload = None
-    monkeypatch.setattr(read, "lists", shortened)
-    with pytest.raises(DamagedError, match=r"row \d+ has \d+ log-probs.*, its metadata says \d+; run `mopd store ver"):
-        for pack in range(len(source.plan.pack_teachers)):
-            filled(source, pack, list(range(len(source.plan.pack_teachers))))
+    monkeypatch.setattr(reader, "lists", shortened)
+    adders = [pack for pack in range(len(source.plan.pack_teachers)) if source.teacher(pack) == "adder"]
+    with pytest.raises(DamagedError, match=said):
+        filled(source, adders[0], adders)
     source._payload = None
 
 

@@ -20,6 +20,7 @@ from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, Sample, sample_uid
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.reading import TokenReader
 
 STAGE = "student"
 ASKS = LoadSpec.for_stage(STAGE, config.Load(), Objective(policy_gradient=PolicyGradientTerm(teacher_coef=0)))
@@ -177,3 +178,21 @@ def test_every_token_that_was_read_has_its_experts(tmp_path: Path) -> None:
 def test_samples_of_two_models_in_one_window_are_refused(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match="6 and 8 expert ids a token: two models"):
         opened(tmp_path, [with_experts(0), with_experts(1, width=8)])
+
+
+@pytest.mark.parametrize(("column", "said"), [("experts", r"\d+ expert ids"), ("support_ids", r"\d+ kept ids")])
+def test_lists_of_another_length_than_the_metadata_says_are_damage(tmp_path: Path, monkeypatch, column, said) -> None:
+    made = with_experts if column == "experts" else lambda number: sample(number, kept=True)
+    source = opened(tmp_path, [made(number) for number in range(4)])
+    lists = TokenReader.lists
+
+    def shortened(self, *args, **options):
+        found = lists(self, *args, **options)
+        found[column].lengths[:] -= 1
+        return found
+
+    monkeypatch.setattr(TokenReader, "lists", shortened)
+    with pytest.raises(
+        DamagedError, match=rf"sample row \d+ has {said}, its metadata says \d+; run `mopd store verify`"
+    ):
+        packs(source)
