@@ -108,7 +108,7 @@ def _plan(lengths: NDArray[np.int32], cap: int, batch: int, strict: bool, seed: 
     n = len(lengths)
     zeros, yes = np.zeros(n, dtype=np.int32), np.ones(n, dtype=bool)
     columns = Columns(
-        sample_rows=np.arange(n), admission=np.arange(n), total_len=lengths, loss_tokens=lengths, version_first=zeros,
+        sample_rows=np.arange(n), total_len=lengths, loss_tokens=lengths, version_first=zeros,
         domains=zeros.astype(np.int16), groups=np.arange(n), teachers=zeros.astype(np.int16),
         has_signals=yes, has_reward=yes, abandoned=~yes, domain_names=("d",),
     )  # fmt: skip

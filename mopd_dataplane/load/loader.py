@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 JOIN_S = 2.0
 """How long a joining trainer waits for its predecessor to be gone."""
 AHEAD_BYTES = 256 << 20
-"""Payload in lists that is read at once, over all lanes: neighbouring rows are read far cheaper than scattered ones."""
+"""Payload in lists whose samples are looked up at once, over all lanes; of an object store, it is read at once."""
 AHEAD_PACKS = 512
 """Packs of one lane that are looked at in advance."""
 LENT_BYTES = 4 << 20

@@ -54,9 +54,9 @@ class WindowSource:
         self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._payload: Payload | None = None
-        """What was read last, kept for the packs that come next."""
+        """What was looked up last, kept for the packs that come next."""
         self._parts: dict[int, slice] = {}
-        """The packs that it was read for, and the samples of each among all of them."""
+        """The packs that it was looked up for, and the samples of each among all of them."""
         self._to_fill: set[int] = set()
         """Those of them that are not filled yet."""
 
@@ -137,7 +137,7 @@ class WindowSource:
         return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
 
     def needs_read(self, pack: int) -> bool:
-        """Whether filling a pack reads the store, and so may take long."""
+        """Whether filling a pack looks up samples or reads hidden states, and so may take long."""
         return self._hidden is not None or self._payload is None or pack not in self._parts
 
     def fill(
@@ -145,7 +145,7 @@ class WindowSource:
     ) -> None:
         """Write one pack into its memory, laid out by its `fields`.
 
-        Payload that is not here yet is read together with that of the packs `ahead()`, which will be filled next.
+        Samples not looked up yet are looked up together with those of the packs `ahead()`, which will be filled next.
         Raises DamagedError when the payload does not have the lengths its metadata announces.
         """
         if self._payload is None or pack not in self._parts:
@@ -168,7 +168,7 @@ class WindowSource:
         return self.plan.sample_rows[self._span(pack)]
 
     def _read(self, packs: Sequence[int]) -> Payload:
-        """Everything these packs need, in the order it is stored."""
+        """Everything these packs need, looked up in the order it is stored."""
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for pack in packs:
             for key in self._judges(self.teacher(pack)):

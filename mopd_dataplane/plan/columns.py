@@ -35,15 +35,15 @@ EFFORT_COLUMN = "effort"
 class Columns:
     """Planner columns, all [n] and aligned; about 40 bytes a sample.
 
+    Samples stand in the order in which their generations were admitted, whatever order they finished or were committed
+    in: a run that was killed and continued plans what an uninterrupted run plans.
+
     Example: three samples, the second still waiting for its teacher:
     Columns(sample_rows=[0, 1, 2], total_len=[9, 7, 12], …, has_signals=[True, False, True], …).
     """
 
     sample_rows: NDArray[np.int64]
     """Row of each sample in `samples`; distinct."""
-    admission: NDArray[np.int64] | None = None
-    """Orders samples as their generations were admitted, whatever order they finished or were committed in; None where
-    they are in that order."""
     total_len: NDArray[np.int32]
     """L, tokens of the whole sequence."""
     loss_tokens: NDArray[np.int32]
@@ -80,19 +80,6 @@ class Columns:
             return np.broadcast_to(array[:1], count) if len(array) and array.strides == (0,) else array[index]
 
         return Columns(domain_names=self.domain_names, **{name: taken(array) for name, array in self._arrays()})
-
-    def in_admission_order(self) -> Columns:
-        """The same samples as admitted, so that a plan depends neither on the order they were read in nor on the one
-        they were committed in: a run that was killed and continued plans what an uninterrupted run plans."""
-        if self.admission is None or ascends(self.admission):
-            return self
-        rows = np.sort(self.sample_rows)
-        if bool(np.any(rows[1:] == rows[:-1])):
-            twice = int(rows[1:][rows[1:] == rows[:-1]][0])
-            raise InputError(f"sample row {twice} appears twice in the planner columns; give each sample once")
-        by_row = self.take(np.argsort(self.sample_rows, kind="stable"))
-        assert by_row.admission is not None
-        return by_row.take(stable_order(by_row.admission - by_row.admission.min()))
 
     def _arrays(self) -> Iterator[tuple[str, NDArray[Any]]]:
         for field in fields(self):

@@ -29,7 +29,6 @@ def select(
     `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when nothing is left.
     """
-    columns = columns.in_admission_order()
     keep = np.ones(len(columns), dtype=bool)
     dropped: dict[str, NDArray[np.int64]] = {}
     for reason, fails in unusable(columns, settings, policy_version).items():

@@ -277,8 +277,8 @@ def consume(world: World, home: Path) -> int:
     count = len(rows)
     small = np.zeros(count, np.int32)
     columns = Columns(
-        sample_rows=np.arange(count), admission=np.argsort(order), total_len=small + 8, loss_tokens=small + 4,
-        version_first=small, domains=small.astype(np.int16), groups=np.argsort(order),
+        sample_rows=order, total_len=small + 8, loss_tokens=small + 4,
+        version_first=small, domains=small.astype(np.int16), groups=np.arange(count),
         teachers=(small - 1).astype(np.int16), has_signals=small == 0, has_reward=small == 0, abandoned=small == 1,
         domain_names=("d",),
     )  # fmt: skip

@@ -21,7 +21,6 @@ NONE = np.empty(0, dtype=np.int64)
 def columns_of(n: int, **changes: Any) -> Columns:
     columns = Columns(
         sample_rows=np.arange(n, dtype=np.int64),
-        admission=np.arange(n, dtype=np.int64),
         total_len=np.full(n, 10, dtype=np.int32),
         loss_tokens=np.full(n, 5, dtype=np.int32),
         version_first=np.zeros(n, dtype=np.int32),

@@ -28,7 +28,7 @@ def window_of(counts: tuple[int, ...], rule: config.Plan, **options) -> tuple[Pl
     lengths = (np.random.default_rng(0).integers(5, 30, n) * (1 + domains)).astype(np.int32)
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
-        sample_rows=np.arange(n), admission=np.arange(n), total_len=lengths, loss_tokens=lengths, version_first=zeros,
+        sample_rows=np.arange(n), total_len=lengths, loss_tokens=lengths, version_first=zeros,
         domains=domains, groups=np.arange(n), teachers=domains,
         has_signals=np.ones(n, dtype=bool), has_reward=np.ones(n, dtype=bool), abandoned=np.zeros(n, dtype=bool),
         domain_names=tuple("abcd"[: len(counts)]),

@@ -22,7 +22,6 @@ RULE = config.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_stalen
 def columns_of(n: int) -> Columns:
     return Columns(
         sample_rows=np.arange(n, dtype=np.int64),
-        admission=np.arange(n, dtype=np.int64),
         total_len=np.full(n, 10, dtype=np.int32),
         loss_tokens=np.full(n, 5, dtype=np.int32),
         version_first=np.full(n, 7, dtype=np.int32),
@@ -81,11 +80,6 @@ def test_nothing_left_lists_the_reasons():
         select(columns, RULE)
     with pytest.raises(InputError, match="no samples at all"):
         select(columns_of(0), RULE)
-
-
-def test_a_row_given_twice_is_refused():
-    with pytest.raises(InputError, match="row 1 appears twice"):
-        select(columns_of(3).take(np.array([1, 0, 1])), RULE)
 
 
 def test_columns_of_unequal_length_are_refused():
@@ -196,7 +190,6 @@ def test_samples_come_as_they_were_admitted_and_names_as_they_sort():
     assert columns.domains.tolist() == [2, 1, 2, 0, 1, 2]
     assert columns.teachers.tolist() == [0, 1, 0, 2, 1, 0]
     assert columns.groups.tolist() == [0, 0, 0, 0, 1, 1]
-    assert columns.admission is None, "they are in order"
 
 
 def test_generations_that_fit_no_one_order_are_refused():

@@ -22,7 +22,6 @@ def window_of(lengths: np.ndarray, rule: config.Plan, seed: int, ranks: int = 1)
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
         sample_rows=np.arange(n),
-        admission=np.arange(n),
         total_len=lengths,
         loss_tokens=lengths,
         version_first=zeros,
