@@ -73,9 +73,11 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
         axis.barh(list(ran), values, color=["tab:blue" if name == "mopd" else "lightgrey" for name in ran])
         axis.set_title(title, fontsize=10)
         axis.bar_label(axis.containers[0], fmt=_label, fontsize=8, padding=2)
-        axis.margins(x=0.2)
-    axes[0].barh(list(ran), packing, left=reading, color="white", edgecolor="grey", hatch="///")
-    axes[0].set_xlabel("hatched: packs written for the plan", fontsize=8)
+        axis.set_xlim(0, 1.2 * max(values))
+    for place, (read, wrote) in enumerate(zip(reading, packing, strict=True)):
+        if wrote:
+            axes[0].barh(place, wrote, left=read, color="white", edgecolor="grey", hatch="///")
+    axes[0].set_xlabel("hatched: writing the packs of each plan", fontsize=8)
     axes[0].invert_yaxis()
     figure.savefig(path, dpi=130)
 

@@ -43,6 +43,8 @@ LENT_SHARE = 1 / 16
 """The same as a share of the ring, over all trainers."""
 HANDED_BYTES = 2 << 20
 """Small packs are handed out this much at a time: whoever waits for one takes them all with one message."""
+HANDED_S = 0.005
+"""Longest time that a filled pack waits for those it is handed out with: a disk may be slow."""
 DEALT_STEPS = 2 * AHEAD_PACKS
 """Steps whose dealing is kept."""
 TRIM_PACKS = 2 * REMEMBERED
@@ -456,13 +458,13 @@ class Loader:
     def _fill(self, batch: list[Item]) -> None:
         """Fill items one after the other and hand them out, small ones a few at a time."""
         filled: list[Item] = []
-        nbytes = 0
+        nbytes, begun = 0, time.monotonic()
         for place, item in enumerate(batch):
             slot, source = item.slot, item.source
             assert slot is not None
             if filled and source.needs_read(item.pack):  # for which they should not wait
                 self._hand_out(filled)
-                filled, nbytes = [], 0
+                filled, nbytes, begun = [], 0, time.monotonic()
             try:
                 source.fill(item.pack, item.fields, slot.memory, partial(self._coming, source, batch[place + 1 :]))
                 seal(slot.memory, item.fields, generation=slot.generation, pack=item.pack)
@@ -473,9 +475,9 @@ class Loader:
             else:
                 filled.append(item)
                 nbytes += item.nbytes
-            if nbytes >= HANDED_BYTES:
+            if nbytes >= HANDED_BYTES or time.monotonic() > begun + HANDED_S:
                 self._hand_out(filled)
-                filled, nbytes = [], 0
+                filled, nbytes, begun = [], 0, time.monotonic()
         self._hand_out(filled)
 
     def _refuse(self, item: Item, error: MopdError) -> None:

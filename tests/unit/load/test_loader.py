@@ -28,7 +28,7 @@ from mopd_dataplane.errors import (
 )
 from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess, start_server
-from mopd_dataplane.load.loader import Loader
+from mopd_dataplane.load.loader import HANDED_S, Loader
 from mopd_dataplane.load.protocol import VERSION, Channel
 from mopd_dataplane.load.ring import Ring
 from mopd_dataplane.load.server import Server, deal_packs, listen
@@ -375,19 +375,22 @@ def test_few_packs_are_lent_together_where_the_ring_is_small(store, tmp_path, up
         assert min(len(batch.packs._leases), 4) == together
 
 
-def test_a_filled_pack_does_not_wait_for_the_read_of_another(store, tmp_path, monkeypatch):
-    """Every pack has a read of its own here, and the third never comes back before the first two are used."""
-    monkeypatch.setattr("mopd_dataplane.load.loader.AHEAD_BYTES", 0)
-    monkeypatch.setattr(Loader, "_coming", lambda *_: [])
-    let_go, reads, read = threading.Event(), [], WindowSource._read
+@pytest.mark.parametrize("part", ["_read", "_fill"])
+def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatch, part):
+    """The third pack is looked up, or comes from a slow disk, only after the first two are used."""
+    if part == "_read":  # every pack is looked up alone
+        monkeypatch.setattr("mopd_dataplane.load.loader.AHEAD_BYTES", 0)
+        monkeypatch.setattr(Loader, "_coming", lambda *_: [])
+    let_go, begun, whole = threading.Event(), [], getattr(WindowSource, part)
 
-    def slow_read(source: WindowSource, packs: list[int]):
-        reads.append(packs)
-        if len(reads) == 3:
+    def slow(source: WindowSource, *arguments):
+        begun.append(arguments)
+        time.sleep(2 * HANDED_S)
+        if len(begun) == 3:
             assert let_go.wait(20)
-        return read(source, packs)
+        return whole(source, *arguments)
 
-    monkeypatch.setattr(WindowSource, "_read", slow_read)
+    monkeypatch.setattr(WindowSource, part, slow)
     spec = SPEC.model_copy(update={"slots": 8})
     server = Server(Loader(store, spec, Ring(max_bytes=1 << 28), deal_packs), spec, tmp_path / "l.sock")
     runner = threading.Thread(target=server.run, args=(os.getppid(),))
