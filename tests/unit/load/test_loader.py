@@ -391,7 +391,7 @@ def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatc
         return whole(source, *arguments)
 
     monkeypatch.setattr(WindowSource, part, slow)
-    spec = SPEC.model_copy(update={"slots": 8})
+    spec = SPEC.model_copy(update={"slots": 8, "signals": ("logprob",)})
     server = Server(Loader(store, spec, Ring(max_bytes=1 << 28), deal_packs), spec, tmp_path / "l.sock")
     runner = threading.Thread(target=server.run, args=(os.getppid(),))
     runner.start()
