@@ -380,6 +380,7 @@ def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatc
     """The third pack is looked up, or comes from a slow disk, only after the first two are used."""
     if part == "_read":  # every pack is looked up alone
         monkeypatch.setattr("mopd_dataplane.load.loader.AHEAD_BYTES", 0)
+        monkeypatch.setattr("mopd_dataplane.load.loader.HANDED_S", 60)
         monkeypatch.setattr(Loader, "_coming", lambda *_: [])
     let_go, begun, whole = threading.Event(), [], getattr(WindowSource, part)
 
