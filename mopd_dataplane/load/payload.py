@@ -61,14 +61,12 @@ class Payload:
         self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PAYLOAD)
         ends = placed.firsts + placed.lengths
         responses, sampled = (ends - column.lengths for column in (self._masks, self._logprobs))
-        odd = (self._logprobs.lengths > 0) & (sampled != responses)
         self._wrong_tokens = np.flatnonzero((self._tokens.lengths != placed.lengths) | (responses < placed.firsts))
-        self._wrong_logprobs = np.flatnonzero(odd)
+        self._wrong_logprobs = np.flatnonzero((self._logprobs.lengths > 0) & (sampled != responses))
         longest = int(placed.lengths.max(initial=0))
         self._no_mask = np.zeros(longest, np.uint8).data
         self._no_logprobs = np.zeros(longest, np.float32).data
-        self._firsts, self._ends = placed.firsts.tolist(), ends.tolist()
-        self._responses, self._sampled = responses.tolist(), sampled.tolist()
+        self._firsts, self._responses, self._sampled = placed.firsts.tolist(), responses.tolist(), sampled.tolist()
         if "versions" in recorded:
             self._place_versions(responses)
         self._signals: dict[tuple[str, str], dict[str, Lists]] = {}

@@ -108,7 +108,7 @@ class ListFiles:
             for lists in found.values():
                 lists.read_ahead()
             return short | found
-        except (_NotPlain, OSError):
+        except (_NotPlain, OSError, ValueError):  # Lance raises the last two
             self._plain = False
             return None
 
