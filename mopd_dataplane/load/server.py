@@ -10,6 +10,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import selectors
 import socket
 import sys
@@ -238,6 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     parent = os.getppid()
     gc.set_threshold(YOUNG_OBJECTS)
+    _allow_open_files()
     try:
         server = _start(options.store, options.socket, parse_spec(options.spec), _storage_options())
     except MopdError as error:
@@ -249,6 +251,12 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         server.close()
     return 0
+
+
+def _allow_open_files() -> None:
+    """Each slot is an open file, and so is each file of a store that is read in place."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _storage_options() -> dict[str, str]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
 
-OPEN_FILES = 256
+OPEN_FILES = 128
 """Files of one table kept open."""
 
 GAP_BYTES = 128 << 10

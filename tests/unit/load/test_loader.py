@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -373,6 +376,17 @@ def test_few_packs_are_lent_together_where_the_ring_is_small(store, tmp_path, up
         wait_until_ready(client, len(batch.packs))
         batch.packs[0]
         assert min(len(batch.packs._leases), 4) == together
+
+
+def test_a_loader_may_open_as_many_files_as_this_machine_allows(store, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with start_server(store.uri, tmp_path / "l.sock", SPEC) as loader:
+            limits = Path(f"/proc/{loader.pid}/limits").read_text()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert re.search(rf"Max open files +{hard} +{hard} ", limits)
 
 
 @pytest.mark.parametrize("part", ["_read", "_fill"])
