@@ -61,7 +61,8 @@ class Payload:
         self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PAYLOAD)
         ends = placed.firsts + placed.lengths
         responses, sampled = (ends - column.lengths for column in (self._masks, self._logprobs))
-        self._wrong_tokens = np.flatnonzero((self._tokens.lengths != placed.lengths) | (responses < placed.firsts))
+        self._wrong_tokens = np.flatnonzero(self._tokens.lengths != placed.lengths)
+        self._wrong_masks = np.flatnonzero(responses < placed.firsts)
         self._wrong_logprobs = np.flatnonzero((self._logprobs.lengths > 0) & (sampled != responses))
         longest = int(placed.lengths.max(initial=0))
         self._no_mask = np.zeros(longest, np.uint8).data
@@ -99,6 +100,8 @@ class Payload:
         """
         for place in _inside(part, self._wrong_tokens):
             self._refuse(place, f"{self._tokens.lengths[place]} tokens", self._placed.lengths[place])
+        for place in _inside(part, self._wrong_masks):
+            self._refuse(place, f"{self._masks.lengths[place]} response tokens", self._placed.lengths[place])
         for place in _inside(part, self._wrong_logprobs):
             self._refuse(place, f"{self._logprobs.lengths[place]} log-probs", self._masks.lengths[place])
         out["cu_seqlens"][:-1], out["cu_seqlens"][-1] = self._placed.firsts[part], len(out["tokens"])
@@ -127,7 +130,7 @@ class Payload:
         begin = first = 0
         for place, length in zip(range(part.start, part.stop), announced.tolist(), strict=True):
             own = sizes.array(place)
-            if own is None:
+            if own is None or not len(own):
                 mask = self._masks.array(place)
                 own = np.zeros(0 if mask is None else int(mask.sum()), np.int32)
             if ids.lengths[place] != length or own.sum() != length:
@@ -135,6 +138,8 @@ class Payload:
             out["support_sizes"][begin : begin + len(own)] = own
             ids.copy(slice(place, place + 1), [first], out["support_ids"].data)
             begin, first = begin + len(own), first + length
+        if begin != len(out["support_sizes"]):
+            self._refuse(part.start, f"with the samples after it {begin} kept sets", len(out["support_sizes"]))
 
     def fill_experts(self, part: slice, out: NDArray[np.int16]) -> None:
         """Write the expert ids of every token [T, W]; -1 at the last of each sample and where none are recorded.

@@ -15,6 +15,7 @@ import selectors
 import socket
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -256,7 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _allow_open_files() -> None:
     """Each slot is an open file, and so is each file of a store that is read in place."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(OSError, ValueError):  # as many as there were then
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _storage_options() -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 Lance file format 2.0 keeps the elements of a list column one after the other, without packing, and beside them where
 each list ends. Its public file metadata says where both lie and how they are encoded. A file whose encoding is any
-other than that is left to Lance, and so is one whose first row, read this way, has another checksum than it was
-committed with.
+other than that is left to Lance, and so is one whose first row that is read, read this way, has another checksum than
+it was committed with.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lance.file import LanceFileReader
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.lists import FileLists, HeldLists, Lists, OpenFiles, Piece
 
 _ENCODING = r"ArrayEncoding{array_encoding:Some\(%s\)}"
@@ -41,6 +42,8 @@ _ELEMENTS = re.compile(_ENCODING % (_FLAT % r"(?P<bits>\d+)"))
 _END = np.dtype("<u8")
 SHORT = ("version_starts", "versions")
 """Columns of a few elements a row: those of many rows are read at once."""
+GAP = 512
+"""List ends, or elements of SHORT columns, that are read for nothing rather than with a read more."""
 
 Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
 
@@ -62,7 +65,7 @@ class _Column:
     null_shifts: list[int]
     """[k] what is added to the end of a null list."""
     first_elements: list[int]
-    """[k] element that the lists of a page begin with."""
+    """[k + 1] element that the lists of a page begin with."""
     element_starts: NDArray[np.int64]
     """[j + 1] element that each page of them begins with."""
     element_positions: NDArray[np.int64]
@@ -77,7 +80,7 @@ class ListFiles:
         folder = Path(dataset.uri) / "data"
         self._folder = folder
         self._fragments = dataset.get_fragments() if folder.is_dir() else []
-        self._plain = bool(self._fragments) and not any(f.metadata.num_deletions for f in self._fragments)
+        self._plain = bool(self._fragments) and all(f.metadata.deletion_file is None for f in self._fragments)
         self._first_rows = np.cumsum([0, *(fragment.metadata.physical_rows for fragment in self._fragments)])
         fields = {field.name(): field for field in dataset.lance_schema.fields()}
         self._ids = {name: (fields[name].id(), fields[name].children()[0].id()) for name in columns}
@@ -108,7 +111,7 @@ class ListFiles:
             for lists in found.values():
                 lists.read_ahead()
             return short | found
-        except (_NotPlain, OSError, ValueError):  # Lance raises the last two
+        except (_NotPlain, OSError, ValueError, LookupError, ArithmeticError):  # Lance tells what is damaged and where
             self._plain = False
             return None
 
@@ -122,7 +125,8 @@ class ListFiles:
                 raise _NotPlain(name)  # the column is younger than the file
             if file.path not in layouts:
                 path = self._folder / file.path
-                layouts[file.path] = self._files.add(path), LanceFileReader(str(path)).metadata()
+                with reading(str(path)):
+                    layouts[file.path] = self._files.add(path), LanceFileReader(str(path)).metadata()
             number, layout = layouts[file.path]
             own, elements = (layout.columns[file.column_indices[list(file.fields).index(id_)]] for id_ in ids)
             found[name] = _column(number, own, elements, self._dtypes[name])
@@ -155,18 +159,17 @@ class ListFiles:
         return FileLists(self._files, self._dtypes[name], lengths, numbers, positions, nulls, cut)
 
     def _read(self, name: str, rows: NDArray[np.int64], fragments: NDArray[np.int64]) -> HeldLists:
-        """Everything of each file from the first to the last list that is wanted, in one read."""
+        """Lists that lie near each other in one read."""
         chunks, firsts, lengths = (np.zeros(len(rows), np.int64) for _ in range(3))
         nulls = np.zeros(len(rows), bool)
         values: list[NDArray[Any]] = []
         for fragment in np.unique(fragments).tolist():
             column, here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
-            firsts[here], lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
-            low, high = int(firsts[here].min()), int((firsts[here] + lengths[here]).max())
-            held: NDArray[Any] = np.empty(high - low, self._dtypes[name])
-            pieces = list(_pieces(column, low, high - low, held.itemsize))
+            starts, lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
+            runs, firsts[here] = _runs(starts, starts + lengths[here])
+            held: NDArray[Any] = np.empty(sum(last - first for first, last in runs), self._dtypes[name])
+            pieces = [part for first, last in runs for part in _pieces(column, first, last - first, held.itemsize)]
             self._files.gather(column.number, pieces, held.data)
-            firsts[here] -= low
             chunks[here] = len(values)
             values.append(held)
         return HeldLists(values, chunks, firsts, lengths, nulls)
@@ -181,19 +184,39 @@ class ListFiles:
         for page in np.unique(pages).tolist():
             here = pages == page
             within = rows[here] - column.row_starts[page]
-            low, high = max(int(within.min()) - 1, 0), int(within.max()) + 1
-            raw = np.empty(high - low, _END)
-            self._files.read(column.number, column.end_positions[page] + low * _END.itemsize, raw.data)
+            before = np.maximum(within - 1, 0)  # where the list before ends, this one begins
+            runs, at = _runs(before, within + 1)
+            raw = np.empty(sum(last - first for first, last in runs), _END)
+            position = column.end_positions[page]
+            pieces = [(position + first * _END.itemsize, (last - first) * _END.itemsize) for first, last in runs]
+            self._files.gather(column.number, pieces, raw.data)
             null = raw >= column.null_shifts[page]
             ends = np.where(null, raw - np.uint64(column.null_shifts[page]), raw).astype(np.int64)
-            starts = np.concatenate(([0], ends[:-1]))  # where low > 0, the first was read for its end alone
-            at = within - low
-            firsts[here] = starts[at] + column.first_elements[page]
-            lengths[here] = ends[at] - starts[at]
-            nulls[here] = null[at]
-        if (lengths < 0).any():
+            last_at = at + (within - before)
+            starts = np.where(within > 0, ends[at], 0)
+            first_element, next_page = column.first_elements[page : page + 2]
+            firsts[here] = starts + first_element
+            lengths[here] = ends[last_at] - starts
+            nulls[here] = null[last_at]
+            if (ends[last_at] > next_page - first_element).any():
+                raise _NotPlain(f"file {column.number}")
+        if (lengths < 0).any() or lengths[nulls].any():
             raise _NotPlain(f"file {column.number}")
         return firsts, lengths, nulls
+
+
+def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
+    """Ranges that are at most GAP apart joined, in order: (first and last of each, where each range begins in them).
+
+    Range i is firsts[i]:lasts[i]; ranges may overlap.
+    """
+    order = np.argsort(firsts, kind="stable")
+    begins, ends = firsts[order], np.maximum.accumulate(lasts[order])
+    cuts = np.flatnonzero(begins[1:] > ends[:-1] + GAP) + 1
+    opening, closing = begins[np.append(0, cuts)], ends[np.append(cuts - 1, len(ends) - 1)]
+    bases = np.cumsum(closing - opening) - (closing - opening)
+    run = np.searchsorted(opening, firsts, side="right") - 1
+    return list(zip(opening.tolist(), closing.tolist(), strict=True)), firsts - opening[run] + bases[run]
 
 
 def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Column:

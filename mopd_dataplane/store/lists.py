@@ -1,10 +1,11 @@
-"""Lists of some rows of a table, one column: in memory as Lance read them, or where they lie in files.
+"""Lists of some rows of a table, one column: in memory, or where they lie in files.
 
 Both put lists straight into memory the caller owns.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from mopd_dataplane.errors import DamagedError
 OPEN_FILES = 128
 """Files of one table kept open."""
 
-GAP_BYTES = 128 << 10
+GAP_BYTES = 32 << 10
 """What lies between two lists that are asked for together: reading it costs a disk less than another request."""
 ASK_BYTES = 2 << 20
 """Of one request to read ahead; the kernel reads no more of a larger one."""
@@ -119,7 +120,13 @@ class OpenFiles:
         if fd is None:
             if len(self.fds) >= OPEN_FILES:
                 self._close()
-            fd = self.fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fd = self._open(number)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not self.fds:
+                    raise
+                self._close()
+                fd = self._open(number)
         return fd
 
     def read(self, number: int, position: int, memory: memoryview) -> None:
@@ -140,6 +147,8 @@ class OpenFiles:
         for position, nbytes in pieces:
             self.read(number, position, memory[done : done + nbytes])
             done += nbytes
+        if done != len(memory):
+            raise self._damage(number, 0, len(memory), f"only {done:,} of them are in it")
 
     def absent(self, number: int, position: int) -> bool:
         """Whether the byte at a position may have to come from the disk. Raises OSError for a file that is gone."""
@@ -158,10 +167,13 @@ class OpenFiles:
         place = f"{self._paths[number]}, {nbytes:,} bytes from byte {position:,}"
         return DamagedError(f"{place}: {why}; run `mopd store verify`")
 
+    def _open(self, number: int) -> int:
+        fd = self.fds[number] = os.open(self._paths[number], os.O_RDONLY | os.O_CLOEXEC)
+        return fd
+
     def _close(self) -> None:
-        for fd in self.fds.values():
-            os.close(fd)
-        self.fds.clear()
+        while self.fds:
+            os.close(self.fds.popitem()[1])
 
     def __del__(self) -> None:
         self._close()

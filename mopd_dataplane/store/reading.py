@@ -156,14 +156,21 @@ class ListReader:
         self._files = ListFiles(dataset, checked, checksum)
 
     def read(
-        self, rows: NDArray[np.int64], crcs: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]
+        self,
+        rows: NDArray[np.int64],
+        crcs: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        columns: Sequence[str],
+        *,
+        verify: bool,
     ) -> dict[str, Lists]:
-        """Columns of the given rows of this table, in the asked order.
+        """Columns of the given rows of this table, in the asked order; all that is checked where it will be verified.
 
         crcs: [n] checksum that each row was committed with. sizes: [n] bytes of each row, about.
         """
-        located = self._files.locate(rows, columns, crcs)
-        if located is not None:
+        if verify:  # what is checked must be what is delivered, so it is read once and held
+            columns = [*dict.fromkeys([*columns, *self.checked])]
+        elif (located := self._files.locate(rows, columns, crcs)) is not None:
             return located
         parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
         return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
@@ -194,8 +201,7 @@ class TokenReader:
         """
         at = np.searchsorted(self._sample_rows, sample_rows)
         self._look_up(at[self._rows[at] < 0])
-        wanted = [*dict.fromkeys([*columns, *(self._lists.checked if verify else ())])]
-        lists = self._lists.read(self._rows[at], self._crcs[at], TOKEN_BYTES * lengths, wanted)
+        lists = self._lists.read(self._rows[at], self._crcs[at], TOKEN_BYTES * lengths, columns, verify=verify)
         if verify:
             found = take_rows(self._samples, sample_rows, ["uid", "payload_crc"])
             check_crcs("tokens", found, self._lists.checksums(lists, len(at)))
@@ -230,7 +236,8 @@ class SignalReader:
         if not self._checked[at].all():
             check_echo(dataset.uri, found, take_rows(dataset, rows, ["uid"]))
             self._checked[at] = True
-        lists = self._lists.read(rows, found["payload_crc"].to_numpy(), found["bytes"].to_numpy(), self._lists.checked)
+        crcs, sizes = (found[name].to_numpy() for name in ("payload_crc", "bytes"))
+        lists = self._lists.read(rows, crcs, sizes, self._lists.checked, verify=verify)
         if verify:
             check_crcs(dataset.uri, found, self._lists.checksums(lists, len(at)))
         return lists

@@ -4,6 +4,7 @@ to Lance."""
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,9 +77,10 @@ a_row = st.tuples(
     page_bytes=st.sampled_from([16, 64, 1 << 20]),
     merged=st.booleans(),
     short=st.sampled_from([(), ("mask",), COLUMNS]),
+    gap=st.sampled_from([0, 3, 512]),
     data=st.data(),
 )
-def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes, merged, short, data):
+def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes, merged, short, gap, data):
     """Over files, pages that cut lists in two, nulls, empty lists, and files merged by copying their pages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LANCE_FILE_WRITER_MAX_PAGE_BYTES", str(page_bytes))
@@ -90,6 +92,7 @@ def test_lists_in_place_are_what_was_written(tmp_path_factory, parts, page_bytes
     wanted = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=40))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(listfiles, "SHORT", short)
+        patch.setattr(listfiles, "GAP", gap)
         found = located(dataset, rows, wanted)
     assert found is not None, "read in place"
     for place, name in enumerate(COLUMNS):
@@ -204,22 +207,63 @@ def test_nothing_is_asked_for_while_it_is_in_memory(tmp_path: Path, monkeypatch:
     assert located(dataset, ROWS, range(60)) is not None
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_verify_finds_a_changed_payload(store: Store, monkeypatch: pytest.MonkeyPatch, in_place: bool) -> None:
+def test_verify_finds_a_changed_payload_and_delivers_what_it_checked(store: Store) -> None:
     assert store.root is not None
     samples = [build.sample(i, response=400) for i in range(4)]
     rows = store.commit_samples(samples, writer="w").rows
-    if not in_place:
-        monkeypatch.setattr(ListFiles, "locate", lambda *_: None)
     lengths = np.array([len(sample.tokens) for sample in samples])
     found = store.token_reader(rows).lists(rows, lengths, ["tokens", "versions"], verify=True)
-    assert [found["tokens"].array(place).tolist() for place in range(4)] == [s.tokens.tolist() for s in samples]  # type: ignore[union-attr]
     [file] = (store.root / "tokens" / "data").iterdir()
     content = file.read_bytes()
     place = content.index(samples[2].tokens.tobytes())
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    assert values(found["tokens"], range(4)) == [sample.tokens.tolist() for sample in samples], "from memory"
     with pytest.raises(DamagedError, match=f"tokens: payload of sample {samples[2].uid} has crc32c"):
         Store.open(store.uri).token_reader(rows).lists(rows, lengths, ["tokens"], verify=True)
+
+
+def test_damaged_file_metadata_is_left_to_lance(tmp_path: Path) -> None:
+    """Also where Lance's reader of it panics."""
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    [file] = (tmp_path / "d" / "data").iterdir()
+    content = file.read_bytes()
+    left = 0
+    for place in range(len(content) - 2600, len(content), 7):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+        left += located(dataset, ROWS, range(60)) is None
+    assert left > 100
+
+
+@pytest.mark.parametrize("few", [[0, 59], [59, 3, 3, 30]])
+def test_list_ends_of_other_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few: list[int]) -> None:
+    """A look-up costs what is looked up, however large the table is."""
+    monkeypatch.setattr(listfiles, "GAP", 0)
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    files = ListFiles(dataset, COLUMNS, checksum)
+    rows, crcs = np.array(few), crcs_of(ROWS)[few]
+    assert files.locate(rows, COLUMNS, crcs) is not None
+    read: list[int] = []
+    whole = lists_module.OpenFiles.read
+    monkeypatch.setattr(
+        lists_module.OpenFiles,
+        "read",
+        lambda *args: read.append(args[-1].nbytes) or whole(*args),  # type: ignore[func-returns-value]
+    )
+    files.locate(rows, COLUMNS, crcs)
+    assert sum(read) <= len(COLUMNS) * len(few) * 16
+
+
+def test_a_process_that_may_open_few_files_closes_its_own(tmp_path: Path) -> None:
+    dataset = write(str(tmp_path / "d"), [ROWS[first : first + 5] for first in range(0, 60, 5)])
+    found = located(dataset, ROWS, range(60))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found["ids"]._files._close()
+    assert found["ids"].array(1) is not None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+    try:
+        assert values(found["ids"], range(60)) == [ids for ids, _ in ROWS]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
