@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lance
@@ -16,6 +17,7 @@ import pytest
 import store_builders as build
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lance.file import LanceFileReader
 from numpy.typing import NDArray
 
 from mopd_dataplane.checksum import payload_crc
@@ -232,6 +234,27 @@ def test_damaged_file_metadata_is_left_to_lance(tmp_path: Path) -> None:
         file.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
         left += located(dataset, ROWS, range(60)) is None
     assert left > 300
+
+
+@pytest.mark.parametrize("position", [None, 1 << 64])
+def test_file_metadata_that_makes_no_sense_is_left_to_lance(tmp_path, monkeypatch, position):
+    """Columns that are missing, and places beyond any file."""
+    dataset = write(str(tmp_path / "d"), [ROWS])
+    metadata = LanceFileReader.metadata
+
+    def strange(self: LanceFileReader) -> Any:
+        columns = [
+            SimpleNamespace(pages=[
+                SimpleNamespace(encoding=page.encoding, buffers=[SimpleNamespace(position=position, size=buffer.size)
+                                                                 for buffer in page.buffers])
+                for page in column.pages
+            ])
+            for column in metadata(self).columns
+        ]  # fmt: skip
+        return SimpleNamespace(columns=columns if position else columns[:1])
+
+    monkeypatch.setattr(LanceFileReader, "metadata", strange)
+    assert located(dataset, ROWS, range(60)) is None
 
 
 @pytest.mark.parametrize("few", [[0, 59], [59, 3, 3, 30]])
