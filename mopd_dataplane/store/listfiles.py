@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,9 @@ _FLAT = (
     % r"Flat\(Flat{bits_per_value:%s,buffer:Some\(Buffer{buffer_index:0,buffer_type:Page}\),compression:None}\)"
     + r"\)}\)\)}\)"
 )
-_LIST = re.compile(
-    _ENCODING
-    % (
-        rf"List\(List{{offsets:Some\({_ENCODING % (_FLAT % '64')}\),"
-        r"null_offset_adjustment:(?P<null>\d+),num_items:(?P<items>\d+)}\)"
-    )
-)
+_LIST = re.compile(_ENCODING.removesuffix(r"\)}") % rf"List\(List{{offsets:Some\({_ENCODING % (_FLAT % '64')}\),")
+_COUNTS = re.compile(r"null_offset_adjustment:\s*(\d+),\s*num_items:\s*(\d+),?\s*}\s*,?\s*\)\s*,?\s*\)\s*,?\s*}\s*")
+"""What differs from page to page, and ends the encoding."""
 _ELEMENTS = re.compile(_ENCODING % (_FLAT % r"(?P<bits>\d+)"))
 _END = np.dtype("<u8")
 SHORT = ("version_starts", "versions")
@@ -60,11 +56,11 @@ class _Column:
     """The file."""
     row_starts: NDArray[np.int64]
     """[k + 1] row that each page begins with."""
-    end_positions: list[int]
+    end_positions: NDArray[np.int64]
     """[k] byte of each page."""
-    null_shifts: list[int]
+    null_shifts: NDArray[np.uint64]
     """[k] what is added to the end of a null list."""
-    first_elements: list[int]
+    first_elements: NDArray[np.int64]
     """[k + 1] element that the lists of a page begin with."""
     element_starts: NDArray[np.int64]
     """[j + 1] element that each page of them begins with."""
@@ -154,7 +150,8 @@ class ListFiles:
             positions[here] = column.element_positions[page] + (firsts - column.element_starts[page]) * size
             over = (firsts + lengths[here] > column.element_starts[page + 1]) & (lengths[here] > 0)
             for at in np.flatnonzero(over).tolist():
-                cut.append(list(_pieces(column, int(firsts[at]), int(lengths[here[at]]), size)))
+                first, last = int(firsts[at]), int(firsts[at] + lengths[here[at]])
+                cut.append(list(_pieces(column.element_starts, column.element_positions, first, last, size)))
                 positions[here[at]] = -len(cut)
         return FileLists(self._files, self._dtypes[name], lengths, numbers, positions, nulls, cut)
 
@@ -168,7 +165,11 @@ class ListFiles:
             starts, lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
             runs, firsts[here] = _runs(starts, starts + lengths[here])
             held: NDArray[Any] = np.empty(sum(last - first for first, last in runs), self._dtypes[name])
-            pieces = [part for first, last in runs for part in _pieces(column, first, last - first, held.itemsize)]
+            pieces = [
+                piece
+                for first, last in runs
+                for piece in _pieces(column.element_starts, column.element_positions, first, last, held.itemsize)
+            ]
             self._files.gather(column.number, pieces, held.data)
             chunks[here] = len(values)
             values.append(held)
@@ -178,31 +179,31 @@ class ListFiles:
         self, column: _Column, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """(first element in the file, elements, whether it is null) of the lists in these rows of a file."""
-        firsts, lengths = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        nulls = np.empty(len(rows), bool)
         pages = np.searchsorted(column.row_starts, rows, side="right") - 1
-        for page in np.unique(pages).tolist():
-            here = pages == page
-            within = rows[here] - column.row_starts[page]
-            before = np.maximum(within - 1, 0)  # where the list before ends, this one begins
-            runs, at = _runs(before, within + 1)
-            raw = np.empty(sum(last - first for first, last in runs), _END)
-            position = column.end_positions[page]
-            pieces = [(position + first * _END.itemsize, (last - first) * _END.itemsize) for first, last in runs]
-            self._files.gather(column.number, pieces, raw.data)
-            null = raw >= column.null_shifts[page]
-            ends = np.where(null, raw - np.uint64(column.null_shifts[page]), raw).astype(np.int64)
-            last_at = at + (within - before)
-            starts = np.where(within > 0, ends[at], 0)
-            first_element, next_page = column.first_elements[page : page + 2]
-            firsts[here] = starts + first_element
-            lengths[here] = ends[last_at] - starts
-            nulls[here] = null[last_at]
-            if (ends[last_at] > next_page - first_element).any():
-                raise _NotPlain(f"file {column.number}")
-        if (lengths < 0).any() or lengths[nulls].any():
+        # Where the list before ends, this one begins.
+        before = np.where(rows > column.row_starts[pages], rows - 1, rows)
+        runs, at = _runs(before, rows + 1)
+        raw = np.empty(sum(last - first for first, last in runs), _END)
+        pieces = [
+            piece
+            for first, last in runs
+            for piece in _pieces(column.row_starts, column.end_positions, first, last, _END.itemsize)
+        ]
+        self._files.gather(column.number, pieces, raw.data)
+        shifts = column.null_shifts[pages]
+        begin, end = raw[at], raw[at + (rows - before)]
+        nulls = end >= shifts
+        ends = (end - shifts * nulls).astype(np.int64)
+        starts = np.where(rows > before, (begin - shifts * (begin >= shifts)).astype(np.int64), 0)
+        lengths = ends - starts
+        first_elements = column.first_elements[pages]
+        if (
+            (lengths < 0).any()
+            or lengths[nulls].any()
+            or (first_elements + ends > column.first_elements[pages + 1]).any()
+        ):
             raise _NotPlain(f"file {column.number}")
-        return firsts, lengths, nulls
+        return starts + first_elements, lengths, nulls
 
 
 def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:
@@ -221,10 +222,9 @@ def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tup
 
 def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Column:
     """Layout of a list column out of Lance's metadata of it and of its elements. Raises _NotPlain."""
-    found = [_match(_LIST, page) for page in lists.pages]
-    items = [int(match["items"]) for match in found]
+    shifts, items = zip(*map(_counts, lists.pages), strict=True)
     held = [page for page in elements.pages if page.buffers]
-    if any(int(_match(_ELEMENTS, page)["bits"]) != 8 * dtype.itemsize for page in held):
+    if any(_element_bits(str(page.encoding)) != 8 * dtype.itemsize or len(page.buffers) != 1 for page in held):
         raise _NotPlain(dtype.name)
     counts = [page.buffers[0].size // dtype.itemsize for page in held]
     if sum(counts) != sum(items):
@@ -232,27 +232,47 @@ def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Co
     return _Column(
         number=number,
         row_starts=np.cumsum([0, *(page.buffers[0].size // _END.itemsize for page in lists.pages)]),
-        end_positions=[page.buffers[0].position for page in lists.pages],
-        null_shifts=[int(match["null"]) for match in found],
-        first_elements=np.cumsum([0, *items]).tolist(),
+        end_positions=np.array([page.buffers[0].position for page in lists.pages], np.int64),
+        null_shifts=np.array(shifts, np.uint64),
+        first_elements=np.cumsum([0, *items]),
         element_starts=np.cumsum([0, *counts]),
         element_positions=np.array([page.buffers[0].position for page in held], np.int64),
     )
 
 
-def _match(form: re.Pattern[str], page: Any) -> re.Match[str]:
-    said = re.sub(r"\s|,(?=\s*[})])", "", str(page.encoding))
-    match = form.fullmatch(said)
-    if match is None or len(page.buffers) != 1:
+def _counts(page: Any) -> tuple[int, int]:
+    """(what is added to the end of a null list, elements) of a page of list ends. Raises _NotPlain."""
+    said = str(page.encoding)
+    place = said.rfind("null_offset_adjustment")
+    counts = _COUNTS.fullmatch(said, max(place, 0))
+    if counts is None or not _are_lists(said[:place]) or len(page.buffers) != 1:
         raise _NotPlain(said)
-    return match
+    return int(counts[1]), int(counts[2])
 
 
-def _pieces(column: _Column, first: int, length: int, size: int) -> Iterator[Piece]:
-    """Where elements lie that may begin in one page and end in another."""
-    last = first + length
-    pages = zip(pairwise(column.element_starts.tolist()), column.element_positions.tolist(), strict=True)
-    for (begin, end), position in pages:
-        low, high = max(first, begin), min(last, end)
-        if low < high:
-            yield position + (low - begin) * size, (high - low) * size
+# A file of many commits has many pages, whose encodings are the same but for their counts.
+@lru_cache(maxsize=64)
+def _are_lists(said: str) -> bool:
+    return _LIST.fullmatch(_compact(said)) is not None
+
+
+@lru_cache(maxsize=64)
+def _element_bits(said: str) -> int:
+    match = _ELEMENTS.fullmatch(_compact(said))
+    return int(match["bits"]) if match else 0
+
+
+def _compact(said: str) -> str:
+    return "".join(said.split()).replace(",}", "}").replace(",)", ")")
+
+
+def _pieces(
+    starts: NDArray[np.int64], positions: NDArray[np.int64], first: int, last: int, size: int
+) -> Iterator[Piece]:
+    """Where elements first:last lie, of `size` bytes each; page i begins with element starts[i], at positions[i]."""
+    page = int(np.searchsorted(starts, first, side="right")) - 1
+    while first < last:
+        begin, end = int(starts[page]), min(last, int(starts[page + 1]))
+        if first < end:
+            yield int(positions[page]) + (first - begin) * size, (end - first) * size
+        first, page = end, page + 1
