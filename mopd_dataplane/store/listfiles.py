@@ -41,6 +41,11 @@ SHORT = ("version_starts", "versions")
 GAP = 512
 """List ends, or elements of SHORT columns, that are read for nothing rather than with a read more."""
 
+LAYOUTS = 4096
+"""Columns of files whose layout is kept."""
+
+_File = tuple[str, int, int]
+"""Path, time of change and size of a file."""
 Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
 
 
@@ -52,8 +57,6 @@ class _NotPlain(Exception):
 class _Column:
     """A list column of one file: k pages say where lists end, j pages hold the elements."""
 
-    number: int
-    """The file."""
     row_starts: NDArray[np.int64]
     """[k + 1] row that each page begins with."""
     end_positions: NDArray[np.int64]
@@ -85,8 +88,8 @@ class ListFiles:
         }
         self._checksum = checksum
         self._files = OpenFiles()
-        self._columns: dict[int, dict[str, _Column]] = {}
-        """By fragment."""
+        self._columns: dict[int, dict[str, tuple[int, _Column]]] = {}
+        """By fragment: (number of the file, its layout) of each column."""
 
     def locate(
         self, rows: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
@@ -113,19 +116,19 @@ class ListFiles:
 
     def _learn(self, fragment: int, row: NDArray[np.int64], crc: int) -> None:
         """Read how a fragment is laid out, and try it on one row. Raises _NotPlain."""
-        layouts: dict[str, tuple[int, Any]] = {}
-        found: dict[str, _Column] = {}
+        numbers: dict[str, int] = {}
+        found: dict[str, tuple[int, _Column]] = {}
         for name, ids in self._ids.items():
             file = next((file for file in self._fragments[fragment].data_files() if ids[0] in file.fields), None)
             if file is None:
                 raise _NotPlain(name)  # the column is younger than the file
-            if file.path not in layouts:
-                path = self._folder / file.path
-                with reading(str(path)):
-                    layouts[file.path] = self._files.add(path), LanceFileReader(str(path)).metadata()
-            number, layout = layouts[file.path]
-            own, elements = (layout.columns[file.column_indices[list(file.fields).index(id_)]] for id_ in ids)
-            found[name] = _column(number, own, elements, self._dtypes[name])
+            path = self._folder / file.path
+            if file.path not in numbers:
+                numbers[file.path] = self._files.add(path)
+            places = [file.column_indices[list(file.fields).index(id_)] for id_ in ids]
+            status = path.stat()
+            known = (str(path), status.st_mtime_ns, status.st_size)
+            found[name] = numbers[file.path], _column(known, places[0], places[1], self._dtypes[name])
         self._columns[fragment] = found
         try:
             lists = (self._find(name, row, np.array([fragment])) for name in self._ids)
@@ -140,9 +143,9 @@ class ListFiles:
         nulls = np.zeros(len(rows), bool)
         cut: list[list[Piece]] = []
         for fragment in np.unique(fragments).tolist():
-            column, here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
-            firsts, lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
-            numbers[here] = column.number
+            (number, column), here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
+            firsts, lengths[here], nulls[here] = self._bounds(number, column, rows[here] - self._first_rows[fragment])
+            numbers[here] = number
             page = np.searchsorted(column.element_starts, firsts, side="right") - 1
             page = np.minimum(page, len(column.element_positions) - 1)
             if not lengths[here].any():
@@ -161,8 +164,8 @@ class ListFiles:
         nulls = np.zeros(len(rows), bool)
         values: list[NDArray[Any]] = []
         for fragment in np.unique(fragments).tolist():
-            column, here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
-            starts, lengths[here], nulls[here] = self._bounds(column, rows[here] - self._first_rows[fragment])
+            (number, column), here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
+            starts, lengths[here], nulls[here] = self._bounds(number, column, rows[here] - self._first_rows[fragment])
             runs, firsts[here] = _runs(starts, starts + lengths[here])
             held: NDArray[Any] = np.empty(sum(last - first for first, last in runs), self._dtypes[name])
             pieces = [
@@ -170,13 +173,13 @@ class ListFiles:
                 for first, last in runs
                 for piece in _pieces(column.element_starts, column.element_positions, first, last, held.itemsize)
             ]
-            self._files.gather(column.number, pieces, held.data)
+            self._files.gather(number, pieces, held.data)
             chunks[here] = len(values)
             values.append(held)
         return HeldLists(values, chunks, firsts, lengths, nulls)
 
     def _bounds(
-        self, column: _Column, rows: NDArray[np.int64]
+        self, number: int, column: _Column, rows: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """(first element in the file, elements, whether it is null) of the lists in these rows of a file."""
         pages = np.searchsorted(column.row_starts, rows, side="right") - 1
@@ -189,7 +192,7 @@ class ListFiles:
             for first, last in runs
             for piece in _pieces(column.row_starts, column.end_positions, first, last, _END.itemsize)
         ]
-        self._files.gather(column.number, pieces, raw.data)
+        self._files.gather(number, pieces, raw.data)
         shifts = column.null_shifts[pages]
         begin, end = raw[at], raw[at + (rows - before)]
         nulls = end >= shifts
@@ -202,7 +205,7 @@ class ListFiles:
             or lengths[nulls].any()
             or (first_elements + ends > column.first_elements[pages + 1]).any()
         ):
-            raise _NotPlain(f"file {column.number}")
+            raise _NotPlain(f"file {number}")
         return starts + first_elements, lengths, nulls
 
 
@@ -220,8 +223,14 @@ def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tup
     return list(zip(opening.tolist(), closing.tolist(), strict=True)), firsts - opening[run] + bases[run]
 
 
-def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Column:
-    """Layout of a list column out of Lance's metadata of it and of its elements. Raises _NotPlain."""
+@lru_cache(maxsize=LAYOUTS)
+def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
+    """Layout of a list column; own, below: places of it and of its elements among the file's columns.
+
+    Files never change, and the next window reads most of them again. Raises _NotPlain.
+    """
+    layout = _layout(file)
+    lists, elements = layout.columns[own], layout.columns[below]
     shifts, items = zip(*map(_counts, lists.pages), strict=True)
     held = [page for page in elements.pages if page.buffers]
     if any(_element_bits(str(page.encoding)) != 8 * dtype.itemsize or len(page.buffers) != 1 for page in held):
@@ -230,7 +239,6 @@ def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Co
     if sum(counts) != sum(items):
         raise _NotPlain(f"{sum(counts)} elements of {sum(items)}")
     return _Column(
-        number=number,
         row_starts=np.cumsum([0, *(page.buffers[0].size // _END.itemsize for page in lists.pages)]),
         end_positions=np.array([page.buffers[0].position for page in lists.pages], np.int64),
         null_shifts=np.array(shifts, np.uint64),
@@ -238,6 +246,13 @@ def _column(number: int, lists: Any, elements: Any, dtype: np.dtype[Any]) -> _Co
         element_starts=np.cumsum([0, *counts]),
         element_positions=np.array([page.buffers[0].position for page in held], np.int64),
     )
+
+
+@lru_cache(maxsize=1)
+def _layout(file: _File) -> Any:
+    """Lance's metadata of a file, which it takes milliseconds to read; kept while its columns are looked at."""
+    with reading(file[0]):
+        return LanceFileReader(file[0]).metadata()
 
 
 def _counts(page: Any) -> tuple[int, int]:

@@ -29,6 +29,8 @@ ROWS_OF_A_FILE = 64
 """Rows wanted of each file on average that are worth a read of their own."""
 REQUEST_BYTES = 32 << 20
 """Payload of one read through Lance: large enough to spread its fixed cost; its buffers come on top of what is kept."""
+IN_PLACE_BYTES = 32 << 20
+"""Payload of one read that is worth looking up how its files are laid out: some ten milliseconds a file."""
 TOKEN_BYTES = 9
 """Of a token in `tokens`, about: id, log-prob and mask."""
 SCAN_ROWS = 65_536
@@ -146,7 +148,8 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
 
 
 class ListReader:
-    """Reads list columns of a heavy table at one version: in place where its files allow it, else through Lance."""
+    """Reads list columns of a heavy table at one version: in place where it is much and files allow it, else through
+    Lance."""
 
     def __init__(self, dataset: lance.LanceDataset, checked: Sequence[str], checksum: Checksum) -> None:
         """checked: the columns that `checksum` is over."""
@@ -170,7 +173,7 @@ class ListReader:
         """
         if verify:  # what is checked must be what is delivered, so it is read once and held
             columns = [*dict.fromkeys([*columns, *self.checked])]
-        elif (located := self._files.locate(rows, columns, crcs)) is not None:
+        elif sizes.sum() >= IN_PLACE_BYTES and (located := self._files.locate(rows, columns, crcs)) is not None:
             return located
         parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
         return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}

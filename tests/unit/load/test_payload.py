@@ -52,6 +52,7 @@ def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_
         source._payload = None
         alone[pack] = filled(source, pack, [])
     takes = []
+    monkeypatch.setattr(reading, "IN_PLACE_BYTES", 0)
     if request_bytes:
         monkeypatch.setattr(reading, "REQUEST_BYTES", request_bytes)
         monkeypatch.setattr(ListFiles, "locate", lambda *_: None)

@@ -19,11 +19,18 @@ from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradien
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, Sample, sample_uid
+from mopd_dataplane.store import reading
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.reading import TokenReader
 
 STAGE = "student"
 ASKS = LoadSpec.for_stage(STAGE, config.Load(), Objective(policy_gradient=PolicyGradientTerm(teacher_coef=0)))
+
+
+@pytest.fixture(autouse=True, params=[0, 1 << 60], ids=["in-place", "through-lance"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything here is read in place, and through Lance."""
+    monkeypatch.setattr(reading, "IN_PLACE_BYTES", request.param)
 
 
 def sample(number: int, *, kept: bool) -> Sample:

@@ -291,6 +291,7 @@ def test_a_process_that_may_open_few_files_closes_its_own(tmp_path: Path) -> Non
 
 def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they lie, and that it is their own; when they are read again, Lance is asked for nothing."""
+    monkeypatch.setattr(reading, "IN_PLACE_BYTES", 0)
     samples = [build.sample(i) for i in range(8)]
     store.commit_samples(samples, writer="w")
     store.add_teacher(build.teacher("a"))
