@@ -157,6 +157,8 @@ class ListReader:
         self.checked = checked
         self._checksum = checksum
         self._files = ListFiles(dataset, checked, checksum)
+        self._in_place = False
+        """Whether enough was read at once to look up how files are laid out."""
 
     def read(
         self,
@@ -173,8 +175,10 @@ class ListReader:
         """
         if verify:  # what is checked must be what is delivered, so it is read once and held
             columns = [*dict.fromkeys([*columns, *self.checked])]
-        elif sizes.sum() >= IN_PLACE_BYTES and (located := self._files.locate(rows, columns, crcs)) is not None:
-            return located
+        else:
+            self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
+            if self._in_place and (located := self._files.locate(rows, columns, crcs)) is not None:
+                return located
         parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
         return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
 
