@@ -267,11 +267,12 @@ def test_list_ends_of_other_rows_are_not_read(tmp_path: Path, monkeypatch: pytes
     assert files.locate(rows, COLUMNS, crcs) is not None
     read: list[int] = []
     whole = lists_module.OpenFiles.read
-    monkeypatch.setattr(
-        lists_module.OpenFiles,
-        "read",
-        lambda *args: read.append(args[-1].nbytes) or whole(*args),  # type: ignore[func-returns-value]
-    )
+
+    def spy(self: lists_module.OpenFiles, number: int, position: int, memory: memoryview) -> None:
+        read.append(memory.nbytes)
+        whole(self, number, position, memory)
+
+    monkeypatch.setattr(lists_module.OpenFiles, "read", spy)
     files.locate(rows, COLUMNS, crcs)
     assert sum(read) <= len(COLUMNS) * len(few) * 16
 
@@ -325,3 +326,14 @@ def test_a_payload_of_another_sample_is_damage(store: Store) -> None:
     reader.lists(np.arange(3), np.full(3, 25), ["tokens"], verify=False)
     with pytest.raises(DamagedError, match=f"tokens row 1 holds sample {samples[1]['uid']}, expected {'d' * 32}"):
         reader.lists(np.array([3]), np.array([25]), ["tokens"], verify=False)
+
+
+def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    monkeypatch.setattr(reading, "IN_PLACE_BYTES", 3 * 25 * reading.TOKEN_BYTES)
+    reader = store.token_reader(np.arange(4))
+    kinds = []
+    for rows in ([0], [1, 2, 3], [0]):
+        found = reader.lists(np.array(rows), np.full(len(rows), 25), ["tokens"], verify=False)
+        kinds.append(type(found["tokens"]))
+    assert kinds == [HeldLists, FileLists, FileLists]
