@@ -31,7 +31,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from mopd_dataplane import open_store
-from mopd_dataplane.jobfile import Job, load_job
+from mopd_dataplane.job.job import Job, load_job
 
 JOBS = Path(__file__).parent
 STORES = Path("runs/recipes")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.engine import Engine, Request, check_step
-from mopd_dataplane.rollout.sampling import sample_key
+from mopd_dataplane.rollout.engines.engine import Engine, Request, check_step
+from mopd_dataplane.rollout.engines.sampling import sample_key
 
 Answer = tuple[list[int], list[float], int]
 """Tokens, log-probs, and how it ended."""

@@ -27,8 +27,8 @@ from mopd_kernels import Head, chosen_logprobs, divergence, token_logprob, topk_
 from torch import Tensor
 
 from mopd_dataplane import open_store
-from mopd_dataplane.jobfile import load_job
-from mopd_dataplane.models import hidden_states, lm_head, load_model
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.models.hf import hidden_states, lm_head, load_model
 from mopd_dataplane.store.dataset import Store
 
 JOB = Path(__file__).parent

@@ -16,11 +16,12 @@ import tempfile
 from multiprocessing import get_context
 from pathlib import Path
 
-from mopd_dataplane import faultpoints, jobfile
-from mopd_dataplane.bench.toyengine import EOS, ToyEngine
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.job import job
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import run_rollout
-from mopd_dataplane.rollout.sandbox import SubprocessSandbox, Turn
+from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox, Turn
+from mopd_dataplane.testing.toy_engine import EOS, ToyEngine
 
 TURNS = 3
 PROMPTS = [Prompt(prompt_id=f"p{i}", domain="files", text=f"append {i}") for i in range(4)]
@@ -46,11 +47,11 @@ def rollout(home: Path, *, dies_after_command: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if dies_after_command:
-        faultpoints.observe(die)
+        fault_points.observe(die)
     samples: list[Sample] = []
     report = run_rollout(
-        ToyEngine(slots=4), PROMPTS, stage="agent", generation=0, seed=0, rollout=jobfile.Rollout(max_new_tokens=600),
-        wal=jobfile.Wal(), wal_dir=home / "wal", commit=samples.extend, environment=append_line,
+        ToyEngine(slots=4), PROMPTS, stage="agent", generation=0, seed=0, rollout=job.Rollout(max_new_tokens=600),
+        wal=job.Wal(), wal_dir=home / "wal", commit=samples.extend, environment=append_line,
         sandbox=SubprocessSandbox(home / "sandboxes"), render=lambda prompt: [ord(c) % 12 for c in prompt.text],
     )  # fmt: skip
     print(f"finished: {report.samples} samples, {report.resumed} resumed, {report.exact} of them exact")

@@ -1,6 +1,19 @@
-"""Measurements of the data plane, each beside the physical limit of the machine in the same run.
+"""Measurements, each beside the physical limit of the machine in the same run.
 
-synthetic.py  stores of any size with the published length law
-plan.py       metadata → plan
-load.py       plan → batches in another process
+synthetic.py     stores of any size, made through the public API
+plan.py          metadata → plan
+load.py          plan → batches in another process
+loaders.py       mopd's loader beside others
+peers.py         the others
+lance_take.py    Lance's own take, to measure the store's reader against
+trainer.py       a trainer process that only reads
+write.py         figures of the write path
+wal.py           the token log at work
+resume.py        how often a resume is exact
+length_bias.py   does an interruption make samples shorter?
+length_stats.py  statistics of that experiment
+packing.py       what packing costs and what it couples
+size.py          how large a run is: bytes, bandwidth, nodes, money
+crowd.py         several processes at once, measured from outside
+opened.py        which files are opened while a block runs
 """

@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.length_stats import equivalence, permutation_p, tilt
-from mopd_dataplane.bench.toyengine import ToyEngine
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout.engine import Engine, Request, StepOutput
+from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput
+from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.rollout.runner import run_rollout
-from mopd_dataplane.rollout.sampling import sample_key
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 ARMS = {
     "A": "uninterrupted",
@@ -121,7 +121,7 @@ class _Bench:
                 try:
                     run_rollout(
                         _Mortal(lifetime), self._prompts, stage="bias", generation=0, seed=self._seed,
-                        rollout=config.Rollout(max_new_tokens=MAX_NEW), wal=config.Wal(), wal_dir=Path(scratch),
+                        rollout=sections.Rollout(max_new_tokens=MAX_NEW), wal=sections.Wal(), wal_dir=Path(scratch),
                         commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
                         render=lambda prompt: _ids(prompt.text).tolist(), already=frozenset(kept),
                     )  # fmt: skip

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.crowd import Crowd, measure_crowd
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.job import sections
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.ring import Slot, make_slot
 from mopd_dataplane.load.spec import LoadSpec
@@ -122,7 +122,7 @@ def slot_limits(path: Path, nbytes: int) -> tuple[float, float]:
 def _planned(root: Path, lengths: Any, cap: int, packs_per_step: int, **options: Any) -> Store:
     """A new store with one planned window."""
     store = make_store(root, lengths, teachers=TEACHERS, **options)
-    rule = config.Plan(pack_tokens=cap, batch_tokens=packs_per_step * cap, strict_batches=False)
+    rule = sections.Plan(pack_tokens=cap, batch_tokens=packs_per_step * cap, strict_batches=False)
     plan = build_window(
         plan_columns(store, TEACHERS), rule, seed=0, stage=STAGE, window=0, snapshot=store.snapshot(),
         teachers=list(TEACHERS),

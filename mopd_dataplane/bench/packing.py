@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import lengths_of
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.packing import pack
@@ -112,7 +112,7 @@ def _plan(lengths: NDArray[np.int32], cap: int, batch: int, strict: bool, seed: 
         domains=zeros.astype(np.int16), groups=np.arange(n), teachers=zeros.astype(np.int16),
         has_signals=yes, has_reward=yes, abandoned=~yes, domain_names=("d",),
     )  # fmt: skip
-    rule = config.Plan(pack_tokens=cap, batch_samples=batch, strict_batches=strict, drop_last=True)
+    rule = sections.Plan(pack_tokens=cap, batch_samples=batch, strict_batches=strict, drop_last=True)
     snapshot = Snapshot(uri="", versions={})
     return build_window(columns, rule, seed=seed, stage="s", window=0, snapshot=snapshot, teachers=["t"])
 

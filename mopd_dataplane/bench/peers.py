@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.checksum import crc32c
+from mopd_dataplane.base.checksum import crc32c
 
 GROUP = 8
 """Packs the hand-rolled loader joins in one buffer, which is what makes it fast."""
@@ -83,7 +83,7 @@ def memmap_plain(work: Work) -> Pass:
 
 def lance(work: Work) -> Pass:
     """torch DataLoader over `take` of a Lance list column."""
-    from mopd_dataplane.store.baretake import BareTake, write_records
+    from mopd_dataplane.bench.lance_take import BareTake, write_records
 
     uri = str(work.folder / "records.lance")
     if not Path(uri).exists():

@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
+from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.memory import freed_memory_kept
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
-from mopd_dataplane.run.rows import scan_stage
-from mopd_dataplane.store.bench import BENCH_RUN, bench_sample, filled_samples
+from mopd_dataplane.run.stage_rows import scan_stage
+from mopd_dataplane.store.arrow_rows import token_rows
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.rows import token_rows
 
 CAP = 32_768
 PACKS_PER_STEP = 512
@@ -113,7 +113,7 @@ class _Parts:
 
 def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict[str, Any]:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    settings = config.Plan(
+    settings = sections.Plan(
         pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict,
         drop_last=window >= 100_000,  # a few samples do not fill one batch
     )  # fmt: skip

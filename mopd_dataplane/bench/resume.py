@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.length_stats import equivalence
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.rollout.engine import StepOutput
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.engines.engine import StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.vllm import VllmEngine
 from mopd_dataplane.rollout.runner import run_rollout
-from mopd_dataplane.rollout.vllm import VllmEngine
 
 
 def measure(
@@ -46,7 +46,7 @@ def measure(
     """
     kind = _InterruptedVllm if engine == "vllm" else _InterruptedHf
     running = kind(model, slots=slots, threads=threads)
-    settings = config.Rollout(max_new_tokens=max_new_tokens)
+    settings = sections.Rollout(max_new_tokens=max_new_tokens)
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(samples)]
     whole = _sampled(running, prompts, settings, None, every)
     found = {
@@ -105,7 +105,7 @@ def _interrupt(engine: _Interrupted) -> None:
 
 
 def _sampled(
-    engine: _Interrupted, prompts: list[Prompt], settings: config.Rollout, how: str | None, every: int
+    engine: _Interrupted, prompts: list[Prompt], settings: sections.Rollout, how: str | None, every: int
 ) -> dict[str, Sample]:
     """All samples by uid, over as many lives as it takes."""
     kept: dict[str, Sample] = {}
@@ -116,7 +116,7 @@ def _sampled(
             engine.forget()
             with contextlib.suppress(_Killed, KeyboardInterrupt):
                 run_rollout(
-                    engine, prompts, stage="resume", generation=0, seed=0, rollout=settings, wal=config.Wal(),
+                    engine, prompts, stage="resume", generation=0, seed=0, rollout=settings, wal=sections.Wal(),
                     wal_dir=Path(scratch), commit=lambda batch: kept.update({s.uid: s for s in batch}),
                     render=lambda prompt: engine.tokenizer.encode(prompt.text), already=frozenset(kept),
                 )  # fmt: skip

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane import config
-from mopd_dataplane.rollout import messages
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.partial_sample import Opening
 
 STUDENT = {
     "model_type": "qwen3",
@@ -51,7 +51,7 @@ def measure(
     50 steps/s), wait_p50_ms and wait_p99_ms (append to durable when somebody waits), share_of_decode (log time over
     decode time at `sequences`), raw_write_bytes_per_s, and what they were measured on.
     """
-    settings = config.Wal(group_commit_ms=group_commit_ms)
+    settings = sections.Wal(group_commit_ms=group_commit_ms)
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
         home = Path(scratch)
         raw = _raw_write(home / "raw", _RAW_BYTES)
@@ -86,7 +86,7 @@ def measure(
 
 
 @contextmanager
-def _log(folder: Path, settings: config.Wal) -> Iterator[TokenLog]:
+def _log(folder: Path, settings: sections.Wal) -> Iterator[TokenLog]:
     log, _ = TokenLog.open(folder, settings)
     try:
         yield log
@@ -107,9 +107,9 @@ def _raw_write(path: Path, total: int) -> float:
     return rate
 
 
-def _step(sequences: int, position: int) -> messages.Step:
+def _step(sequences: int, position: int) -> log_records.Step:
     handles = np.arange(sequences, dtype=np.uint32)
-    return messages.Step(
+    return log_records.Step(
         handles,
         np.full(sequences, position, np.uint32),
         handles,
@@ -158,18 +158,18 @@ def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     return waits
 
 
-def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[float, float]:
+def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tuple[float, float]:
     """Mean seconds of a decode step of a real model, and of logging and applying what it returned.
 
     A steady state: responses of _RESPONSE tokens that began at different times, so that one ends, is finished in the
     log and makes room for another every few steps.
     """
-    from mopd_dataplane.models import load_tokenizer
-    from mopd_dataplane.rollout.engine import Request
-    from mopd_dataplane.rollout.hf import HfEngine
-    from mopd_dataplane.run.student import make_student
+    from mopd_dataplane.models.hf import load_tokenizer
+    from mopd_dataplane.models.initial_weights import make_student
+    from mopd_dataplane.rollout.engines.engine import Request
+    from mopd_dataplane.rollout.engines.hf import HfEngine
 
-    model = make_student(config.Student(config=STUDENT), home / "model", seed=0)
+    model = make_student(sections.Student(config=STUDENT), home / "model", seed=0)
     tokenizer = load_tokenizer(model)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(model)
@@ -179,14 +179,14 @@ def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[
     handles = np.zeros(sequences, np.uint32)
     log_s = decode_s = 0.0
 
-    def say(message: messages.Any) -> None:
+    def say(message: log_records.Any) -> None:
         log.append(message)
         ledger.apply(message)
 
     def opened(slot: int, budget: int) -> tuple[int, Request]:
         handle = ledger.next_handle
         handles[slot] = handle
-        say(messages.Open(handle, _opening(handle)))
+        say(log_records.Open(handle, _opening(handle)))
         return slot, Request(uid="", prompt_ids=prompt, key=handle, max_new_tokens=budget)
 
     with _log(home / "decode", settings) as log:
@@ -196,13 +196,13 @@ def _beside_decoding(home: Path, settings: config.Wal, sequences: int) -> tuple[
             output = engine.step()
             decoded = time.perf_counter()
             columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
-            step = messages.Step(handles[output.slots], *columns, output.logprobs, output.finished)
+            step = log_records.Step(handles[output.slots], *columns, output.logprobs, output.finished)
             log.append(step)
             ledger.apply(step)
             free = output.slots[output.finished > 0].tolist()
             for slot in free:
                 draft = ledger.drafts[handle := int(handles[slot])]
-                say(messages.Finish(handle, len(draft), draft.digest(), "length"))
+                say(log_records.Finish(handle, len(draft), draft.digest(), "length"))
             requests = [opened(slot, _RESPONSE) for slot in free]
             log_s += time.perf_counter() - decoded
             decode_s += decoded - began

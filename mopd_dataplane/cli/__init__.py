@@ -3,9 +3,14 @@
     app.py      the command tree and how it ends: exit codes, errors, Ctrl-C
     jobs.py     run, rollout, score, reward, plan, train
     answers.py  query, show, report
-    stores.py   store info, verify, compact
-    bench.py    bench plan, load, write, wal
-    output.py   tables, JSON, CSV and errors on a terminal
+    teachers.py   teachers on the same answers
+    stores.py     store info, verify, compact
+    interchange.py  import, export
+    load.py       load serve
+    recipes.py    the job files there are
+    bench.py      bench plan, load, write, wal
+    register.py   how a function becomes a command
+    output.py     tables, JSON, CSV and errors on a terminal
     reference.py  docs/cli.md from the command tree
 
 Nothing here imports torch or lance before a command runs.

@@ -17,10 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 from mopd_dataplane import __version__
+from mopd_dataplane.base.files import full_disk_named
 from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, stores, teachers
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.files import full_disk_named
 from mopd_dataplane.store.network import answering
 
 INTERRUPTED = 130

@@ -54,7 +54,7 @@ def load(
     The speed of memcpy and of preadv into the same slots is measured in the same run. The stores are made first.
     """
     if peers:
-        from mopd_dataplane.bench.compare import compare, draw
+        from mopd_dataplane.bench.loaders import compare, draw
 
         def report(loader: str, found: dict[str, Any]) -> None:
             note(f"{loader}: " + ", ".join(f"{name} {value}" for name, value in found.items()))
@@ -82,7 +82,7 @@ def write(
     Every commit is durable, the raw write is synced as often. Large tables are filled up first, which takes a while and
     is not timed.
     """
-    from mopd_dataplane.store.bench import FIGURES, write_figures
+    from mopd_dataplane.bench.write import FIGURES, write_figures
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-write-") as scratch:
         figures = write_figures(Path(scratch), rows or [10_000, 100_000])

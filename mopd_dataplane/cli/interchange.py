@@ -88,16 +88,16 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _vocabulary(folder: Path, template: str) -> Vocabulary:
-    from mopd_dataplane import models
     from mopd_dataplane.errors import InputError
-    from mopd_dataplane.rollout.prompts import render
+    from mopd_dataplane.models import hf
+    from mopd_dataplane.prompts import render
 
     class FromFolder:
         """The tokenizer of a model folder."""
 
         def __init__(self) -> None:
-            self._tokenizer: Any = models.load_tokenizer(folder)
-            self.digest = models.tokenizer_digest(self._tokenizer)
+            self._tokenizer: Any = hf.load_tokenizer(folder)
+            self.digest = hf.tokenizer_digest(self._tokenizer)
             self.size = len(self._tokenizer)
 
         def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:

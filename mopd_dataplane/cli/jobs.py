@@ -15,7 +15,7 @@ from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import JobFileError
 
 if TYPE_CHECKING:
-    from mopd_dataplane.jobfile import Job, Stage
+    from mopd_dataplane.job.job import Job, Stage
 
 PANEL = "Jobs"
 
@@ -179,7 +179,7 @@ def add_to(app: typer.Typer) -> None:
 
 def load(path: str, overrides: list[str] | None, seed: int | None, store: str | None) -> Job:
     """The checked job with the command line's overrides applied. Raises JobFileError."""
-    from mopd_dataplane.jobfile import load_job
+    from mopd_dataplane.job.job import load_job
 
     extra = [] if seed is None else [f"seed={seed}"]
     extra += [] if store is None else [f"store={json.dumps(store)}"]

@@ -35,7 +35,7 @@ def recipes(
 
 
 def _describe(file: Path) -> dict[str, Any]:
-    from mopd_dataplane.jobfile import load_job
+    from mopd_dataplane.job.job import load_job
 
     job = load_job(file)
     full = file.with_name(FULL_SCALE)

@@ -44,7 +44,7 @@ def teachers(
     loaded = load(job, set_, seed, store)
     chosen = choose_stage(loaded, stage, sampled=True)
 
-    from mopd_dataplane.run.compare import compare_teachers
+    from mopd_dataplane.run.steps.compare_teachers import compare_teachers
 
     rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
     if as_json:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
-from mopd_dataplane.files import fsync
 from mopd_dataplane.interchange.formats import QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset import Store

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.rows import Fields, check_unicode, floats, integer, integers, number, text
-from mopd_dataplane.store.rows import RECORDED
+from mopd_dataplane.interchange.row_files import Fields, check_unicode, floats, integer, integers, number, text
+from mopd_dataplane.store.arrow_rows import RECORDED
 
 Messages = list[dict[str, Any]]
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
 from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
-from mopd_dataplane.interchange.rows import files_of, read_rows
+from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.store.arrow_rows import RECORDED, check_sample
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.rows import RECORDED, check_sample
 
 BATCH = 1024
 """Samples committed together."""

@@ -1,18 +1,18 @@
 """PLAN → BATCHES: one copy of the payload per node, in shared memory, read in place by every rank.
 
-spec.py       what a loader process is told
-layout.py     the fields of a pack inside a slot
-ring.py       slots of shared memory, preallocated, sealed, bounded
-source.py     a planned window of a store: sizes, and filling packs
-payload.py    what was read last, from which packs are filled
-rewards.py    outcome rewards, relative to their group
-windows.py    the windows that are open
-lanes.py      who is owed which pack, and who reads it
-loader.py     reads ahead, lends slots, takes them back
-protocol.py   messages and descriptors over a Unix socket
-server.py     the loader process
-launch.py     starting it
-client.py     what a trainer holds: batches of packs, release
-pinned.py     slots registered with CUDA
-stream.py     the same as an iterable with a state, for any trainer
+spec.py            what a loader process is told
+slot_layout.py     the fields of a pack inside a slot
+ring.py            slots of shared memory, preallocated, sealed, bounded
+source.py          a planned window of a store: sizes, and filling packs
+payload.py         payload of the packs that come next
+windows.py         the windows that are open
+consumers.py       who is owed which pack, and who reads it
+prefetch_depth.py  how many packs to keep ready for a rank
+loader.py          reads ahead, lends slots, takes them back
+protocol.py        messages and descriptors over a Unix socket
+server.py          the loader process
+launch.py          starting it
+client.py          what a trainer holds: batches of packs, release
+pinned.py          slots registered with CUDA
+stream.py          batches as an iterable with a state, for any trainer
 """

@@ -27,8 +27,8 @@ from typing import Any, Literal, overload
 
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
 from mopd_dataplane.load import pinned
-from mopd_dataplane.load.layout import Field, arrays_of, read_header, slot_crc
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
+from mopd_dataplane.load.slot_layout import Field, arrays_of, read_header, slot_crc
 from mopd_dataplane.records import Batch, Pack
 
 Views = Literal["torch", "numpy"]

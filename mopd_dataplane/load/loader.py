@@ -1,7 +1,7 @@
 """Reads ahead of every trainer: fills slots with the packs of each lane, lends them, takes them back.
 
 A filler thread keeps every lane supplied. A slot goes back to the ring when every seat of its lane has claimed and
-released it, or has left; see lanes.py.
+released it, or has left; see consumers.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
-from mopd_dataplane.load.lanes import Item, Lane, Seat, refusal
-from mopd_dataplane.load.layout import UNCHECKED, seal
-from mopd_dataplane.load.pace import REMEMBERED, Pace
+from mopd_dataplane.load.consumers import Item, Lane, Seat, refusal
+from mopd_dataplane.load.prefetch_depth import REMEMBERED, Pace
 from mopd_dataplane.load.protocol import HEARTBEAT_S, MAX_FDS
 from mopd_dataplane.load.ring import Ring, Slot
+from mopd_dataplane.load.slot_layout import UNCHECKED, seal
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.windows import PROBE_S, Beat, Windows

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
-from mopd_dataplane.load.lanes import Seat
+from mopd_dataplane.load.consumers import Seat
 from mopd_dataplane.load.launch import STORAGE_OPTIONS
 from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import (

@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load.layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
 from mopd_dataplane.load.payload import EXPERTS, SUPPORT, VERSIONS, Payload, Placed
-from mopd_dataplane.load.rewards import Outcomes, group_outcomes
+from mopd_dataplane.load.slot_layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
 from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.plan.group_advantages import Outcomes, group_outcomes
 from mopd_dataplane.records import PlanWindow
 
 if TYPE_CHECKING:

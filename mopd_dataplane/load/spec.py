@@ -6,9 +6,9 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from mopd_dataplane.config import Load, Section
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.objectives import Objective
+from mopd_dataplane.job.objectives import Objective
+from mopd_dataplane.job.sections import Load, Section
 
 
 class LoadSpec(Section):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import order_by_due, plan_mixture, thin_and_order
 from mopd_dataplane.plan.packing import Packs, gather_groups, pack
@@ -72,7 +72,7 @@ class Units:
 def plan_epoch(
     chosen: Columns,
     units: Units,
-    settings: config.Plan,
+    settings: sections.Plan,
     *,
     seed: int,
     name: tuple[str | int, ...],
@@ -111,7 +111,7 @@ def plan_epoch(
 
 
 def _batches_then_packs(
-    chosen: Columns, units: Units, order: NDArray[np.int64], settings: config.Plan, left_out: dict[str, int]
+    chosen: Columns, units: Units, order: NDArray[np.int64], settings: sections.Plan, left_out: dict[str, int]
 ) -> Layout:
     """Cut the order into steps, then pack inside each step."""
     samples, unit_starts = units.samples(order)
@@ -140,7 +140,7 @@ def _packs_then_batches(
     packs: Packs,
     teachers: NDArray[np.int64],
     shuffled: NDArray[np.int64],
-    settings: config.Plan,
+    settings: sections.Plan,
     left_out: dict[str, int],
 ) -> Layout:
     """Deal the packs of a whole epoch, in the order drawn, to steps of an equal number of packs.
@@ -157,7 +157,7 @@ def _packs_then_batches(
     return Layout(packs, teachers.astype(np.int16), dealt, np.minimum(np.arange(steps + 1) * per_step, len(dealt)))
 
 
-def _packs_per_step(tokens: int, samples: int, packs: int, settings: config.Plan) -> int:
+def _packs_per_step(tokens: int, samples: int, packs: int, settings: sections.Plan) -> int:
     """Packs of one step, rounded to a multiple of the largest power of two up to an eighth of it.
 
     So a step of 8 R packs or more splits evenly over R = 2^k ranks, and the batch is off by at most a sixteenth.

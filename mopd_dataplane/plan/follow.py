@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.balance import LINEAR_COST
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import take_mixed
@@ -23,7 +24,6 @@ from mopd_dataplane.plan.plan import build_window, plan_digest
 from mopd_dataplane.plan.select import unusable
 from mopd_dataplane.plan.shuffle import philox_key
 from mopd_dataplane.records import PlanWindow, Snapshot
-from mopd_dataplane.weights import Weight, weight_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class Decision:
 def next_window(
     columns: Columns,
     settled_rows: NDArray[np.int64],
-    settings: config.Plan,
+    settings: sections.Plan,
     *,
     admission: NDArray[np.int64] | None = None,
     oldest_in_flight: int | None = None,
@@ -149,7 +149,7 @@ def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWi
 
 
 def _drops(
-    columns: Columns, open_work: NDArray[np.bool_], settings: config.Plan, policy_version: int
+    columns: Columns, open_work: NDArray[np.bool_], settings: sections.Plan, policy_version: int
 ) -> list[tuple[str, NDArray[np.bool_]]]:
     """Open samples that can never be trained on, each under its first reason."""
     found = []
@@ -192,7 +192,7 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
 class _Chooser:
     """Which samples the next window takes."""
 
-    settings: config.Plan
+    settings: sections.Plan
     group_size: int
     window_steps: int
     first_step: int
@@ -247,7 +247,7 @@ class _Chooser:
 
 
 def _staleness_wait(
-    pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: config.Plan, policy_version: int
+    pending_versions: NDArray[np.int32], oldest_in_flight: int | None, settings: sections.Plan, policy_version: int
 ) -> str:
     """Reason to hold the trainer back, or empty."""
     if not settings.max_staleness or settings.stale != "wait":
@@ -267,7 +267,7 @@ def _progress(
     due: NDArray[np.bool_],
     ready: NDArray[np.bool_],
     pending: NDArray[np.bool_],
-    settings: config.Plan,
+    settings: sections.Plan,
     window_steps: int,
 ) -> str:
     if settings.batch_tokens:

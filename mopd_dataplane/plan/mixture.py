@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.shuffle import stable_order
-from mopd_dataplane.weights import Weight, weight_at
 
 
 @dataclass(frozen=True, slots=True)

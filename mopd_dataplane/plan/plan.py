@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.balance import LINEAR_COST, straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.select import Selection, select
 from mopd_dataplane.plan.shuffle import BLOCK, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
-from mopd_dataplane.weights import Weight, weight_at
 
 WEIGHT_BITS = 24
 """Packs of a step and teacher are ordered by work in as many steps up to the heaviest pack."""
@@ -31,7 +31,7 @@ WEIGHT_BITS = 24
 
 def build_window(
     columns: Columns,
-    settings: config.Plan,
+    settings: sections.Plan,
     *,
     seed: int,
     stage: str,
@@ -104,7 +104,7 @@ def build_window(
 
 
 def recorded_settings(
-    settings: config.Plan, epochs: int, group_size: int, policy_version: int | None
+    settings: sections.Plan, epochs: int, group_size: int, policy_version: int | None
 ) -> dict[str, Any]:
     """What a window depends on; the number of ranks is left out, because it does not."""
     bound = policy_version if settings.max_staleness else None
@@ -117,7 +117,7 @@ def recorded_settings(
 
 
 def recorded_weights(
-    settings: config.Plan, teacher_weights: Mapping[str, Weight], first_step: int, steps: int
+    settings: sections.Plan, teacher_weights: Mapping[str, Weight], first_step: int, steps: int
 ) -> dict[str, Any]:
     """Weights that change over steps, with their value at each step of the window; empty when none does."""
     named = {f"mixture/{name}": weight for name, weight in settings.mixture.items()}
@@ -148,7 +148,7 @@ def plan_digest(plan: PlanWindow) -> str:
     return state.hexdigest()
 
 
-def _check(settings: config.Plan, teachers: list[str], columns: Columns, group_size: int) -> None:
+def _check(settings: sections.Plan, teachers: list[str], columns: Columns, group_size: int) -> None:
     if group_size > 1 and not settings.strict_batches:
         raise InputError(
             f"groups of {group_size} samples must stay in one step, which plan.strict_batches = false cannot keep; "

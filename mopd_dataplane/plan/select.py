@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 
 
@@ -21,7 +21,7 @@ class Selection:
 
 
 def select(
-    columns: Columns, settings: config.Plan, *, group_size: int = 1, policy_version: int | None = None
+    columns: Columns, settings: sections.Plan, *, group_size: int = 1, policy_version: int | None = None
 ) -> Selection:
     """Apply every filter.
 
@@ -43,7 +43,7 @@ def select(
     return Selection(columns=columns.take(keep) if dropped else columns, dropped=dropped)
 
 
-def unusable(columns: Columns, settings: config.Plan, policy_version: int | None) -> dict[str, NDArray[np.bool_]]:
+def unusable(columns: Columns, settings: sections.Plan, policy_version: int | None) -> dict[str, NDArray[np.bool_]]:
     """Samples that no later signal can make usable: a mask [n] for each reason.
 
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`.

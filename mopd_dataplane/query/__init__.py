@@ -1,1 +1,13 @@
-"""STORE -> ANSWERS: read-only SQL, one sample token by token, where a step's samples came from, one HTML page."""
+"""STORE -> ANSWERS: one sample token by token, where a step's samples came from, one HTML page.
+
+show.py           one sample, token by token: what is shown
+show_terminal.py  one sample on a terminal: how it is shown
+lineage.py        what led to a sample or a step, and what used it
+report.py         the HTML page
+sections.py       its sections
+measures.py       its numbers, one SQL statement each
+plots.py          its plots, inline SVG
+decode.py         token ids as text
+text.py           text for people: model output made harmless, numbers made readable
+job.py            what a store remembers of the job that made it
+"""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.lineage import literal
-from mopd_dataplane.query.sql import sql_name
+from mopd_dataplane.store.sql import sql_name
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot

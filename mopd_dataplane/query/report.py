@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.files import publish_file
+from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.query.decode import find_decoder
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.sections import cards, sections

@@ -1,16 +1,15 @@
-"""The student writes: prompts become samples, and every token is logged as it is decoded.
+"""PROMPTS -> SAMPLES: the student writes, and every token is logged as it is decoded.
 
-prompts.py    where prompts come from, and how a model reads them
-engine.py     what a generation engine must do
-hf.py         the Hugging Face engine: batched decoding with continuous refill
-sampling.py   a token as a pure function of (logits, sample key, position)
-draft.py      a sample being written
-messages.py   what the token log says
-ledger.py     the messages replayed: live state and recovered state are one thing
-sandbox.py    commands in the world, at most once
-framing.py    records and segments as bytes
-wal.py        the token log: append, wait until durable, rotate, retire
-recovery.py   from the bytes of a dead process to the ledger it had
-committer.py  finished samples into the store, off the decode path
-runner.py     run_rollout: the loop
+runner.py          run_rollout: prompts in, samples in the store
+loop.py            the decode loop: keep the slots busy, log every step, pass finished samples on
+partial_sample.py  a sample being written
+mask_buffers.py    sampling masks of a step, and of a sample being written
+stop_strings.py    stop strings, matched over the whole response as it grows
+policy_update.py   which policy version writes which token when weights change
+committer.py       finished samples into the store, off the decode path
+interrupt.py       Ctrl-C and SIGTERM end a rollout between two steps
+rollout_report.py  what one call of run_rollout did
+engines/           what generates: Hugging Face, vLLM here, a vLLM server
+log/               the token log
+tools/             commands that a sample runs in the world
 """

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.files import is_disk_full
 from mopd_dataplane.errors import DeadlineError, ResourceError
-from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.files import is_disk_full
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.rollout.log.wal import TokenLog
 
 BATCH = 64
 """Samples per commit, at most."""

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.sampling_masks import Kept
 from mopd_dataplane.errors import EngineError
-from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout import messages
 from mopd_dataplane.rollout.committer import Committer, Finished
-from mopd_dataplane.rollout.draft import Draft, Opening
-from mopd_dataplane.rollout.engine import (
+from mopd_dataplane.rollout.engines.call_timeout import Watch
+from mopd_dataplane.rollout.engines.engine import (
     FINISH_REASON,
     LENGTH,
     STOP,
@@ -34,13 +34,13 @@ from mopd_dataplane.rollout.engine import (
     check_routes,
     check_step,
 )
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.report import RolloutReport
-from mopd_dataplane.rollout.sandbox import Abandoned, Call, Sandbox, Turn
-from mopd_dataplane.rollout.wal import TokenLog
-from mopd_dataplane.rollout.watch import Watch
-from mopd_dataplane.rollout.weights import WeightChange
-from mopd_dataplane.support import Kept
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.partial_sample import Draft, Opening
+from mopd_dataplane.rollout.policy_update import WeightChange
+from mopd_dataplane.rollout.rollout_report import RolloutReport
+from mopd_dataplane.rollout.tools.sandbox import Abandoned, Call, Sandbox, Turn
 
 Environment = Callable[[Turn], list[int] | None]
 """Called when the policy ends a turn. Returns the environment's tokens, or None when the conversation is over. Must be
@@ -105,7 +105,7 @@ class RolloutLoop:
         drafts = self._ledger.drafts
         stored = tuple(handle for handle, draft in drafts.items() if draft.opening.uid in already)
         if stored:
-            self._say(messages.Commit(stored))
+            self._say(log_records.Commit(stored))
         for handle, draft in list(drafts.items()):
             if draft.finish_reason:
                 self._hand_over(handle, self._log.synced_lsn)
@@ -167,7 +167,7 @@ class RolloutLoop:
         for handles in self._committer.committed():
             for handle in handles:
                 self._report.committed(self._ledger.drafts[handle].finish_reason)
-            self._say(messages.Commit(tuple(handles)))
+            self._say(log_records.Commit(tuple(handles)))
 
     def _live(self) -> list[int]:
         """Slots at work."""
@@ -201,7 +201,7 @@ class RolloutLoop:
 
     def _open(self, opening: Opening) -> int:
         handle = self._ledger.next_handle
-        self._say(messages.Open(handle, opening))
+        self._say(log_records.Open(handle, opening))
         self._say_policy(handle)
         return handle
 
@@ -225,7 +225,7 @@ class RolloutLoop:
         """Record where a sample goes over to the engine's policy, unless it was that one's already."""
         draft = self._ledger.drafts[handle]
         if not draft.is_by(self._engine.policy_digest):
-            self._say(messages.Span(handle, len(draft), self._engine.policy_version, self._engine.policy_digest))
+            self._say(log_records.Span(handle, len(draft), self._engine.policy_version, self._engine.policy_digest))
 
     def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
         """Whether the sample goes on as if never interrupted, and the gap.
@@ -241,7 +241,7 @@ class RolloutLoop:
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
         """Record how an interrupted sample goes on."""
         self._interrupted.discard(handle)
-        self._say(messages.Resume(handle, exact, drift))
+        self._say(log_records.Resume(handle, exact, drift))
         self._report.resumed += 1
         self._report.exact += exact
         self._report.max_drift = max(self._report.max_drift, drift)
@@ -254,7 +254,7 @@ class RolloutLoop:
         self._say_kept(output, handles)
         self._say_routes(output, handles)
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
-        self._say(messages.Step(handles, *columns, output.logprobs, output.finished))
+        self._say(log_records.Step(handles, *columns, output.logprobs, output.finished))
         checkpoint("rollout.step")
         self._due[output.slots] += 1
         self._report.tokens += len(handles)
@@ -272,7 +272,7 @@ class RolloutLoop:
             return
         ordinals = [self._ledger.drafts[handle].kept.drawn for handle in handles[asked].tolist()]
         kept = Kept(output.kept.sizes[asked], output.kept.ids)
-        for message in messages.Support.records(handles[asked], np.array(ordinals, np.uint32), kept):
+        for message in log_records.Support.records(handles[asked], np.array(ordinals, np.uint32), kept):
             self._say(message)
 
     def _say_routes(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
@@ -289,7 +289,7 @@ class RolloutLoop:
         fresh = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lacking, strict=True)])
         places = np.concatenate([np.arange(last - n, last) for last, n in zip(read, lacking, strict=True)])
         owners = np.repeat(handles, lacking)
-        for message in messages.Routed.records(owners, places.astype(np.uint32), routes.ids[fresh]):
+        for message in log_records.Routed.records(owners, places.astype(np.uint32), routes.ids[fresh]):
             self._say(message)
 
     def _turn_ended(self, handle: int) -> None:
@@ -298,20 +298,20 @@ class RolloutLoop:
         try:
             said = self._ask_environment(handle, draft) if draft.ended == STOP else None
         except Abandoned as abandoned:
-            self._say(messages.Abandon(handle, abandoned.reason))
+            self._say(log_records.Abandon(handle, abandoned.reason))
             self._report.abandoned[abandoned.reason] = self._report.abandoned.get(abandoned.reason, 0) + 1
             self._finish(handle, draft, "abandoned")
             return
         if said and len(said) < draft.budget_left:
             ids = np.array(said, np.int32)
             silent = np.zeros(len(ids))
-            self._say(messages.Tokens(handle, len(draft), ids, silent.astype(np.float32), silent.astype(np.uint8)))
+            self._say(log_records.Tokens(handle, len(draft), ids, silent.astype(np.float32), silent.astype(np.uint8)))
             self._work.appendleft(handle)
             return
         self._finish(handle, draft, FINISH_REASON[LENGTH if said else draft.ended])
 
     def _finish(self, handle: int, draft: Draft, reason: str) -> None:
-        lsn = self._say(messages.Finish(handle, len(draft), draft.digest(), reason))
+        lsn = self._say(log_records.Finish(handle, len(draft), draft.digest(), reason))
         self._interrupted.discard(handle)
         checkpoint("rollout.finish")
         self._hand_over(handle, lsn)
@@ -322,7 +322,7 @@ class RolloutLoop:
         self._log.wait_durable(self._log.appended_lsn)
 
         def say(call: Call, ordinal: int) -> None:
-            self._log.wait_durable(self._say(messages.Tool(handle, ordinal, call)))
+            self._log.wait_durable(self._say(log_records.Tool(handle, ordinal, call)))
 
         prompt = self._prompts[draft.opening.prompt_id]
         turn = Turn(
@@ -333,7 +333,7 @@ class RolloutLoop:
     def _hand_over(self, handle: int, lsn: int) -> None:
         self._committer.hand_over(Finished(handle, lsn, self._ledger.drafts[handle].sample()))
 
-    def _say(self, message: messages.Any) -> int:
+    def _say(self, message: log_records.Any) -> int:
         """Log a message, then apply it, as recovery will."""
         lsn = self._log.append(message)
         self._ledger.apply(message)

@@ -13,23 +13,23 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, PromptError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.engine import Engine
+from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.interrupt import StopRequest
-from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.remote_copy import LogCopy
+from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.loop import Environment, RolloutLoop
-from mopd_dataplane.rollout.report import RolloutReport
-from mopd_dataplane.rollout.sandbox import Sandbox
-from mopd_dataplane.rollout.shipping import LogCopy
-from mopd_dataplane.rollout.wal import TokenLog
-from mopd_dataplane.rollout.weights import Published, WeightChange, load_pinned, pinned
+from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.policy_update import Published, WeightChange, load_pinned, pinned
+from mopd_dataplane.rollout.rollout_report import RolloutReport
+from mopd_dataplane.rollout.tools.sandbox import Sandbox
 
 SAVED = "kv.safetensors"
-"""Beside the log: keys and values of the samples that a polite stop interrupted (see kvfile.py)."""
+"""Beside the log: keys and values of the samples that a polite stop interrupted (see engines/kv_file.py)."""
 
 __all__ = ["Environment", "RolloutReport", "run_rollout"]
 
@@ -41,8 +41,8 @@ def run_rollout(
     stage: str,
     generation: int,
     seed: int,
-    rollout: config.Rollout,
-    wal: config.Wal,
+    rollout: sections.Rollout,
+    wal: sections.Wal,
     wal_dir: Path,
     commit: Callable[[list[Sample]], object],
     render: Callable[[Prompt], list[int]],
@@ -65,7 +65,7 @@ def run_rollout(
     policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
     and again; a newer one than the engine's is taken up as `weight_change` says. environment: what answers when the
     policy ends a turn; it may run commands in the sandbox (see sandbox.py). copy: where the log is copied to at every
-    new segment and at the end, and fetched from when another node wrote it last (see shipping.py).
+    new segment and at the end, and fetched from when another node wrote it last (see log/remote_copy.py).
 
     The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
     of an earlier generation are finished and committed too.
@@ -158,7 +158,7 @@ def _discard_saved(folder: Path) -> None:
 def _check_names(*names: str) -> None:
     """Stage and writer name folders."""
     for name in names:
-        if not re.fullmatch(config.NAME.strip("^$"), name):
+        if not re.fullmatch(sections.NAME.strip("^$"), name):
             raise InputError(
                 f"name {name!r:.80}: a stage or writer is 1 to 64 of a-z, 0-9, '_', '.', '-', a letter or digit first"
             )
@@ -179,7 +179,7 @@ def _openings(
     stage: str,
     generation: int,
     seed: int,
-    rollout: config.Rollout,
+    rollout: sections.Rollout,
     render: Callable[[Prompt], list[int]],
     writer: str,
     share: Collection[str] | None,
@@ -225,7 +225,7 @@ def _openings(
     return openings
 
 
-def _check_budget(prompt: Prompt, length: int, engine: Engine, rollout: config.Rollout) -> None:
+def _check_budget(prompt: Prompt, length: int, engine: Engine, rollout: sections.Rollout) -> None:
     name = f"prompt {prompt.prompt_id!r} of domain {prompt.domain!r}"
     if length == 0:
         raise PromptError(f"{name} has no tokens; give it text, or a prompt template that adds some")

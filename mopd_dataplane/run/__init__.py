@@ -1,16 +1,22 @@
 """A job, run: the only place where stages meet.
 
-pipeline.py   the whole job, stage after stage, continuing where it stopped
-work.py       the local folder, and its way to an object store
-logcopy.py    the token log's copy there
-policies.py   which folder holds which policy version
-student.py    the student's starting point, made once
-data.py       prompts of an iteration; reference answers as samples
-generate.py   rollout: engine + token log -> store
-judge.py      score and reward: store -> teachers, verifiers -> store
-schedule.py   plan: metadata -> recorded windows
-learn.py      train: loader process + trainer processes -> new policy version
-join.py       train: the nodes besides the first
-ray/          generate and judge on a Ray cluster
-evaluate.py   held-out accuracy and reverse KL
+pipeline.py           the whole job, stage after stage, continuing where it stopped
+context.py            what every step needs: job, store, policies, tokenizer, progress
+steps/                one file a step: rollout, score, plan, train, evaluate …
+concurrent.py         a stage whose rollout, scoring and training run concurrently
+follow.py             those three processes
+join.py               the nodes besides the first: they only train
+ray/                  rollout and scoring on a Ray cluster
+job_data.py           prompts of the domains; reference answers as samples
+prompt_order.py       which prompts an iteration samples
+samplers.py           who answers each prompt: student, teacher, both, or the stored answer
+open_engine.py        which engine a job samples with
+teacher_inputs.py     stored samples as teachers read them
+stage_rows.py         the samples of one stage
+quantised_teachers.py quantised teachers: no two precisions under one name
+policies.py           which folder holds which policy version
+work_folder.py        the local folder, and its way to an object store
+checkpoint_copy.py    checkpoints on their way to an object store and back
+token_log_copy.py     the token log's copy there
+progress.py           bars on a terminal, one line per finished step everywhere
 """

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import ValidationError
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.jobfile import Job, Stage
-from mopd_dataplane.models import load_tokenizer, tokenizer_digest
-from mopd_dataplane.run.data import ensure_prompts
-from mopd_dataplane.run.engines import Engines
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+from mopd_dataplane.run.job_data import ensure_prompts
+from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.progress import Progress
-from mopd_dataplane.run.work import Work, open_work
+from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mopd_dataplane.rollout.report import RolloutReport
-    from mopd_dataplane.run.generate import Part
-    from mopd_dataplane.run.judge import Judged, JudgeTask
+    from mopd_dataplane.rollout.rollout_report import RolloutReport
+    from mopd_dataplane.run.steps.rollout import Part
+    from mopd_dataplane.run.steps.score import Judged, JudgeTask
 
 JOB = "job.json"
 """The job as the store remembers it."""

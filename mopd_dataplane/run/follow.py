@@ -16,15 +16,15 @@ import time
 import numpy as np
 
 from mopd_dataplane.errors import DeadlineError, InputError
-from mopd_dataplane.jobfile import Stage
+from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.generate import generation_prompts, rollout
-from mopd_dataplane.run.judge import register_teachers, reward, score
-from mopd_dataplane.run.learn import Training
-from mopd_dataplane.run.rows import Rows, stage_samples
-from mopd_dataplane.run.schedule import planner_columns, window_tag
+from mopd_dataplane.run.stage_rows import Rows, stage_samples
+from mopd_dataplane.run.steps.plan import planner_columns, window_tag
+from mopd_dataplane.run.steps.rollout import generation_prompts, rollout
+from mopd_dataplane.run.steps.score import register_teachers, reward, score
+from mopd_dataplane.run.steps.train import Training
 
 POLL_S = 0.5
 PATIENCE_S = 7 * 86400.0

@@ -7,11 +7,11 @@ policy version, or of an overlapped stage the window that closes its plan log, t
 from __future__ import annotations
 
 from mopd_dataplane.errors import InputError, UnknownNameError
-from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.follow import Patience, samples_expected
-from mopd_dataplane.run.learn import Training
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.steps.train import Training
 
 
 def join_job(job: Job, progress: Progress, only: str | None = None) -> None:

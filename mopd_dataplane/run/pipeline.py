@@ -16,23 +16,23 @@ from typing import Any
 
 from rich.console import Console
 
-from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
-from mopd_dataplane.run.adversary import judge_text
+from mopd_dataplane.run.concurrent import run_overlapped
 from mopd_dataplane.run.context import Run, open_run
-from mopd_dataplane.run.data import store_reference
-from mopd_dataplane.run.evaluate import accuracy, evaluate
-from mopd_dataplane.run.explain import explain_plan
 from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
-from mopd_dataplane.run.generate import rollout
+from mopd_dataplane.run.job_data import store_reference
 from mopd_dataplane.run.join import join_job
-from mopd_dataplane.run.judge import reward, score
-from mopd_dataplane.run.learn import Training
-from mopd_dataplane.run.overlap import run_overlapped
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
-from mopd_dataplane.run.schedule import plan_window
-from mopd_dataplane.train.agent import node_rank
+from mopd_dataplane.run.steps.discriminate import judge_text
+from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
+from mopd_dataplane.run.steps.explain_plan import explain_plan
+from mopd_dataplane.run.steps.plan import plan_window
+from mopd_dataplane.run.steps.rollout import rollout
+from mopd_dataplane.run.steps.score import reward, score
+from mopd_dataplane.run.steps.train import Training
+from mopd_dataplane.train.node_agent import node_rank
 
 Summary = dict[str, Any]
 

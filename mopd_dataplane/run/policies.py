@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.jobfile import Job, Stage
-from mopd_dataplane.run.student import make_student
-from mopd_dataplane.run.work import Work
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.run.work_folder import Work
 
 
 @dataclass(frozen=True)

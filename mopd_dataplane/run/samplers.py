@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from mopd_dataplane.jobfile import Job, Stage
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.records import Prompt
 
 

@@ -19,10 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mopd_dataplane import config, models
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError, EngineError
-from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.files import publish_folder
+from mopd_dataplane.job import sections
+from mopd_dataplane.models import hf
 
 WEIGHTS, OPTIMIZER = "discriminator.safetensors", "optimizer.safetensors"
 JUDGE_TOKENS = 16384
@@ -45,7 +46,7 @@ class Discriminator:
     policy: folder whose body it starts from. seed: of the head's first weights.
     """
 
-    def __init__(self, policy: Path, settings: config.Discriminator, *, seed: int, device: str = "cpu") -> None:
+    def __init__(self, policy: Path, settings: sections.Discriminator, *, seed: int, device: str = "cpu") -> None:
         self._settings = settings
         self._seed = seed
         self._critic = _Critic(policy, seed).to(device)
@@ -160,9 +161,9 @@ class _Critic(nn.Module):
 
     def __init__(self, policy: Path, seed: int) -> None:
         super().__init__()
-        model = models.load_model(policy)
+        model = hf.load_model(policy)
         self.body = model.base_model
-        width = models.head_weight(model).shape[1]
+        width = hf.head_weight(model).shape[1]
         generator = torch.Generator().manual_seed(seed)
         self.head = nn.Parameter(torch.randn(width, generator=generator) / width)
         self.train(False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
-    from mopd_dataplane.config import Quantisation
+    from mopd_dataplane.job.sections import Quantisation
 
 MX_BLOCK = 32
 """Weights under one scale of mxfp4."""

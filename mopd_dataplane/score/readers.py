@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mopd_dataplane import models
+from mopd_dataplane.models import hf
 from mopd_dataplane.score.states import predicting_states
 
 
@@ -43,7 +43,7 @@ class HfReader:
     @property
     def head(self) -> Head:
         """The model's own head."""
-        return models.lm_head(self.model)
+        return hf.lm_head(self.model)
 
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]

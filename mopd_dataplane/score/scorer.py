@@ -16,11 +16,11 @@ from mopd_kernels import Head, chosen_logprobs, encode, token_logprob, topk_logp
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, MismatchError, nearest
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
-from mopd_dataplane.score.support import StudentSupport
-from mopd_dataplane.score.teachers import TeacherPool
+from mopd_dataplane.score.teacher_pool import TeacherPool
+from mopd_dataplane.score.topk_source import StudentSupport
 from mopd_dataplane.score.vllm_logprobs import LogprobReader
 
 
@@ -54,7 +54,7 @@ def score_samples(
     teacher: str,
     kinds: Sequence[str],
     samples: Sequence[Scorable],
-    settings: config.Score,
+    settings: sections.Score,
     *,
     render_prompt: PromptRenderer | None = None,
     student: StudentSupport | None = None,
@@ -115,7 +115,7 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
 
 
 def _said_of_text(
-    reader: LogprobReader, teacher: str, kinds: Sequence[str], inputs: list[ModelInput], settings: config.Score
+    reader: LogprobReader, teacher: str, kinds: Sequence[str], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
     """Signals of a teacher that only says log-probs. Raises MismatchError for what does not follow from those."""
     if "hidden" in kinds or ("topk" in kinds and settings.topk_support == "student"):
@@ -148,7 +148,7 @@ def _signals(
     states: Tensor,
     head: Head,
     temperature: float,
-    settings: config.Score,
+    settings: sections.Score,
     student: StudentSupport | None,
 ) -> Iterator[Signal]:
     counts = [len(item.masked) for item in batch]
@@ -178,7 +178,7 @@ def _signals(
 
 
 def _topk(
-    batch: list[ModelInput], states: Tensor, head: Head, settings: config.Score, student: StudentSupport | None
+    batch: list[ModelInput], states: Tensor, head: Head, settings: sections.Score, student: StudentSupport | None
 ) -> tuple[Tensor, Tensor]:
     """Ids and teacher log-probs [sum of M, K] of the teacher's or the student's likeliest tokens."""
     if settings.topk_support == "teacher":

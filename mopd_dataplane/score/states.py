@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mopd_dataplane import models
+from mopd_dataplane.models import hf
 
 
 @torch.no_grad()
@@ -26,6 +26,6 @@ def predicting_states(
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     for row, tokens in enumerate(sequences):
         ids[row, : len(tokens)] = torch.from_numpy(tokens)
-    states = models.hidden_states(model, ids.to(model.device)).flatten(0, 1)
+    states = hf.hidden_states(model, ids.to(model.device)).flatten(0, 1)
     predictors = np.concatenate([row * width + positions - 1 for row, positions in enumerate(predicted)])
     return states[torch.from_numpy(predictors).to(states.device)]

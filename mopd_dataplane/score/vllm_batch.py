@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.models import model_shape
-from mopd_dataplane.vllm_local import answering, is_dead, require_vllm, start
+from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.vllm_local import answering, is_dead, require_vllm, start
 
 _SLOTS = 64
 """Sequences that vLLM reads together."""

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mopd_dataplane.errors import DeadlineError, EngineError
-from mopd_dataplane.models import load_final_norm, model_shape
+from mopd_dataplane.models.hf import load_final_norm, model_shape
+from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
 from mopd_dataplane.score.vllm_states import predicting
-from mopd_dataplane.vllm_local import require_vllm
 
 _CONNECTOR = ("StatesConnector", "mopd_dataplane.score.vllm_connector")
 _FILE_S = 120.0

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
-from mopd_dataplane.models import model_shape
+from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
-from mopd_dataplane.vllm_http import VllmServer
 
 _AT_ONCE = 8
 """Requests that one server is asked at a time."""

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.models.vllm_local import require_vllm
+from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.score.vllm_batch import VllmBatches
-from mopd_dataplane.vllm_http import VllmServer
-from mopd_dataplane.vllm_local import require_vllm
 
 _TASK = "token_embed"
 _AT_ONCE = 8

@@ -1,29 +1,33 @@
-"""SAMPLES -> DATASETS: the only place that imports lance.
+"""SAMPLES -> DATASETS: durable, exactly once, pinned, audited.
 
 In the order in which they build on each other:
 
-    place.py         where a store lies, and its small JSON files
-    objects.py       its files on an object store
-    network.py       what an object store answers, told apart
-    shelf.py         folders on an object store, whole or not at all
-    layout.py        table name -> Lance schema; formats that do not match are refused
-    lance_errors.py  what Lance raises, told apart
-    table.py         one dataset: read at a version, append payload, insert rows exactly once
-    keys.py          key -> row, in memory, so that an insert costs the same at any table size
-    lock.py          one committer at a time on this machine
-    barrier.py       a commit is durable only after its files are synced
-    fragments.py     few files, whatever the number of commits
-    rows.py          records <-> Arrow rows
-    payload.py       payload is written once
-    commit.py        samples: payload first, metadata last
-    signals.py       what teachers say: payload, then `scores`
-    reading.py       payload by row number
-    hidden.py        hidden states by byte range
-    sidecars.py      the files that hold them, on a disk or an object store
-    cache.py         ranges of an object store, kept on the node
-    snapshot.py      pinned versions
-    maintain.py      counts, compaction, clean-up
-    verify.py        the audit
-    dataset.py       Store: the front door
-    bench.py         figures of the write path
+place.py           where a store lies, and its small JSON files
+objects.py         its files on an object store
+network.py         what an object store answers: no answer, refused credentials, no bucket
+artifacts.py       folders of files on an object store, whole or not at all
+dataset_format.py  table name -> Lance schema; formats that do not match are refused
+schemas.py         the published contracts, generated from tables.py
+lance_errors.py    what Lance raises, by its cause
+table.py           one dataset: read at a version, append payload, insert rows exactly once
+keys.py            key -> row, in memory, so that an insert costs the same at any table size
+lock.py            one committer at a time on this machine
+barrier.py         a commit is durable only after its files are synced
+fragments.py       few files, whatever the number of commits
+arrow_rows.py      records <-> Arrow rows
+payload.py         payload is written once
+commit.py          samples: payload first, metadata last
+signals.py         what teachers say: payload, then `scores`
+reading.py         payload by row number
+lists.py           lists of some rows of a table, one column
+listfiles.py       where those lists lie in local files
+hidden.py          hidden states by byte range
+sidecars.py        the files that hold them, on a disk or an object store
+cache.py           byte ranges of an object store, kept on the node
+retire.py          hidden states that have served are freed
+snapshot.py        pinned versions
+maintain.py        counts, compaction, clean-up
+verify.py          the audit
+sql.py             one read-only SQL statement at pinned versions
+dataset.py         Store: the front door
 """

@@ -16,8 +16,8 @@ from pathlib import Path
 import lance
 from lance.fragment import FragmentMetadata
 
+from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.files import fsync
 
 _LAST_VERSION = (1 << 64) - 1
 _MANIFEST_END = b"LANC"

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane.checksum import crc32c
-from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.files import try_lock
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.files import try_lock
 
 MAGIC = b"MOPC"
 FORMAT = 1

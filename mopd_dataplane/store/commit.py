@@ -17,13 +17,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import Sample
+from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_rows, token_rows
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
-from mopd_dataplane.store.rows import check_sample, sample_crc, sample_rows, token_rows
 from mopd_dataplane.store.table import Table
 
 EPOCH_KEY = "mopd:epoch:"

@@ -19,16 +19,16 @@ from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.arrow_rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
+from mopd_dataplane.store.dataset_format import check_format, check_teacher
 from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.layout import check_format, check_teacher
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, TokenReader, take_rows
 from mopd_dataplane.store.retire import Freed
-from mopd_dataplane.store.rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify import VerifyReport
@@ -186,8 +186,8 @@ class Store:
         return take_rows(self.dataset("samples", snapshot), sample_rows, columns)
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:
-        """One read-only SQL statement over the tables (DuckDB); see query/sql.py."""
-        from mopd_dataplane.query.sql import run_sql
+        """One read-only SQL statement over the tables (DuckDB); see store/sql.py."""
+        from mopd_dataplane.store.sql import run_sql
 
         return run_sql(self, query, snapshot)
 

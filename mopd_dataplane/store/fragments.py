@@ -11,7 +11,7 @@ from datetime import timedelta
 import lance
 from lance.optimize import Compaction, CompactionOptions
 
-from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.store.barrier import Barrier
 
 MIB = 1 << 20

@@ -7,9 +7,9 @@ from typing import Any
 
 import lance
 
+from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.fragments import drop_old, merge_small
 from mopd_dataplane.store.lance_errors import writing
-from mopd_dataplane.store.layout import blob_columns
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table

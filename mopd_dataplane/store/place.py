@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import lance
 
+from mopd_dataplane.base.files import fsync, publish_file
 from mopd_dataplane.errors import DamagedError, InputError, ResourceError
-from mopd_dataplane.files import fsync, publish_file
 from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentials
 
 METADATA_CACHE_BYTES = 256 << 20

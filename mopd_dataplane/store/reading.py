@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.checksum import payload_crc
+from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.store import lance_errors
+from mopd_dataplane.store.arrow_rows import PAYLOAD, RECORDED, list_views, tokens_crc
+from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.layout import FREED
 from mopd_dataplane.store.listfiles import Checksum, ListFiles
 from mopd_dataplane.store.lists import HeldLists, Lists
-from mopd_dataplane.store.rows import PAYLOAD, RECORDED, list_views, tokens_crc
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""

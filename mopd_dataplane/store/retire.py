@@ -18,9 +18,9 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
-from mopd_dataplane.faultpoints import checkpoint
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
-from mopd_dataplane.store.layout import FREED
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.signals import blob_column

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mopd_dataplane.checksum import payload_crc
+from mopd_dataplane.base.checksum import payload_crc
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
+from mopd_dataplane.store.arrow_rows import list_column, to_rows
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import signal_crcs
-from mopd_dataplane.store.rows import list_column, to_rows
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import SCORES, SIGNAL_LOGPROB, SIGNAL_TOPK
 

@@ -21,13 +21,13 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
-from mopd_dataplane.faultpoints import checkpoint
 from mopd_dataplane.store.barrier import Barrier, set_aside_torn_manifest
+from mopd_dataplane.store.dataset_format import blob_columns, check_schema, lance_schema, spec_of
 from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
-from mopd_dataplane.store.layout import blob_columns, check_schema, lance_schema, spec_of
 from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
 

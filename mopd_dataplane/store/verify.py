@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_panic
-from mopd_dataplane.store.layout import FREED
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import signal_crcs, token_crcs
 from mopd_dataplane.store.table import Table

@@ -3,7 +3,7 @@
 It reads batches from the loader's socket, appends to metrics.jsonl, checkpoints, and publishes a policy folder at the
 end of every window. Exit code 0: every window is trained; 130: stopped at a checkpoint, run again to continue;
 otherwise the code of the error (mopd_dataplane.errors). It loads torch and never Lance. Several ranks on one node are
-started by agent.py.
+started by node_agent.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+from mopd_dataplane.base.files import full_disk_named
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.files import full_disk_named
 from mopd_dataplane.train.spec import TrainSpec, load_spec
 from mopd_dataplane.train.stop import EXIT_CODE, Stop, only_writer
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _train(spec: TrainSpec, stop: Stop) -> int:
     from mopd_dataplane.load.client import LoaderClient
-    from mopd_dataplane.models import quiet_transformers
+    from mopd_dataplane.models.hf import quiet_transformers
     from mopd_dataplane.train.ranks import Ranks, peers_lost_named
     from mopd_dataplane.train.run import Run
 

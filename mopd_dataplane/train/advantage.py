@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.objectives import PolicyGradientTerm
+from mopd_dataplane.job.objectives import PolicyGradientTerm
 from mopd_dataplane.train.microbatch import MicroBatch
 
 

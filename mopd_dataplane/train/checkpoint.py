@@ -28,10 +28,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
-from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.files import is_disk_full, publish_file, publish_folder
-from mopd_dataplane.models import file_digest
+from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.train.ranks import Ranks
 
 FORMAT = 2

@@ -16,8 +16,8 @@ import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.config import Train
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.job.sections import Train
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.device import DeviceCopies

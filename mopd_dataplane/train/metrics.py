@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.files import publish_file
 from mopd_dataplane.records import StepMetrics
 
 FILE = "metrics.jsonl"

@@ -23,11 +23,11 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.objectives import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
+from mopd_dataplane.job.objectives import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
+from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
-from mopd_dataplane.train.overlap import Overlap, measure_overlap
-from mopd_dataplane.weights import weight_at
+from mopd_dataplane.train.topk_agreement import Overlap, measure_overlap
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from mopd_dataplane.config import Train
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job.sections import Train
 
 
 def make_optimizer(module: nn.Module, settings: Train) -> torch.optim.AdamW:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.faultpoints import checkpoint
-from mopd_dataplane.models import save_policy
+from mopd_dataplane.models.hf import save_policy
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, LoadedBatch, Trainer

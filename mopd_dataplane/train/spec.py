@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from mopd_dataplane.config import Section, Train
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.objectives import Objective
+from mopd_dataplane.job.objectives import Objective
+from mopd_dataplane.job.sections import Section, Train
 
 
 class HeadFile(Section):

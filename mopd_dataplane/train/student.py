@@ -12,8 +12,8 @@ from mopd_kernels.heads import Head
 from torch import Tensor, nn
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.experts import Routing
-from mopd_dataplane.models import embedding_weight, head_weight, hidden_states, lm_head, load_model
+from mopd_dataplane.models.hf import embedding_weight, head_weight, hidden_states, lm_head, load_model
+from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.train.attention import use_packed_attention
 from mopd_dataplane.train.context import check_heads
 from mopd_dataplane.train.microbatch import Layout, MicroBatch

@@ -24,7 +24,7 @@ from deaths import folder, told_by
 from figures import Row, Tally
 from power_rows import content, create, roll
 
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.store import fragments
 from mopd_dataplane.store.dataset import Store
 
@@ -104,9 +104,9 @@ def one_life(template: Path, clock: Clock, kind: str, moment: int) -> dict[str, 
         shutil.copytree(template, home)
         store = Store.open(home)
         pinned = store.snapshot(tag="pinned")
-        faultpoints.observe(bend if kind != CALM else None)
+        fault_points.observe(bend if kind != CALM else None)
         roll(store, home)
-        faultpoints.observe(None)
+        fault_points.observe(None)
         if kind != CALM and left > 0:
             clock.set(*KINDS[kind])
         store.compact()

@@ -17,12 +17,12 @@ from figures import Row, Tally
 from numpy.typing import NDArray
 from shelf import Shelf
 
-from mopd_dataplane import config
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout import watch
-from mopd_dataplane.rollout.engine import Request, StepOutput
+from mopd_dataplane.rollout.engines import call_timeout
+from mopd_dataplane.rollout.engines.engine import Request, StepOutput
 from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 NOTICED_S = 10.0
 PROMPTS = 12
@@ -95,8 +95,8 @@ def roll(home: Path, engine: ToyEngine) -> dict[str, list[int]]:
     shelf = Shelf(home.with_name("shelf"))
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(PROMPTS)]
     run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=config.Rollout(max_new_tokens=40),
-        wal=config.Wal(segment_bytes=1 << 13, full_disk_wait_s=0), wal_dir=home, commit=shelf.commit,
+        engine, prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
+        wal=sections.Wal(segment_bytes=1 << 13, full_disk_wait_s=0), wal_dir=home, commit=shelf.commit,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text], already=shelf.uids,
     )  # fmt: skip
     return {row["uid"]: row["tokens"] + row["bits"] for row in shelf.rows()}
@@ -104,7 +104,7 @@ def roll(home: Path, engine: ToyEngine) -> dict[str, list[int]]:
 
 def refused(home: Path, engine: ToyEngine) -> str:
     """The name of the error that ends a rollout; empty when none does."""
-    watch.DEADLINE_S = 1.0
+    call_timeout.DEADLINE_S = 1.0
     try:
         roll(home, engine)
     except Exception as error:

@@ -24,12 +24,12 @@ with atheris.instrument_imports(include=["mopd_dataplane"]):  # before anything 
         from mopd_dataplane.train.ranks import Ranks
 
     from mopd_dataplane.errors import DamagedError, DeadlineError, MismatchError
-    from mopd_dataplane.load.layout import read_header, slot_crc
     from mopd_dataplane.load.protocol import Channel
-    from mopd_dataplane.rollout import messages
-    from mopd_dataplane.rollout.framing import SegmentHeader, pack_record
-    from mopd_dataplane.rollout.ledger import Ledger
-    from mopd_dataplane.rollout.recovery import recover
+    from mopd_dataplane.load.slot_layout import read_header, slot_crc
+    from mopd_dataplane.rollout.log import log_records
+    from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
+    from mopd_dataplane.rollout.log.ledger import Ledger
+    from mopd_dataplane.rollout.log.recovery import recover
 
 MEMORY_MIB = 64
 SCRATCH = Path(sys.argv[2])
@@ -45,7 +45,7 @@ def segment_bytes(data: bytes) -> None:
 def records(data: bytes) -> None:
     """A well-framed log whose records say anything: kind, length, body, again and again."""
     header = SegmentHeader(1, bytes(16), 0, 1, 0)
-    opening = (messages.Fence(0, 0, 0), messages.Base(0, 0))
+    opening = (log_records.Fence(0, 0, 0), log_records.Base(0, 0))
     bodies = [(message.kind, message.encode()) for message in opening]
     while len(data) > 2:
         kind, size = data[0] % 16, int.from_bytes(data[1:3], "little") % 512
@@ -69,7 +69,7 @@ def tool_records(data: bytes) -> None:
     ledger = Ledger()
     for part in data.split(b"\0"):
         with contextlib.suppress(ValueError, KeyError):
-            ledger.apply(messages.decode(messages.Tool.kind, struct.pack("<II", 0, len(part) % 3) + part))
+            ledger.apply(log_records.decode(log_records.Tool.kind, struct.pack("<II", 0, len(part) % 3) + part))
 
 
 def cursor(data: bytes) -> None:
@@ -117,7 +117,7 @@ def seeds(target: str) -> Iterator[bytes]:
     if target == "records":
         for number in range(6):
             said = [(message.kind, message.encode()) for message in story(number, 12)]
-            said.insert(2, (messages.Tool.kind, struct.pack("<II", 0, 0) + call))
+            said.insert(2, (log_records.Tool.kind, struct.pack("<II", 0, 0) + call))
             yield b"".join(bytes([kind]) + len(body).to_bytes(2, "little") + body for kind, body in said)
     yield {
         "tool_records": call,

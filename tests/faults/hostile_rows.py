@@ -27,17 +27,17 @@ from figures import Row, Tally
 from mismatch_rows import everything
 from tinystage import TEACHER, build, make_stage
 
-from mopd_dataplane import config
-from mopd_dataplane.bench.toyengine import ToyEngine
 from mopd_dataplane.errors import DamagedError, MopdError
-from mopd_dataplane.jobfile import check_job, load_job
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.job import check_job, load_job
 from mopd_dataplane.load.protocol import Channel
-from mopd_dataplane.models import load_model
+from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt, Signal
-from mopd_dataplane.rollout.prompts import load_prompts
+from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import run_rollout
-from mopd_dataplane.rollout.wal import TokenLog
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.testing.toy_engine import ToyEngine
 from mopd_dataplane.train.checkpoint import Checkpoints
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.ranks import Ranks
@@ -70,8 +70,8 @@ def roll_as(home: Path, **names: str) -> None:
     """A rollout under these names."""
     run_rollout(
         ToyEngine(slots=4), [Prompt(prompt_id="p", domain="d", text="1")], generation=1, seed=0,
-        rollout=config.Rollout(max_new_tokens=4), wal=config.Wal(), wal_dir=home / "wal", commit=lambda samples: None,
-        render=lambda prompt: [1], **({"stage": "student"} | names),
+        rollout=sections.Rollout(max_new_tokens=4), wal=sections.Wal(), wal_dir=home / "wal",
+        commit=lambda samples: None, render=lambda prompt: [1], **({"stage": "student"} | names),
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def linked_lock(home: Path) -> None:
     """Somebody put a symbolic link where the log's lock will be."""
     target = planted(home, "LOCK")
     try:
-        TokenLog.open(home / "wal", config.Wal())
+        TokenLog.open(home / "wal", sections.Wal())
     finally:
         assert target.read_text() == "precious"
 
@@ -167,7 +167,7 @@ def linked_lock(home: Path) -> None:
 def linked_segment(home: Path) -> str:
     """Somebody put symbolic links where segments may be: a new epoch writes somewhere else."""
     target = planted(home, "00000001/0000000000000000.tmp")
-    log, _ = TokenLog.open(home / "wal", config.Wal())
+    log, _ = TokenLog.open(home / "wal", sections.Wal())
     log.close()
     return "" if target.read_text() == "precious" else "written through a link"
 
@@ -186,13 +186,13 @@ def parquet_bomb(home: Path) -> None:
     """A small file of prompts that unpacks to gigabytes."""
     column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(20_000, np.int32)), pa.array(["x" * 100_000]))
     pq.write_table(pa.table({"text": column}), home / "bomb.parquet", compression="zstd")
-    load_prompts("d", config.Domain(source=str(home / "bomb.parquet"), train=1))
+    load_prompts("d", sections.Domain(source=str(home / "bomb.parquet"), train=1))
 
 
 def deep_prompts(home: Path) -> None:
     """A line of JSON that is nested a hundred thousand deep."""
     (home / "deep.jsonl").write_text('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    load_prompts("d", config.Domain(source=str(home / "deep.jsonl"), train=1))
+    load_prompts("d", sections.Domain(source=str(home / "deep.jsonl"), train=1))
 
 
 def wide_job(home: Path) -> None:

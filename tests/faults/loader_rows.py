@@ -30,10 +30,12 @@ from tinystage import (
     whole_window,
 )
 
-from mopd_dataplane import config, faultpoints, models, objectives
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DeadlineError
+from mopd_dataplane.job import objectives, sections
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
@@ -172,7 +174,7 @@ def trainer_killed(count: int, seed: int) -> Tally:
 
 def make_policy(home: Path) -> None:
     """The policy the stage starts from."""
-    make_student(config.Student(config=TINY, tokenizer="characters"), home / "start", seed=0)
+    make_student(sections.Student(config=TINY, tokenizer="characters"), home / "start", seed=0)
 
 
 def spec_of(home: Path, path: Path, place: Path) -> TrainSpec:
@@ -180,14 +182,14 @@ def spec_of(home: Path, path: Path, place: Path) -> TrainSpec:
     return TrainSpec(
         stage=STAGE, start=str(home / "start"), policy_dir=str(place / "policies"), socket=str(path),
         checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, teachers=(TEACHER,),
-        train=config.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=60, device="cpu",
+        train=sections.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=60, device="cpu",
     )  # fmt: skip
 
 
 def train(spec: TrainSpec, point: str = "", visit: int = 0) -> None:
     """The trainer's work in this process; dies at the visit-th pass of a point."""
-    faultpoints.observe(killer(point, visit) if point else None)
-    models.quiet_transformers()
+    fault_points.observe(killer(point, visit) if point else None)
+    hf.quiet_transformers()
     with LoaderClient(spec.socket, deadline_s=spec.deadline_s) as source:
         run = Run(spec, source, Ranks.join("cpu"))
         run.train(Stop())
@@ -199,7 +201,7 @@ def trained(home: Path, path: Path, place: Path) -> dict[str, Any]:
     told_by(partial(train, spec_of(home, path, place)))
     steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in read_metrics(place / "checkpoints")]
     policy = place / "policies" / "v1" / "model.safetensors"
-    return {"steps": steps, "policy": models.file_digest(policy) if policy.exists() else "none"}
+    return {"steps": steps, "policy": hf.file_digest(policy) if policy.exists() else "none"}
 
 
 def vars_of(metrics: Any) -> dict[str, Any]:

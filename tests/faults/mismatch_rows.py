@@ -17,18 +17,19 @@ from deaths import Died, folder, raiser, told_by
 from figures import Row, Tally
 from tinystage import TEACHER, build, make_stage
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
-from mopd_dataplane.checksum import crc32c
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load import layout as slots
-from mopd_dataplane.models import check_same_tokenizer
+from mopd_dataplane.job import sections
+from mopd_dataplane.load import slot_layout as slots
+from mopd_dataplane.models.hf import check_same_tokenizer
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout import framing
+from mopd_dataplane.rollout.log import framing
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.layout import FORMAT_KEY, spec_of
+from mopd_dataplane.store.dataset_format import FORMAT_KEY, spec_of
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
+from mopd_dataplane.testing.toy_engine import ToyEngine
 from mopd_dataplane.train import checkpoint as checkpoints
 from mopd_dataplane.train.ranks import Ranks
 
@@ -149,13 +150,13 @@ def use(name: str) -> Callable[[Path], object]:
 
 def begin_log(home: Path) -> None:
     """A rollout that died in the middle."""
-    faultpoints.observe(raiser("rollout.commit"))
+    fault_points.observe(raiser("rollout.commit"))
     try:
         roll(home)
     except Died:
         pass
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
 
 
 def mark_log(home: Path, version: int) -> None:
@@ -175,8 +176,8 @@ def roll(home: Path, tokenizer: str = "toy") -> None:
     engine.tokenizer_digest = tokenizer
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(8)]
     run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=config.Rollout(max_new_tokens=40),
-        wal=config.Wal(full_disk_wait_s=0), wal_dir=home / "wal", commit=lambda samples: None,
+        engine, prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
+        wal=sections.Wal(full_disk_wait_s=0), wal_dir=home / "wal", commit=lambda samples: None,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text],
     )  # fmt: skip
 

@@ -14,13 +14,14 @@ from deaths import Died, folder, told_by
 from figures import Row, Tally
 from powerdisk import PowerDisk
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.store import fragments
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
@@ -71,7 +72,7 @@ def roll(store: Store, home: Path, acknowledged: list[str] | None = None) -> Non
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(PROMPTS)]
     run_rollout(
         ToyEngine(slots=3, mean_length=20), prompts, stage="student", generation=1, seed=0,
-        rollout=config.Rollout(max_new_tokens=40), wal=config.Wal(group_commit_ms=0.2, full_disk_wait_s=0),
+        rollout=sections.Rollout(max_new_tokens=40), wal=sections.Wal(group_commit_ms=0.2, full_disk_wait_s=0),
         wal_dir=home / "wal", commit=commit, render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         already=set(store.samples(["uid"])["uid"].to_pylist()),
     )  # fmt: skip
@@ -97,14 +98,14 @@ def one_life(template: Path, wanted: dict[str, list[int]], seed: int) -> list[st
         disk = PowerDisk(home)
         disk.settle()
         acknowledged: list[str] = []
-        faultpoints.observe(die)
+        fault_points.observe(die)
         try:
             with disk.watching():
                 roll(Store.open(home), home, acknowledged)
         except (Died, ResourceError):
             pass
         finally:
-            faultpoints.observe(None)
+            fault_points.observe(None)
         for variant in range(VARIANTS):
             with folder() as after:
                 disk.after_power_loss(after, random.Random(f"{seed}-{variant}"))

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from shelf import Shelf
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.engine import Engine
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 
 def attempt(task: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    faultpoints.observe(die)
+    fault_points.observe(die)
     home = Path(task["home"])
     home.mkdir(exist_ok=True)
     shelf = Shelf(home / "shelf.jsonl")
@@ -44,8 +45,8 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
     engine: Engine = ToyEngine(slots=16) if toy else HfEngine(task["engine"], slots=16)
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(task["prompts"])]
     report = run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=config.Rollout(max_new_tokens=48),
-        wal=config.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
+        engine, prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=48),
+        wal=sections.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
         already=shelf.uids,
     )  # fmt: skip

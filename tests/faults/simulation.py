@@ -23,15 +23,17 @@ from deaths import Died
 from powerdisk import PowerDisk
 from shelf import Shelf
 
-from mopd_dataplane import config, faultpoints, files
-from mopd_dataplane.bench.toyengine import ToyEngine
-from mopd_dataplane.checksum import crc32c
+from mopd_dataplane.base import fault_points, files
+from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.errors import MopdError, ResourceError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Prompt, Sample, Snapshot
-from mopd_dataplane.rollout import committer, flusher, loop, runner, segmentfile, wal
-from mopd_dataplane.rollout.engine import StepOutput
+from mopd_dataplane.rollout import committer, loop, runner
+from mopd_dataplane.rollout.engines.engine import StepOutput
+from mopd_dataplane.rollout.log import flusher, segment_file, wal
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 PROMPTS = 8
 LIVES = 200
@@ -188,18 +190,18 @@ def simulated(world: World) -> Iterator[None]:
     calls.write, calls.fdatasync = world.write, world.fdatasync
     swaps: list[tuple[Any, str, Any]] = [
         (wal, "Flusher", SimFlusher), (runner, "Committer", SimCommitter), (loop, "Watch", SimWatch),
-        (segmentfile, "os", calls), (segmentfile, "time", clock), (committer, "time", clock), (loop, "time", clock),
+        (segment_file, "os", calls), (segment_file, "time", clock), (committer, "time", clock), (loop, "time", clock),
         (runner, "time", clock), (flusher, "time", clock),
     ]  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in swaps]
     for module, name, value in swaps:
         setattr(module, name, value)
-    faultpoints.observe(world.passed)
+    fault_points.observe(world.passed)
     try:
         with world.disk.watching():
             yield
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
         for module, name, value in before:
             setattr(module, name, value)
 
@@ -264,8 +266,8 @@ def rollout(world: World, home: Path, acknowledged: set[str]) -> None:
 
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(PROMPTS)]
     runner.run_rollout(
-        SimEngine(world), prompts, stage="student", generation=1, seed=0, rollout=config.Rollout(max_new_tokens=24),
-        wal=config.Wal(segment_bytes=1 << 14, full_disk_wait_s=3600), wal_dir=home / "wal", commit=commit,
+        SimEngine(world), prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=24),
+        wal=sections.Wal(segment_bytes=1 << 14, full_disk_wait_s=3600), wal_dir=home / "wal", commit=commit,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text], already=set(shelf.uids),
     )  # fmt: skip
 
@@ -283,7 +285,7 @@ def consume(world: World, home: Path) -> int:
         domain_names=("d",),
     )  # fmt: skip
     plan = build_window(
-        columns, config.Plan(pack_tokens=16, batch_samples=2), seed=0, stage="student", window=0,
+        columns, sections.Plan(pack_tokens=16, batch_samples=2), seed=0, stage="student", window=0,
         snapshot=Snapshot(uri="", versions={}), teachers=[], epochs=2,
     )  # fmt: skip
     cursor = home / "checkpoints" / "cursor.json"

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "store"))
 
 import store_builders as build
 
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store import dataset, fragments, table
 from mopd_dataplane.store.dataset import Store
@@ -62,7 +62,7 @@ def commit_until_killed(home: Path, point: str, visit: int, moment_s: float) -> 
     if point == "at random":
         threading.Timer(moment_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     else:
-        faultpoints.observe(killer(point, visit))
+        fault_points.observe(killer(point, visit))
     store = Store.open(home)
     for first in range(0, SAMPLES, BATCH):
         store.commit_samples([build.sample(i) for i in range(first, first + BATCH)], writer="w")

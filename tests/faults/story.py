@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane import config
-from mopd_dataplane.rollout import messages
-from mopd_dataplane.rollout.draft import Draft, Opening
-from mopd_dataplane.rollout.engine import STOP
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.recovery import recover
-from mopd_dataplane.rollout.wal import TokenLog
-from mopd_dataplane.support import Kept
+from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.engines.engine import STOP
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.partial_sample import Draft, Opening
 
 LENGTH = 150
-SETTINGS = config.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
+SETTINGS = sections.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
 POINTS = (
     "wal.epoch.claimed", "wal.epoch", "wal.segment.header", "wal.segment.renamed", "wal.segment.named", "wal.base",
     "wal.base.synced", "wal.retire", "wal.append", "wal.appended", "wal.sync", "wal.synced",
@@ -26,7 +26,7 @@ POINTS = (
 OPENING_POINTS = POINTS[:8]
 
 
-def story(seed: int, length: int) -> Iterator[messages.Any]:
+def story(seed: int, length: int) -> Iterator[log_records.Any]:
     """Messages of a legal life: samples open, grow, hear from an environment, finish, are committed."""
     draw = random.Random(seed)
     ledger = Ledger()
@@ -36,31 +36,31 @@ def story(seed: int, length: int) -> Iterator[messages.Any]:
         yield message
 
 
-def _next(draw: random.Random, ledger: Ledger, name: str) -> messages.Any:
+def _next(draw: random.Random, ledger: Ledger, name: str) -> log_records.Any:
     growing = {h: d for h, d in ledger.drafts.items() if not d.finish_reason and not d.ended}
     stopped = {h: d for h, d in ledger.drafts.items() if d.ended and not d.finish_reason}
     done = list(ledger.finished())
     choice = draw.random()
     if not growing or (choice < 0.12 and len(ledger.drafts) < 12):
-        return messages.Open(ledger.next_handle, _opening(name, draw))
+        return log_records.Open(ledger.next_handle, _opening(name, draw))
     if stopped and choice < 0.3:
         handle, draft = draw.choice(list(stopped.items()))
         if draw.random() < 0.3:
             said = np.array([draw.randrange(99) for _ in range(3)], np.int32)
-            return messages.Tokens(handle, len(draft), said, np.zeros(3, np.float32), np.zeros(3, np.uint8))
-        return messages.Finish(handle, len(draft), draft.digest(), "stop")
+            return log_records.Tokens(handle, len(draft), said, np.zeros(3, np.float32), np.zeros(3, np.uint8))
+        return log_records.Finish(handle, len(draft), draft.digest(), "stop")
     if done and choice < 0.36:
-        return messages.Commit(tuple(done))
+        return log_records.Commit(tuple(done))
     if choice < 0.4:
         handle, draft = draw.choice(list(growing.items()))
-        return messages.Span(handle, len(draft), draw.randrange(9), "digest")
+        return log_records.Span(handle, len(draft), draw.randrange(9), "digest")
     handles = sorted(draw.sample(list(growing), k=draw.randint(1, len(growing))))
     if lacking := [h for h in handles if _lacks_its_set(growing[h])]:
         return _support(draw, {handle: growing[handle] for handle in lacking})
     if unread := [h for h in handles if _is_unread(growing[h])]:
         return _routed(draw, {handle: growing[handle] for handle in unread})
     count = len(handles)
-    return messages.Step(
+    return log_records.Step(
         np.array(handles, np.uint32),
         np.array([len(growing[handle]) for handle in handles], np.uint32),
         np.array([draw.randrange(50_000) for _ in handles], np.uint32),
@@ -73,10 +73,10 @@ def _lacks_its_set(draft: Draft) -> bool:
     return draft.opening.support and len(draft.kept) == draft.kept.drawn
 
 
-def _support(draw: random.Random, drafts: dict[int, Draft]) -> messages.Support:
+def _support(draw: random.Random, drafts: dict[int, Draft]) -> log_records.Support:
     sizes = [draw.randrange(5) for _ in drafts]
     ids = [draw.randrange(50_000) for _ in range(sum(sizes))]
-    return messages.Support(
+    return log_records.Support(
         np.array(list(drafts), np.uint32),
         np.array([draft.kept.drawn for draft in drafts.values()], np.uint32),
         Kept(np.array(sizes, np.int32), np.array(ids, np.int32)),
@@ -87,12 +87,12 @@ def _is_unread(draft: Draft) -> bool:
     return draft.opening.experts and draft.routed < len(draft.opening.prompt_ids) + len(draft)
 
 
-def _routed(draw: random.Random, drafts: dict[int, Draft]) -> messages.Routed:
+def _routed(draw: random.Random, drafts: dict[int, Draft]) -> log_records.Routed:
     read = {handle: range(d.routed, len(d.opening.prompt_ids) + len(d)) for handle, d in drafts.items()}
     places = [(handle, position) for handle, positions in read.items() for position in positions]
     ids = [[draw.randrange(64) for _ in range(6)] for _ in places]
     handles, positions = np.array(places, np.uint32).T
-    return messages.Routed(handles, positions, np.array(ids, np.int16))
+    return log_records.Routed(handles, positions, np.array(ids, np.int16))
 
 
 def _opening(name: str, draw: random.Random) -> Opening:
@@ -104,7 +104,7 @@ def _opening(name: str, draw: random.Random) -> Opening:
     )  # fmt: skip
 
 
-def tell(log: TokenLog, ledger: Ledger, message: messages.Any) -> int:
+def tell(log: TokenLog, ledger: Ledger, message: log_records.Any) -> int:
     """Append, apply, and rotate when the segment is full; as the runner does."""
     lsn = log.append(message)
     ledger.apply(message)

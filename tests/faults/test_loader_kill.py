@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from tinystage import nobody_holds_a_slot
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DeadlineError
+from mopd_dataplane.job import sections
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess, start_server
 from mopd_dataplane.load.ring import POISON
@@ -58,7 +58,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     lengths = lengths_of(48, mean_log=4.5, shortest=8, longest=400)
     made = make_store(tmp_path_factory.mktemp("kill") / "s", lengths, teachers=TEACHERS, signals=("hidden",))
     plan = build_window(
-        plan_columns(made, TEACHERS), config.Plan(pack_tokens=512, batch_samples=16), seed=0, stage=STAGE, window=0,
+        plan_columns(made, TEACHERS), sections.Plan(pack_tokens=512, batch_samples=16), seed=0, stage=STAGE, window=0,
         snapshot=made.snapshot(), teachers=TEACHERS,
     )  # fmt: skip
     made.add_plan(plan)

@@ -10,7 +10,7 @@ from mutations import MUTATIONS, PACKAGE, ROOT, Mutation, mutate
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_its_text_is_there_once(mutation: Mutation, tmp_path: Path) -> None:
-    name = PACKAGE + (mutation.file if "/" in mutation.file else f"rollout/{mutation.file}")
+    name = PACKAGE + mutation.file
     copy = tmp_path / name
     copy.parent.mkdir(parents=True)
     before = (ROOT / name).read_text()

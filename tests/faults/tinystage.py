@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "store"))
 
 import store_builders as build
 
-from mopd_dataplane import config
-from mopd_dataplane.checksum import crc32c
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.job import sections
 from mopd_dataplane.load import server
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
 from mopd_dataplane.load.spec import LoadSpec
@@ -55,7 +55,7 @@ def make_stage(home: Path) -> int:
         route=lambda domain, effort: TEACHER, teachers=[TEACHER],
         scores=store.table("scores", ["sample_row", "teacher", "kind"]), signals=("logprob",),
     )  # fmt: skip
-    settings = config.Plan(pack_tokens=64, batch_samples=4)
+    settings = sections.Plan(pack_tokens=64, batch_samples=4)
     plan = build_window(columns, settings, seed=0, stage=STAGE, window=0, snapshot=snapshot, teachers=[TEACHER])
     store.add_plan(plan)
     store.add_plan(end_window(STAGE, 1, 0, snapshot))

@@ -14,15 +14,16 @@ from deaths import Died, folder, raiser
 from figures import Row, Tally
 from story import LENGTH, OPENING_POINTS, is_prefix, segments, state, states, story
 
-from mopd_dataplane import config, faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
-from mopd_dataplane.rollout import segmentfile
-from mopd_dataplane.rollout.framing import SEGMENT_HEADER, read_segment
-from mopd_dataplane.rollout.recovery import recover
-from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.log import segment_file
+from mopd_dataplane.rollout.log.framing import SEGMENT_HEADER, read_segment
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.log.wal import TokenLog
 
 
-def told(home: Path, seed: int, length: int, *, settings: config.Wal, rotate_dies: str = "") -> None:
+def told(home: Path, seed: int, length: int, *, settings: sections.Wal, rotate_dies: str = "") -> None:
     """Live a story in this process and leave the log as a crash would; optionally in the middle of a rotation."""
     log, recovered = TokenLog.open(home, settings)
     ledger = recovered.ledger
@@ -32,17 +33,17 @@ def told(home: Path, seed: int, length: int, *, settings: config.Wal, rotate_die
         if number % 7 == 0:
             log.wait_durable(log.appended_lsn)
     if rotate_dies:
-        faultpoints.observe(raiser(rotate_dies))
+        fault_points.observe(raiser(rotate_dies))
         with suppress(Died):
             log.rotate(ledger)
-        faultpoints.observe(None)
+        fault_points.observe(None)
     log.abort()
 
 
 def truncated(count: int, seed: int) -> Tally:
     """The file cut at every byte, one segment or two: a prefix of the story, or damage; never anything else."""
     tally = Tally()
-    big = config.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
+    big = sections.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
     while tally.tried < count:
         for rotate_dies in ("", "wal.segment.named", "wal.base"):
             length = 25
@@ -72,7 +73,7 @@ def _cut_everywhere(tally: Tally, home: Path, path: Path, known: list[tuple[obje
 def flipped(count: int, seed: int) -> Tally:
     """A random bit flipped in every byte: damage below the watermark is reported, above it cut; never silent."""
     tally = Tally()
-    big = config.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
+    big = sections.Wal(segment_bytes=1 << 24, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
         known = states(seed, 25)
@@ -99,7 +100,7 @@ def flipped(count: int, seed: int) -> Tally:
 def power_lost(count: int, seed: int) -> Tally:
     """Unsynced sectors new, zero, garbage or absent; names and deletions not on disk: every durable record is there."""
     tally = Tally()
-    settings = config.Wal(group_commit_ms=1000, segment_bytes=1 << 14, full_disk_wait_s=0)
+    settings = sections.Wal(group_commit_ms=1000, segment_bytes=1 << 14, full_disk_wait_s=0)
     while tally.tried < count:
         draw = random.Random(seed)
         known = states(seed, LENGTH)
@@ -158,7 +159,9 @@ class Disk:
         return bytes(whole[: draw.randint(synced, len(whole))])
 
 
-def _until_power_loss(home: Path, seed: int, settings: config.Wal, disk: Disk, draw: random.Random) -> tuple[int, int]:
+def _until_power_loss(
+    home: Path, seed: int, settings: sections.Wal, disk: Disk, draw: random.Random
+) -> tuple[int, int]:
     """Live a story until a random moment. (messages appended, messages known to be durable)"""
     real_sync, real_unlink = os.fdatasync, Path.unlink
 
@@ -183,8 +186,8 @@ def _until_power_loss(home: Path, seed: int, settings: config.Wal, disk: Disk, d
 
     lsns: list[int] = []
     log = None
-    segmentfile.os.fdatasync, Path.unlink = sync, unlink  # type: ignore[method-assign,assignment]
-    faultpoints.observe(die)
+    segment_file.os.fdatasync, Path.unlink = sync, unlink  # type: ignore[method-assign,assignment]
+    fault_points.observe(die)
     try:
         log, recovered = TokenLog.open(home, settings)
         ledger = recovered.ledger
@@ -198,8 +201,8 @@ def _until_power_loss(home: Path, seed: int, settings: config.Wal, disk: Disk, d
     except Died:
         pass
     finally:
-        faultpoints.observe(None)
-        segmentfile.os.fdatasync, Path.unlink = real_sync, real_unlink  # type: ignore[method-assign]
+        fault_points.observe(None)
+        segment_file.os.fdatasync, Path.unlink = real_sync, real_unlink  # type: ignore[method-assign]
     durable = 0 if log is None else sum(lsn <= log.synced_lsn for lsn in lsns)
     if log is not None:
         log.abort()
@@ -235,7 +238,7 @@ def _live(home: Path, seed: int) -> tuple[int, BaseException | None]:
     """Live a short story; how many messages were acknowledged, and what stopped it."""
     logged = 0
     log = None
-    small = config.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
+    small = sections.Wal(group_commit_ms=1, segment_bytes=1 << 12, full_disk_wait_s=0)
     try:
         log, recovered = TokenLog.open(home, small)
         for message in story(seed, 60):

@@ -15,17 +15,18 @@ from deaths import Died, folder, forked, killer, raiser
 from figures import Row, Tally
 from story import LENGTH, OPENING_POINTS, POINTS, SETTINGS, is_prefix, segments, state, states, story, tell
 
-from mopd_dataplane import config, faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, ResourceError
-from mopd_dataplane.rollout.framing import read_segment
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.recovery import recover
-from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.log.framing import read_segment
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.log.wal import TokenLog
 
 
 def child_writes(home: Path, seed: int, acked: mmap.mmap, die: Callable[[str], None] | None) -> None:
     """In a forked child: live a story, counting in shared memory what append has acknowledged."""
-    faultpoints.observe(die)
+    fault_points.observe(die)
     log, recovered = TokenLog.open(home, SETTINGS)
     ledger = recovered.ledger
     for count, message in enumerate(story(seed, LENGTH), start=1):
@@ -81,14 +82,14 @@ def killed_at_points(count: int, seed: int) -> Tally:
 
 def reopen(home: Path, die: Callable[[str], None]) -> None:
     """Recover and begin the next epoch."""
-    faultpoints.observe(die)
+    fault_points.observe(die)
     TokenLog.open(home, SETTINGS)
 
 
 def fenced(count: int, seed: int) -> Tally:
     """A writer that lost its lock goes on after a takeover, or stale records follow the tail: not one byte counts."""
     tally, draw = Tally(), random.Random(seed)
-    slow = config.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
+    slow = sections.Wal(group_commit_ms=60_000, segment_bytes=1 << 12, full_disk_wait_s=0)
     for case in range(count):
         length = draw.randrange(5, 120)
         known = states(seed + case, length + 60)
@@ -100,11 +101,11 @@ def fenced(count: int, seed: int) -> Tally:
                 tell(zombie, ledger, next(life))
             (home / "LOCK").unlink()
             complete = draw.random() < 0.5
-            faultpoints.observe(None if complete else raiser(draw.choice(("wal.base", "wal.epoch"))))
+            fault_points.observe(None if complete else raiser(draw.choice(("wal.base", "wal.epoch"))))
             owner = None
             with suppress(Died):
                 owner, _ = TokenLog.open(home, slow)
-            faultpoints.observe(None)
+            fault_points.observe(None)
             if owner is None:
                 _lose_all_but_the_fence(home)
             refused = _zombie_goes_on(zombie, ledger, life)

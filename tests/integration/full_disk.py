@@ -20,8 +20,8 @@ from typing import Any
 
 from rich.console import Console
 
-from mopd_dataplane import faultpoints
-from mopd_dataplane.jobfile import Job, load_job
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.job.job import Job, load_job
 from mopd_dataplane.run.pipeline import run_job
 
 FIRST_MIB = 2
@@ -91,9 +91,9 @@ def run_with_squatter(job: Job, store: Path) -> dict[str, Any]:
     """The rest of the job."""
     said = io.StringIO()
     squatter = Squatter(store, said)
-    faultpoints.observe(squatter.at)
+    fault_points.observe(squatter.at)
     run_job(job, console=Console(file=said, width=200))
-    faultpoints.observe(None)
+    fault_points.observe(None)
     return {"fillings": squatter.fillings, "said": [line for line in said.getvalue().splitlines() if " disk " in line]}
 
 

@@ -35,7 +35,7 @@ discriminator = {{ text = "text", learning_rate = 1e-3, batch_pairs = 8 }}
 """
 DIES = """
 import os, signal, sys
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points as faultpoints
 place, count = sys.argv[1], int(sys.argv[2])
 seen = 0
 def observe(name):
@@ -44,7 +44,7 @@ def observe(name):
     if seen == count:
         os.kill(os.getpid(), signal.SIGKILL)
 faultpoints.observe(observe)
-from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.job.job import load_job
 from mopd_dataplane.run.pipeline import run_job
 run_job(load_job(sys.argv[3]), only="gad")
 """

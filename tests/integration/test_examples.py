@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.plan import build_window
 
 EXAMPLES = Path(__file__).parents[2] / "jobs" / "examples"
@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("examples")
     store = make_store(root / "store", lengths_of(24, mean_log=4, shortest=8, longest=100), teachers=TEACHERS)
     plan = build_window(
-        plan_columns(store, TEACHERS), config.Plan(pack_tokens=256, batch_samples=8), seed=0, stage=STAGE, window=0,
+        plan_columns(store, TEACHERS), sections.Plan(pack_tokens=256, batch_samples=8), seed=0, stage=STAGE, window=0,
         snapshot=store.snapshot(), teachers=TEACHERS,
     )  # fmt: skip
     store.add_plan(plan)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import open_store
-from mopd_dataplane.jobfile import load_job
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.models.initial_weights import make_student
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from mopd_kernels import token_logprob
 
+from mopd_dataplane.job.objectives import Objective, PolicyGradientTerm
 from mopd_dataplane.load.payload import PAYLOAD, SUPPORT
-from mopd_dataplane.objectives import Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.microbatch import build

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mopd_dataplane import Prompt, Sample, config, create_store, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
-from mopd_dataplane.jobfile import load_job
+from mopd_dataplane import Prompt, Sample, create_store
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.job import load_job
 from mopd_dataplane.rollout.runner import run_rollout
-from mopd_dataplane.rollout.sandbox import Command, Result, Turn
+from mopd_dataplane.rollout.tools.sandbox import Command, Result, Turn
 from mopd_dataplane.run.context import Run, open_run
-from mopd_dataplane.run.generate import record_abandoned, rollout
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.steps.rollout import record_abandoned, rollout
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 LIVE_STAGE = """
 [[stages]]
@@ -44,9 +46,9 @@ def live(request: pytest.FixtureRequest, finished_job: Path, tmp_path: Path, wri
         if name == "rollout.step" and steps == 5:
             (policies / ".v1").rename(policies / "live" / "v1")
 
-    faultpoints.observe(publish)
+    fault_points.observe(publish)
     yield open_run(load_job(str(job)), Progress(Console(quiet=True)))
-    faultpoints.observe(None)
+    fault_points.observe(None)
 
 
 def test_a_follower_takes_up_a_policy_published_in_the_middle(live: Run) -> None:
@@ -82,7 +84,7 @@ def test_a_sample_that_was_given_up_is_recorded_with_its_reason(tmp_path: Path) 
 
     report = run_rollout(
         ToyEngine(slots=4), [Prompt(prompt_id=f"p{i}", domain="toy", text=f"{i}") for i in range(4)],
-        stage="agent", generation=2, seed=0, rollout=config.Rollout(max_new_tokens=500), wal=config.Wal(),
+        stage="agent", generation=2, seed=0, rollout=sections.Rollout(max_new_tokens=500), wal=sections.Wal(),
         wal_dir=tmp_path / "wal", commit=commit, render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         environment=environment, sandbox=NeverSure(),
     )  # fmt: skip

@@ -119,7 +119,7 @@ def test_losses_and_weights_are_those_of_one_rank(ranks: int, members: int, grou
 def test_a_killed_rank_ends_the_job_and_any_number_of_ranks_continues_it(ground: Ground, alone: Path) -> None:
     place = ground.root / "killed"
     with ground.loader(place) as spec:
-        with started([sys.executable, "-m", "mopd_dataplane.train.agent", str(spec), "2"]) as agent:
+        with started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent:
             wait_for_steps(place, 3, agent)
             assert listening(agent) <= {"127.0.0.1", "::1"}  # nothing on a network interface
             kill_rank(agent, 1)
@@ -154,7 +154,7 @@ def kill_rank(agent: subprocess.Popen[str], rank: int) -> None:
 def test_a_stop_ends_every_rank_at_a_checkpoint(ground: Ground, alone: Path) -> None:
     place = ground.root / "stopped"
     with ground.loader(place) as spec:
-        with started([sys.executable, "-m", "mopd_dataplane.train.agent", str(spec), "2"]) as agent:
+        with started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent:
             wait_for_steps(place, 3, agent)
             agent.send_signal(signal.SIGTERM)
             agent.communicate(timeout=60)

@@ -18,13 +18,13 @@ import torch
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import EngineError, InputError, ResourceError
-from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.job.job import load_job
 from mopd_dataplane.run.context import Run, open_run
-from mopd_dataplane.run.generate import rollout
-from mopd_dataplane.run.judge import score
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray import pool
 from mopd_dataplane.run.ray.cluster import LOOPBACK, ray_fleet
+from mopd_dataplane.run.steps.rollout import rollout
+from mopd_dataplane.run.steps.score import score
 
 DEADLINE_S = 400.0
 STAGE = """

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from mopd_dataplane import open_store
-from mopd_dataplane.config import Student
-from mopd_dataplane.jobfile import load_job
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.pipeline import run_job
-from mopd_dataplane.run.student import make_student
 
 JOBS = Path(__file__).parents[2] / "jobs"
 RECIPES = sorted(file.parent.name for file in JOBS.glob("*/job.toml") if load_job(file).source)

@@ -26,7 +26,7 @@ iterations = 3
 """
 DIES = """
 import os, signal, sys
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points as faultpoints
 from mopd_dataplane.cli import main
 faultpoints.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == "retire.replaced" else None)
 sys.argv = ["mopd", *sys.argv[1:]]

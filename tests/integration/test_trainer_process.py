@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_ground import DOMAINS, SAMPLES, Ground, results, wait_for_steps, weights
 
-from mopd_dataplane import models
+from mopd_dataplane.models import hf
 from mopd_dataplane.train.metrics import read_metrics
 
 
@@ -40,7 +40,7 @@ def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
     }
     passes = np.array([m.reverse_kl for m in metrics]).reshape(2, -1).mean(1)
     assert passes[1] < passes[0]
-    start = models.load_model(ground.start).state_dict()
+    start = hf.load_model(ground.start).state_dict()
     assert any(not torch.equal(start[name], tensor) for name, tensor in weights(whole).items())
 
 

@@ -16,18 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from mopd_dataplane import Store, config, create_store, models
-from mopd_dataplane.config import Train
+from mopd_dataplane import Store, create_store
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.sections import Train
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.objectives import DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow, Sample, sample_uid
-from mopd_dataplane.run.student import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
@@ -49,7 +51,7 @@ class Ground:
     def __init__(self, root: Path, *, epochs: int = 2) -> None:
         self.root = root
         self._epochs = epochs
-        self.start = make_student(config.Student(config=CONFIG), root / "start", seed=0)
+        self.start = make_student(sections.Student(config=CONFIG), root / "start", seed=0)
         self.store: Store = create_store(str(root / "store"))
         samples = [self._sample(number) for number in range(SAMPLES)]
         rows = self.store.commit_samples(samples, writer="test").rows
@@ -72,12 +74,14 @@ class Ground:
 
     def _score(self, samples: list[Sample], rows: Any) -> None:
         folders = {
-            name: make_student(config.Student(config=CONFIG | {"intermediate_size": 128}), self.root / name, seed=seed)
+            name: make_student(
+                sections.Student(config=CONFIG | {"intermediate_size": 128}), self.root / name, seed=seed
+            )
             for seed, name in enumerate(DOMAINS, start=1)
         }
         pool = TeacherPool(
-            {name: TeacherSpec(folder, config.Teacher(source=str(folder))) for name, folder in folders.items()},
-            student_tokenizer=models.tokenizer_digest(models.load_tokenizer(self.start)),
+            {name: TeacherSpec(folder, sections.Teacher(source=str(folder))) for name, folder in folders.items()},
+            student_tokenizer=hf.tokenizer_digest(hf.load_tokenizer(self.start)),
         )
         assert self.store.root is not None
         for name, folder in folders.items():
@@ -91,7 +95,7 @@ class Ground:
                 if s.domain == name
             ]  # fmt: skip
             for kind in ("logprob", "hidden"):
-                self.store.commit_signals(name, kind, list(score_samples(pool, name, (kind,), own, config.Score())))
+                self.store.commit_signals(name, kind, list(score_samples(pool, name, (kind,), own, sections.Score())))
             folder.rename(folder.with_name(f"{name}-moved-away"))
 
     def _plan(self, rows: Any) -> PlanWindow:
@@ -104,7 +108,7 @@ class Ground:
             scores=self.store.table("scores", columns=["sample_row", "teacher", "kind"]),
             signals=OBJECTIVE.signals,
         )
-        settings = config.Plan(pack_tokens=64, batch_samples=8)
+        settings = sections.Plan(pack_tokens=64, batch_samples=8)
         return build_window(
             columns, settings, seed=3, stage="student", window=0, snapshot=snapshot, teachers=list(DOMAINS),
             epochs=self._epochs,
@@ -144,7 +148,7 @@ class Ground:
                 }
             )
             file.write_text(spec.model_dump_json())
-            with start_server(self.store.uri, socket, LoadSpec.for_stage("student", config.Load(), OBJECTIVE)):
+            with start_server(self.store.uri, socket, LoadSpec.for_stage("student", sections.Load(), OBJECTIVE)):
                 yield file
 
     @contextmanager
@@ -185,4 +189,4 @@ def results(place: Path) -> list[dict[str, Any]]:
 
 
 def weights(place: Path) -> dict[str, torch.Tensor]:
-    return dict(models.load_model(place / "policies" / "v1").state_dict())
+    return dict(hf.load_model(place / "policies" / "v1").state_dict())

@@ -11,9 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "kernels" / "mopd_kernels").rglob("*.py")])
 STAGES = {"rollout", "store", "score", "plan", "load", "train", "query"}
-NEIGHBOURS_ALLOWED = {("load", "store"), ("load", "plan"), ("query", "store"), ("store", "query")}
-"""The loader process reads the store and deals packs with the planner's pure function; queries read the store, and
-Store.sql answers through query. No other stage knows another; a process's __main__ puts its parts together."""
+NEIGHBOURS_ALLOWED = {("load", "store"), ("load", "plan"), ("query", "store")}
+"""The loader process reads the store and deals packs with the planner's pure function; queries read the store. No
+other stage knows another; a process's __main__ puts its parts together."""
+LANCE_ALLOWED = {"store", "transferqueue", "bench"}
+"""The store; a queue with a dataset of its own beside it; and measurements of Lance itself."""
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 WAITS = {"wait": 0, "join": 0, "result": 0, "communicate": 0, "acquire": 0, "get": 0, "wait_for": 1}
@@ -66,8 +68,8 @@ def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
         root, _, rest = module.partition(".")
         if root in UNSAFE_MODULES:
             yield f"{line}: imports {root}"
-        if root in ("lance", "lancedb") and stage != "store" and line not in for_types:
-            yield f"{line}: imports lance outside store/"
+        if root in ("lance", "lancedb") and stage not in LANCE_ALLOWED and line not in for_types:
+            yield f"{line}: imports lance"
         other = rest.partition(".")[0]
         strange = {*STAGES, "run", "cli"} - {stage, *(b for a, b in NEIGHBOURS_ALLOWED if a == stage)}
         if root == "mopd_dataplane" and stage in STAGES and other in strange and file.name != "__main__.py":
@@ -103,7 +105,7 @@ def test_file_keeps_the_rules(file: Path) -> None:
     ("code", "breach"),
     [
         ("import pickle", "imports pickle"),
-        ("from lance import dataset", "imports lance outside store/"),
+        ("from lance import dataset", "imports lance"),
         ("def f():\n    from mopd_dataplane.store.dataset import Store", "stage plan imports store"),
         ("import mopd_dataplane.run.pipeline", "stage plan imports run"),
         ("eval('1')", "calls eval"),

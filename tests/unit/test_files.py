@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mopd_dataplane.files import publish_file
+from mopd_dataplane.base.files import publish_file
 
 WRITER = """
 import sys
 from pathlib import Path
-from mopd_dataplane.files import publish_file
+from mopd_dataplane.base.files import publish_file
 
 for turn in range(150):
     publish_file(Path(sys.argv[1]), (sys.argv[2] * 4096).encode())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.jobfile import Job, check_job, load_job
+from mopd_dataplane.job.job import Job, check_job, load_job
 
 ROOT = Path(__file__).parents[2]
 JOB = """

@@ -42,7 +42,7 @@ def test_help_needs_neither_numpy_nor_pydantic() -> None:
 
 
 def test_tables_and_job_files_need_no_torch_and_no_lance() -> None:
-    loaded = modules_after("import mopd_dataplane.tables, mopd_dataplane.jobfile")
+    loaded = modules_after("import mopd_dataplane.tables, mopd_dataplane.job.job")
     assert loaded.isdisjoint({"torch", "lance", "transformers"})
 
 

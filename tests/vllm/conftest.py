@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from decoding import TINY
 
-from mopd_dataplane import config
-from mopd_dataplane.rollout.vllm import VllmEngine
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.vllm import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parent))  # helpers of these tests
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # helpers of these tests
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of two versions of a random two-layer Qwen3 with one token per character."""
     home = tmp_path_factory.mktemp("models")
-    first, second = (make_student(config.Student(config=TINY), home / f"v{i}", seed=3 + i) for i in range(2))
+    first, second = (make_student(sections.Student(config=TINY), home / f"v{i}", seed=3 + i) for i in range(2))
     return first, second
 
 

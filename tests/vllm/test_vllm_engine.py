@@ -15,13 +15,13 @@ import pytest
 from decoding import TOLERANCE, Shelf, assert_same, decode, make_requests
 from safetensors.torch import load_file, save_file
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.engine import STOP, Request, StepOutput
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.engines.engine import STOP, Request, StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.vllm import VllmEngine
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
-from mopd_dataplane.rollout.vllm import VllmEngine
 
 CUT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
 
@@ -167,8 +167,8 @@ def roll(engine: VllmEngine, shelf: Shelf, home: Path) -> RolloutReport:
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
         engine, prompts, stage="student", generation=0, seed=0,
-        rollout=config.Rollout(max_new_tokens=40, group_size=2), wal=config.Wal(), wal_dir=home, commit=shelf.commit,
-        render=lambda prompt: engine.tokenizer.encode(prompt.text), already=set(shelf.samples),
+        rollout=sections.Rollout(max_new_tokens=40, group_size=2), wal=sections.Wal(), wal_dir=home,
+        commit=shelf.commit, render=lambda prompt: engine.tokenizer.encode(prompt.text), already=set(shelf.samples),
     )  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from commandline import ENVIRONMENT, command, run_mopd
 from decoding import TOLERANCE, decode, make_requests
 
 from mopd_dataplane import Store
-from mopd_dataplane.jobfile import load_job
-from mopd_dataplane.rollout.vllm import VllmEngine
-from mopd_dataplane.run.engines import Engines
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.rollout.engines.vllm import VllmEngine
+from mopd_dataplane.run.open_engine import Engines
 
 JOB = """
 name = "tiny"

@@ -12,16 +12,16 @@ import pytest
 from decoding import TOLERANCE
 from serving import Server, serving
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.models import load_tokenizer, tokenizer_digest
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.vllm_extract import ExtractingReader
 
 KINDS = ("logprob", "topk", "hidden")
-SETTINGS = config.Score(hidden_codec="fp32", topk=5)
+SETTINGS = sections.Score(hidden_codec="fp32", topk=5)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def samples() -> list[Scorable]:
 def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> TeacherPool:
     """A pool of one registered teacher."""
     digest = tokenizer_digest(load_tokenizer(folder))
-    spec = TeacherSpec(folder, config.Teacher(source=str(folder), url=url))
+    spec = TeacherSpec(folder, sections.Teacher(source=str(folder), url=url))
     pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, **settings)
     assert pool.register("teacher", root).norm_placement == "post"
     return pool
 
 
-def judged(pool: TeacherPool, samples: list[Scorable], settings: config.Score = SETTINGS) -> dict[Any, Signal]:
+def judged(pool: TeacherPool, samples: list[Scorable], settings: sections.Score = SETTINGS) -> dict[Any, Signal]:
     """Every signal by uid and kind."""
     kinds = KINDS[:2] if settings.reads == "prompt_logprobs" else KINDS
     return {(s.uid, s.kind): s for s in score_samples(pool, "teacher", kinds, samples, settings)}

@@ -11,15 +11,15 @@ import pytest
 from decoding import TOLERANCE, Shelf, assert_same, decode, make_requests
 from serving import Server, serving
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.engine import Engine, Request, StepOutput
-from mopd_dataplane.rollout.hf import HfEngine
-from mopd_dataplane.rollout.keyed_sampler import KeyedSampler
+from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.vllm import SAMPLER, VllmEngine
+from mopd_dataplane.rollout.engines.vllm_sampler import KeyedSampler
+from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
-from mopd_dataplane.rollout.vllm import SAMPLER, VllmEngine
-from mopd_dataplane.rollout.vllm_server import ServerEngine
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Shelf, home:
     """16 prompts of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
-        engine, prompts, stage="student", generation=0, seed=0, rollout=config.Rollout(max_new_tokens=40),
-        wal=config.Wal(), wal_dir=home, commit=shelf.commit, render=lambda prompt: render(prompt.text),
+        engine, prompts, stage="student", generation=0, seed=0, rollout=sections.Rollout(max_new_tokens=40),
+        wal=sections.Wal(), wal_dir=home, commit=shelf.commit, render=lambda prompt: render(prompt.text),
         already=set(shelf.samples),
     )  # fmt: skip
 

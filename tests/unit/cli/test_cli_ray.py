@@ -10,7 +10,7 @@ import typer
 
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.jobfile import check_job
+from mopd_dataplane.job.job import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
+from mopd_dataplane.job import sections
 from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import LoaderProcess
 from mopd_dataplane.load.source import WindowSource
@@ -18,7 +18,7 @@ from mopd_dataplane.records import Pack, PlanWindow, Signal
 from mopd_dataplane.store.dataset import Store
 
 TEACHERS = ["adder", "speller"]
-RULE = config.Plan(pack_tokens=512, batch_samples=16)
+RULE = sections.Plan(pack_tokens=512, batch_samples=16)
 SPEC = LoadSpec(
     stage=STAGE, signals=("logprob", "topk", "hidden"), reference="adder", rewards=True, slots=2, deadline_s=20
 )

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from objectservers import Mood, Server, bad_network
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DamagedError, DeadlineError
+from mopd_dataplane.job import sections
 from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
@@ -171,7 +171,7 @@ def test_epochs_of_a_loader_on_s3_fetch_each_sample_once(store: Store, tmp_path:
     for window in range(2):
         store.add_plan(
             build_window(
-                plan_columns(store, ["adder"]), config.Plan(pack_tokens=512, batch_samples=4), seed=window,
+                plan_columns(store, ["adder"]), sections.Plan(pack_tokens=512, batch_samples=4), seed=window,
                 stage=STAGE, window=window, snapshot=store.snapshot(), teachers=["adder"],
             )
         )  # fmt: skip

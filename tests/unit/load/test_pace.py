@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mopd_dataplane.load.pace import REMEMBERED, Pace
+from mopd_dataplane.load.prefetch_depth import REMEMBERED, Pace
 
 
 class Play:

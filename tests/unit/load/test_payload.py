@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.bench import synthetic
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load.layout import arrays_of
+from mopd_dataplane.job import sections
+from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
@@ -29,7 +29,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> WindowSource:
     lengths = lengths_of(40, mean_log=4.5, shortest=4, longest=400)
     store = make_store(tmp_path_factory.mktemp("payload") / "s", lengths, teachers=TEACHERS, signals=SPEC.signals)
     plan = build_window(
-        plan_columns(store, TEACHERS), config.Plan(pack_tokens=512, batch_samples=8), seed=3, stage=STAGE, window=0,
+        plan_columns(store, TEACHERS), sections.Plan(pack_tokens=512, batch_samples=8), seed=3, stage=STAGE, window=0,
         snapshot=store.snapshot(), teachers=TEACHERS,
     )  # fmt: skip
     store.add_plan(plan)
@@ -175,7 +175,7 @@ def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, 
     monkeypatch.setattr(synthetic, "_signal", mixed)
     store = make_store(tmp_path / "s", lengths, teachers=["adder"], signals=("topk",))
     plan = build_window(
-        plan_columns(store, ["adder"]), config.Plan(pack_tokens=512, batch_samples=4), seed=3, stage=STAGE, window=0,
+        plan_columns(store, ["adder"]), sections.Plan(pack_tokens=512, batch_samples=4), seed=3, stage=STAGE, window=0,
         snapshot=store.snapshot(), teachers=["adder"],
     )  # fmt: skip
     with pytest.raises(MismatchError, match=said):
@@ -194,7 +194,7 @@ def test_a_group_is_of_one_stage(tmp_path, monkeypatch):
     lengths = lengths_of(8, mean_log=3.0, shortest=4, longest=40)
     store = make_store(tmp_path / "s", lengths, teachers=["adder"], group_size=4, rewards=True)
     plan = build_window(
-        plan_columns(store, ["adder"]), config.Plan(pack_tokens=512, batch_samples=4), seed=3, stage=STAGE, window=0,
+        plan_columns(store, ["adder"]), sections.Plan(pack_tokens=512, batch_samples=4), seed=3, stage=STAGE, window=0,
         snapshot=store.snapshot(), teachers=["adder"],
     )  # fmt: skip
     alone = WindowSource(store, plan, LoadSpec(stage=STAGE, rewards=True))._outcomes

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load.layout import arrays_of
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import Pack, Sample, sample_uid
@@ -24,7 +24,7 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.reading import TokenReader
 
 STAGE = "student"
-ASKS = LoadSpec.for_stage(STAGE, config.Load(), Objective(policy_gradient=PolicyGradientTerm(teacher_coef=0)))
+ASKS = LoadSpec.for_stage(STAGE, sections.Load(), Objective(policy_gradient=PolicyGradientTerm(teacher_coef=0)))
 
 
 @pytest.fixture(autouse=True, params=[0, 1 << 60], ids=["in-place", "through-lance"])
@@ -57,7 +57,7 @@ def opened(folder: Path, samples: list[Sample], spec: LoadSpec = ASKS) -> Window
     store = Store.create(folder / "store")
     rows = store.commit_samples(samples, writer="w").rows
     columns = collect_columns(store.scan_samples(SAMPLE_COLUMNS), len(rows), route=None, teachers=[])
-    settings = config.Plan(pack_tokens=64, batch_samples=4)
+    settings = sections.Plan(pack_tokens=64, batch_samples=4)
     plan = build_window(
         columns, settings, seed=1, stage=STAGE, window=0, snapshot=store.snapshot(), teachers=[]
     )  # fmt: skip
@@ -96,7 +96,7 @@ def test_every_trained_token_has_its_set_and_an_uncut_sample_has_sets_of_size_ze
 
 def test_packs_carry_no_sets_that_nobody_has_or_asks_for(tmp_path: Path) -> None:
     uncut = opened(tmp_path / "uncut", [sample(number, kept=False) for number in range(8)])
-    other = LoadSpec.for_stage(STAGE, config.Load(), Objective(cross_entropy=CrossEntropyTerm()))
+    other = LoadSpec.for_stage(STAGE, sections.Load(), Objective(cross_entropy=CrossEntropyTerm()))
     unasked = opened(tmp_path / "unasked", [sample(number, kept=True) for number in range(8)], other)
     for source in (uncut, unasked):
         assert not any("support_sizes" in pack for pack in packs(source))

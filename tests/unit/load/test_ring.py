@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane.errors import DamagedError, ResourceError
-from mopd_dataplane.load.layout import (
+from mopd_dataplane.load.ring import POISON, Ring, available_memory, make_slot
+from mopd_dataplane.load.slot_layout import (
     FIELD,
     FORMAT,
     HEADER,
@@ -25,7 +26,6 @@ from mopd_dataplane.load.layout import (
     slot_crc,
     write_table,
 )
-from mopd_dataplane.load.ring import POISON, Ring, available_memory, make_slot
 
 PAGE = mmap.PAGESIZE
 

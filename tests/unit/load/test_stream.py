@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DeadlineError, InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.stream import BatchStream, is_served, socket_of
@@ -31,7 +31,7 @@ Seen = list[tuple[int, int, list[int]]]
 
 def add_window(store: Store, window: int) -> None:
     plan = build_window(
-        plan_columns(store, TEACHERS), config.Plan(pack_tokens=512, batch_samples=8), seed=window, stage=STAGE,
+        plan_columns(store, TEACHERS), sections.Plan(pack_tokens=512, batch_samples=8), seed=window, stage=STAGE,
         window=window, snapshot=store.snapshot(), teachers=TEACHERS,
     )  # fmt: skip
     store.add_plan(plan)

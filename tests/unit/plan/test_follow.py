@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import Snapshot
 
-RULE = config.Plan(pack_tokens=100, batch_samples=4)
+RULE = sections.Plan(pack_tokens=100, batch_samples=4)
 NONE = np.empty(0, dtype=np.int64)
 
 
@@ -35,7 +35,7 @@ def columns_of(n: int, **changes: Any) -> Columns:
     return replace(columns, **changes)
 
 
-def follow(columns: Columns, settled: np.ndarray = NONE, rule: config.Plan = RULE, **options: Any) -> Decision:
+def follow(columns: Columns, settled: np.ndarray = NONE, rule: sections.Plan = RULE, **options: Any) -> Decision:
     defaults: dict[str, Any] = {
         "finished": False,
         "policy_version": 0,
@@ -133,7 +133,7 @@ def test_waiting_drops_nothing_and_holds_the_trainer_for_unfinished_work():
 
 
 def test_token_windows_close_only_when_the_next_sample_would_not_fit():
-    rule = config.Plan(pack_tokens=100, batch_tokens=100)
+    rule = sections.Plan(pack_tokens=100, batch_tokens=100)
     assert follow(columns_of(10), rule=rule).window is None, "an eleventh sample could still fit"
     assert rows(follow(columns_of(11), rule=rule)) == list(range(10))
 
@@ -153,13 +153,13 @@ def test_ordinals_must_match_the_samples():
 def test_a_group_that_is_admitted_apart_is_waited_for():
     """The group of ordinals 0 and 5 comes first; the whole group between them is not taken instead of it."""
     columns = columns_of(7, groups=np.array([0, 1, 1, 2, 2, 0, 3]))
-    rule = config.Plan(pack_tokens=100, batch_samples=2)
+    rule = sections.Plan(pack_tokens=100, batch_samples=2)
     early = columns.take(np.arange(5))
     assert follow(early, rule=rule, group_size=2, admission=np.arange(5)).window is None
     assert rows(follow(columns, rule=rule, group_size=2, admission=np.arange(7))) == [0, 5]
 
 
-MIXED = config.Plan(pack_tokens=100, batch_samples=8, mixture={"a": 3, "b": 1})
+MIXED = sections.Plan(pack_tokens=100, batch_samples=8, mixture={"a": 3, "b": 1})
 
 
 def mixed_columns(n: int, **changes: Any) -> Columns:

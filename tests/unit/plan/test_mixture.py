@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import plan_mixture, take_mixed, thin_and_order, weights_of_steps
 from mopd_dataplane.plan.plan import build_window
@@ -21,7 +21,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 RISING = ((0, 0.0), (20, 1.0))
 
 
-def window_of(counts: tuple[int, ...], rule: config.Plan, **options) -> tuple[PlanWindow, np.ndarray]:
+def window_of(counts: tuple[int, ...], rule: sections.Plan, **options) -> tuple[PlanWindow, np.ndarray]:
     """A plan over `counts` samples of domains a, b, …, and the domain of each row; lengths differ by domain."""
     domains = np.repeat(np.arange(len(counts)), counts).astype(np.int16)
     n = len(domains)
@@ -67,12 +67,12 @@ def test_a_step_without_any_weight_is_refused():
 @pytest.mark.parametrize("points", [[], [[5, 1.0], [5, 2.0]], [[9, 1.0], [3, 1.0]], [[0, -1.0]], -0.5])
 def test_points_that_make_no_schedule_are_refused(points):
     with pytest.raises(ValidationError):
-        config.Plan(batch_samples=4, mixture={"a": points})
+        sections.Plan(batch_samples=4, mixture={"a": points})
 
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_every_batch_honours_fixed_weights(strict):
-    rule = config.Plan(
+    rule = sections.Plan(
         pack_tokens=100, batch_samples=100, strict_batches=strict, mixture={"a": 1, "b": 1}, drop_last=True
     )
     plan, domains = window_of((2400, 600), rule)
@@ -84,7 +84,7 @@ def test_every_batch_honours_fixed_weights(strict):
 @pytest.mark.parametrize("size", [{"batch_samples": 100}, {"batch_tokens": 3000}])
 @pytest.mark.parametrize("strict", [True, False])
 def test_scheduled_weights_are_met_step_by_step(strict, size):
-    rule = config.Plan(pack_tokens=100, strict_batches=strict, mixture={"a": 1, "b": RISING}, drop_last=True, **size)
+    rule = sections.Plan(pack_tokens=100, strict_batches=strict, mixture={"a": 1, "b": RISING}, drop_last=True, **size)
     plan, domains = window_of((3000, 1500), rule, first_step=3)
     steps = np.arange(len(plan.step_starts) - 1)
     assert len(steps) > 20
@@ -99,7 +99,7 @@ def test_scheduled_weights_are_met_step_by_step(strict, size):
 
 
 def test_a_later_start_continues_the_schedule_and_is_another_plan():
-    rule = config.Plan(pack_tokens=100, batch_samples=50, mixture={"a": 1, "b": RISING})
+    rule = sections.Plan(pack_tokens=100, batch_samples=50, mixture={"a": 1, "b": RISING})
     early, domains = window_of((2000, 2000), rule)
     late, _ = window_of((2000, 2000), rule, first_step=20)
     assert shares(early, domains, 1)[0] < 0.05
@@ -108,7 +108,7 @@ def test_a_later_start_continues_the_schedule_and_is_another_plan():
 
 
 def test_teacher_weights_change_the_record_and_no_batch():
-    rule = config.Plan(pack_tokens=100, batch_samples=50)
+    rule = sections.Plan(pack_tokens=100, batch_samples=50)
     plain, _ = window_of((200, 200), rule)
     fixed, _ = window_of((200, 200), rule, teacher_weights={"w": 2.0})
     moving, _ = window_of((200, 200), rule, teacher_weights={"w": ((0, 1.0), (8, 3.0))})

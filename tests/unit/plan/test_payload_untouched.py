@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import GROUP_COLUMN, SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.records import PlanWindow
@@ -36,7 +36,7 @@ def plan_of(folder: Path) -> PlanWindow:
         signals=("logprob", "hidden"),
         rewards=store.table("rewards", ["sample_row"], snapshot=snapshot),
     )
-    rule = config.Plan(pack_tokens=512, batch_samples=50)
+    rule = sections.Plan(pack_tokens=512, batch_samples=50)
     return build_window(columns, rule, seed=0, stage="student", window=0, snapshot=snapshot, teachers=TEACHERS)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.balance import deal, pack_costs
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import build_window, plan_digest
@@ -41,7 +41,7 @@ def columns_of(lengths: list[int], *, teachers: int = 3, group_size: int = 1, ro
 
 
 def plan_of(
-    columns: Columns, rule: config.Plan, *, seed: int = 1, epochs: int = 1, group_size: int = 1, ranks: int = 1
+    columns: Columns, rule: sections.Plan, *, seed: int = 1, epochs: int = 1, group_size: int = 1, ranks: int = 1
 ) -> PlanWindow:
     return build_window(
         columns,
@@ -66,12 +66,12 @@ def rows_by_step(plan: PlanWindow) -> list[list[int]]:
 
 lengths_lists = st.lists(st.integers(1, CAP), min_size=1, max_size=120)
 rules = st.builds(
-    config.Plan,
+    sections.Plan,
     pack_tokens=st.just(CAP),
     batch_samples=st.integers(1, 40),
     strict_batches=st.booleans(),
 ) | st.builds(
-    config.Plan,
+    sections.Plan,
     pack_tokens=st.just(CAP),
     batch_tokens=st.integers(CAP, 10 * CAP),
     strict_batches=st.booleans(),
@@ -110,7 +110,7 @@ def test_a_plan_is_a_pure_function_of_its_inputs(lengths, rule, seed):
 
 @pytest.mark.parametrize("name", ["sample_rows", "pack_starts", "pack_teachers", "step_starts"])
 def test_the_digest_covers_every_array(name):
-    plan = plan_of(columns_of([5, 9, 30, 60, 2, 2]), config.Plan(pack_tokens=CAP, batch_samples=3))
+    plan = plan_of(columns_of([5, 9, 30, 60, 2, 2]), sections.Plan(pack_tokens=CAP, batch_samples=3))
     changed = getattr(plan, name).copy()
     changed[-1] += 1
     assert plan_digest(replace(plan, **{name: changed})) != plan.digest
@@ -118,7 +118,7 @@ def test_the_digest_covers_every_array(name):
 
 
 def test_the_digest_covers_snapshot_settings_and_place():
-    plan = plan_of(columns_of([5, 9, 30]), config.Plan(pack_tokens=CAP, batch_samples=3))
+    plan = plan_of(columns_of([5, 9, 30]), sections.Plan(pack_tokens=CAP, batch_samples=3))
     other = Snapshot(uri="elsewhere", versions={**SNAPSHOT.versions, "samples": 4})
     for change in ({"snapshot": other}, {"seed": 2}, {"window": 1}, {"stage": "x"}, {"settings": {}}, {"teachers": []}):
         assert plan_digest(replace(plan, **change)) != plan.digest
@@ -136,7 +136,7 @@ def test_inside_a_step_each_teacher_comes_once(lengths, rule):
 
 def test_a_step_begins_with_the_teacher_of_the_last_one_across_epochs_too():
     """Three steps an epoch, all three teachers in each: two changes inside a step, none between steps."""
-    plan = plan_of(columns_of([30] * 90), config.Plan(pack_tokens=CAP, batch_samples=30), epochs=2)
+    plan = plan_of(columns_of([30] * 90), sections.Plan(pack_tokens=CAP, batch_samples=30), epochs=2)
     assert plan.stats["steps"] == 6
     assert plan.stats["teacher_switches"] == 12
 
@@ -145,7 +145,7 @@ def test_a_step_begins_with_the_teacher_of_the_last_one_across_epochs_too():
 def test_the_same_batches_on_any_number_of_ranks(strict):
     lengths = np.random.default_rng(0).integers(1, CAP, 2000).tolist()
     columns = columns_of(lengths)
-    plan = plan_of(columns, config.Plan(pack_tokens=CAP, batch_samples=500, strict_batches=strict))
+    plan = plan_of(columns, sections.Plan(pack_tokens=CAP, batch_samples=500, strict_batches=strict))
     costs = pack_costs(columns.total_len[plan.sample_rows], plan.pack_starts)
     for step, (first, last) in enumerate(pairwise(plan.step_starts.tolist())):
         for ranks in (1, 2, 4, 64):
@@ -159,7 +159,7 @@ def test_the_same_batches_on_any_number_of_ranks(strict):
 
 
 def test_a_step_outside_the_window_is_refused():
-    plan = plan_of(columns_of([5, 9, 30]), config.Plan(pack_tokens=CAP, batch_samples=3))
+    plan = plan_of(columns_of([5, 9, 30]), sections.Plan(pack_tokens=CAP, batch_samples=3))
     with pytest.raises(InputError, match="step 1 is outside window 0"):
         deal(plan, 1, 1, np.ones(len(plan.pack_teachers)))
 
@@ -167,7 +167,7 @@ def test_a_step_outside_the_window_is_refused():
 @settings(max_examples=60, deadline=None)
 @given(lengths=lengths_lists, batch=st.integers(1, 40))
 def test_strict_batches_have_the_asked_size(lengths, batch):
-    plan = plan_of(columns_of(lengths), config.Plan(pack_tokens=CAP, batch_samples=batch))
+    plan = plan_of(columns_of(lengths), sections.Plan(pack_tokens=CAP, batch_samples=batch))
     sizes = [len(rows) for rows in rows_by_step(plan)]
     assert sizes[:-1] == [batch] * (len(sizes) - 1)
     assert 0 < sizes[-1] <= batch
@@ -176,7 +176,7 @@ def test_strict_batches_have_the_asked_size(lengths, batch):
 @settings(max_examples=60, deadline=None)
 @given(lengths=lengths_lists, batch=st.integers(CAP, 5 * CAP))
 def test_strict_token_batches_are_full_but_never_over(lengths, batch):
-    plan = plan_of(columns_of(lengths), config.Plan(pack_tokens=CAP, batch_tokens=batch))
+    plan = plan_of(columns_of(lengths), sections.Plan(pack_tokens=CAP, batch_tokens=batch))
     sums = [sum(lengths[row] for row in rows) for rows in rows_by_step(plan)]
     assert max(sums) <= batch
     assert all(total > batch - max(lengths) for total in sums[:-1])
@@ -184,7 +184,7 @@ def test_strict_token_batches_are_full_but_never_over(lengths, batch):
 
 def test_strict_packing_never_couples_steps():
     """The samples of a step follow from the shuffle alone: other lengths, same batches."""
-    rule = config.Plan(pack_tokens=CAP, batch_samples=16)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=16)
     rng = np.random.default_rng(3)
     first = plan_of(columns_of(rng.integers(1, CAP, 200).tolist()), rule)
     second = plan_of(columns_of(rng.integers(1, CAP, 200).tolist()), rule)
@@ -192,7 +192,7 @@ def test_strict_packing_never_couples_steps():
 
 
 def test_epochs_are_shuffled_anew():
-    plan = plan_of(columns_of([8] * 200), config.Plan(pack_tokens=CAP, batch_samples=20), epochs=2)
+    plan = plan_of(columns_of([8] * 200), sections.Plan(pack_tokens=CAP, batch_samples=20), epochs=2)
     steps = rows_by_step(plan)
     assert len(steps) == 20
     assert [set(s) for s in steps[:10]] != [set(s) for s in steps[10:]]
@@ -200,7 +200,7 @@ def test_epochs_are_shuffled_anew():
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_drop_last_keeps_whole_batches_and_counts_the_rest(strict):
-    rule = config.Plan(pack_tokens=CAP, batch_samples=32, strict_batches=strict, drop_last=True)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=32, strict_batches=strict, drop_last=True)
     plan = plan_of(columns_of([40] * 100), rule)
     sizes = [len(rows) for rows in rows_by_step(plan)]
     assert sizes == [32, 32, 32]
@@ -213,18 +213,18 @@ def test_drop_last_keeps_whole_batches_and_counts_the_rest(strict):
 def test_groups_stay_whole():
     rng = np.random.default_rng(5)
     columns = columns_of(rng.integers(1, CAP, 240).tolist(), group_size=4)
-    plan = plan_of(columns, config.Plan(pack_tokens=CAP, batch_samples=30), group_size=4)
+    plan = plan_of(columns, sections.Plan(pack_tokens=CAP, batch_samples=30), group_size=4)
     for rows in rows_by_step(plan):
         _, counts = np.unique(columns.groups[rows], return_counts=True)
         assert (counts == 4).all()
         assert len(rows) <= 30
     broken = replace(columns, has_reward=np.arange(240) != 17)
-    stats = plan_of(broken, config.Plan(pack_tokens=CAP, batch_samples=30), group_size=4).stats
+    stats = plan_of(broken, sections.Plan(pack_tokens=CAP, batch_samples=30), group_size=4).stats
     assert (stats["samples"], stats["dropped_missing_reward"], stats["dropped_broken_group"]) == (236, 1, 3)
 
 
 def test_groups_need_strict_batches():
-    rule = config.Plan(pack_tokens=CAP, batch_samples=8, strict_batches=False)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=8, strict_batches=False)
     with pytest.raises(InputError, match="strict_batches"):
         plan_of(columns_of([4] * 8, group_size=2), rule, group_size=2)
 
@@ -232,7 +232,7 @@ def test_groups_need_strict_batches():
 def test_the_order_samples_were_committed_in_does_not_change_the_batches():
     """A killed and continued run commits in another order; its steps must hold the same samples."""
     columns = columns_of([8 + i % 40 for i in range(60)])
-    rule = config.Plan(pack_tokens=CAP, batch_samples=8)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=8)
     committed = np.random.default_rng(3).permutation(60)  # place in the order of admission -> row in `samples`
     moved = replace(columns, sample_rows=committed)
     plan, again = plan_of(columns, rule), plan_of(moved, rule)

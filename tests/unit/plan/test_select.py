@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.select import select
 
-RULE = config.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
+RULE = sections.Plan(pack_tokens=100, batch_samples=4, overlong="drop", max_staleness=2, stale="drop")
 
 
 def columns_of(n: int) -> Columns:

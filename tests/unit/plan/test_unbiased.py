@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.bench.packing import coupling
+from mopd_dataplane.job import sections
 from mopd_dataplane.plan.balance import deal_steps, pack_costs, straggler_ratio
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import build_window
@@ -17,7 +17,7 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 CAP = 4096
 
 
-def window_of(lengths: np.ndarray, rule: config.Plan, seed: int, ranks: int = 1) -> PlanWindow:
+def window_of(lengths: np.ndarray, rule: sections.Plan, seed: int, ranks: int = 1) -> PlanWindow:
     n = len(lengths)
     zeros = np.zeros(n, dtype=np.int32)
     columns = Columns(
@@ -54,7 +54,7 @@ def step_of_sample(plan: PlanWindow) -> np.ndarray:
 def test_each_length_is_equally_likely_in_each_step(strict):
     """Over many seeds, the longest and the shortest samples sit on average where any pack (or sample) sits."""
     lengths = lognormal(2000)
-    rule = config.Plan(pack_tokens=CAP, batch_samples=200, strict_batches=strict)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=200, strict_batches=strict)
     by_length = np.argsort(lengths)
     offsets = []
     for seed in range(80):
@@ -72,7 +72,7 @@ def test_each_length_is_equally_likely_in_each_step(strict):
 def test_each_single_sample_is_equally_likely_in_each_step(strict):
     """Chi-square over the steps of every one of 200 samples of very unequal length."""
     lengths = lognormal(200)
-    rule = config.Plan(pack_tokens=CAP, batch_samples=40, strict_batches=strict, drop_last=True)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=40, strict_batches=strict, drop_last=True)
     first, seeds = window_of(lengths, rule, 0), 500
     counts = np.zeros((len(lengths), len(first.step_starts) - 1))
     for seed in range(seeds):
@@ -97,7 +97,7 @@ def test_what_packing_couples_is_the_spread_of_batches_and_only_without_strict_b
 @pytest.mark.parametrize("strict", [True, False])
 def test_no_length_statistic_drifts_over_steps(strict):
     lengths = lognormal(40_000)
-    rule = config.Plan(pack_tokens=CAP, batch_samples=400, strict_batches=strict, drop_last=True)
+    rule = sections.Plan(pack_tokens=CAP, batch_samples=400, strict_batches=strict, drop_last=True)
     plan = window_of(lengths, rule, 3)
     steps = step_of_sample(plan)[plan.sample_rows]
     ordered = lengths[plan.sample_rows].astype(float)
@@ -116,7 +116,7 @@ def test_a_length_ordered_plan_would_fail_these_tests():
 
 def test_ranks_get_equal_work():
     lengths = np.clip(np.random.default_rng(1).lognormal(7.9, 1.0, 120_000), 16, 32_768).astype(np.int32)
-    rule = config.Plan(pack_tokens=32_768, batch_tokens=512 * 32_768, strict_batches=False, drop_last=True)
+    rule = sections.Plan(pack_tokens=32_768, batch_tokens=512 * 32_768, strict_batches=False, drop_last=True)
     plan = window_of(lengths, rule, 0, ranks=64)
     assert plan.stats["straggler_ratio"] <= 1.02
     assert plan.stats["density"] >= 0.9995

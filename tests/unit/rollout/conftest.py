@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 from decoding import TINY, Shelf
 
-from mopd_dataplane import config
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-layer Qwen3 with one token per character."""
-    from mopd_dataplane.run.student import make_student
+    from mopd_dataplane.models.initial_weights import make_student
 
-    return make_student(config.Student(config=TINY), tmp_path_factory.mktemp("models") / "tiny", seed=3)
+    return make_student(sections.Student(config=TINY), tmp_path_factory.mktemp("models") / "tiny", seed=3)
 
 
 @pytest.fixture
@@ -40,8 +40,8 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
             "stage": "student",
             "generation": 1,
             "seed": 7,
-            "rollout": config.Rollout(max_new_tokens=60),
-            "wal": config.Wal(segment_bytes=1 << 14, full_disk_wait_s=0),
+            "rollout": sections.Rollout(max_new_tokens=60),
+            "wal": sections.Wal(segment_bytes=1 << 14, full_disk_wait_s=0),
             "wal_dir": home or tmp_path / "wal",
             "commit": shelf.commit,
             "render": lambda prompt: [ord(c) % 12 for c in prompt.text],

@@ -14,22 +14,23 @@ import pytest
 import torch
 from decoding import TINY, make_requests
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.experts import Routing
-from mopd_dataplane.models import hidden_states, load_model
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import hidden_states, load_model
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout import messages, recovery
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.engine import Request, Routes, StepOutput
-from mopd_dataplane.rollout.framing import MAX_BODY
-from mopd_dataplane.rollout.hf import HfEngine
-from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.engines.engine import Request, Routes, StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.log import log_records, recovery
+from mopd_dataplane.rollout.log.framing import MAX_BODY
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.partial_sample import Opening
 from mopd_dataplane.rollout.runner import SAVED
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
-RECORD = config.Rollout(max_new_tokens=16, record=("experts",))
+RECORD = sections.Rollout(max_new_tokens=16, record=("experts",))
 MOE = TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 WIDTH = 2 * 2
 """Expert ids of a token: two layers, two experts each."""
@@ -67,7 +68,7 @@ class Spoken(ToyEngine):
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny random mixture of experts."""
-    return make_student(config.Student(config=MOE), tmp_path_factory.mktemp("moe") / "tiny", seed=3)
+    return make_student(sections.Student(config=MOE), tmp_path_factory.mktemp("moe") / "tiny", seed=3)
 
 
 def routed_by_one_pass(folder: Path, tokens: np.ndarray) -> np.ndarray:
@@ -125,13 +126,13 @@ def test_a_sample_that_died_anywhere_goes_on_with_the_same_experts(
 
     deaths = ahead = 0
     while len(shelf.samples) < 20:
-        faultpoints.observe(die)
+        fault_points.observe(die)
         try:
             roll(shelf, rollout=RECORD, engine=Spoken())
         except Died:
             deaths += 1
         finally:
-            faultpoints.observe(None)
+            fault_points.observe(None)
         drafts = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.drafts.values()
         ahead += any(draft.routed > len(draft.experts) for draft in drafts)
     assert deaths > 3
@@ -161,9 +162,9 @@ def test_a_polite_stop_loses_none_with_and_without_saved_keys(
     roll: Callable[..., Any], shelf: Any, mixture: Path, tmp_path: Path, kv_bytes: int
 ) -> None:
     """Against one forward pass over each whole sample; kept sets come along."""
-    record = config.Rollout(max_new_tokens=16, top_k=8, record=("support", "experts"))
+    record = sections.Rollout(max_new_tokens=16, top_k=8, record=("support", "experts"))
     settings: dict[str, Any] = {
-        "rollout": record, "count": 10, "wal": config.Wal(kv_bytes=kv_bytes),
+        "rollout": record, "count": 10, "wal": sections.Wal(kv_bytes=kv_bytes),
         "render": lambda prompt: [ord(c) % 90 + 4 for c in prompt.text],
     }  # fmt: skip
     for at in (3, 5, 0):
@@ -220,13 +221,13 @@ def _opened(ledger: Ledger) -> None:
         tokenizer="t", prompt_ids=(1, 2, 3), experts=True,
     )  # fmt: skip
     for handle in range(2):
-        ledger.apply(messages.Open(handle, opening))
-        ledger.apply(messages.Span(handle, 0, 0, "v"))
+        ledger.apply(log_records.Open(handle, opening))
+        ledger.apply(log_records.Span(handle, 0, 0, "v"))
 
 
-def routed(handles: list[int], positions: list[int], width: int = 3) -> messages.Routed:
+def routed(handles: list[int], positions: list[int], width: int = 3) -> log_records.Routed:
     ids = np.arange(len(handles) * width, dtype=np.int16).reshape(-1, width)
-    return messages.Routed(np.array(handles, np.uint32), np.array(positions, np.uint32), ids)
+    return log_records.Routed(np.array(handles, np.uint32), np.array(positions, np.uint32), ids)
 
 
 def test_a_record_may_say_again_what_is_known_and_never_skip() -> None:
@@ -243,7 +244,7 @@ def test_a_record_may_say_again_what_is_known_and_never_skip() -> None:
             ledger.apply(wrong)
     copy = Ledger()
     for message in ledger.checkpoint():
-        copy.apply(messages.decode(message.kind, message.encode()))
+        copy.apply(log_records.decode(message.kind, message.encode()))
     assert copy.drafts == ledger.drafts
 
 
@@ -252,7 +253,7 @@ def test_a_token_is_not_drawn_before_its_experts_are_known() -> None:
     _opened(ledger)
     ledger.apply(routed([0, 0], [0, 1]))
     one = np.ones(1, np.uint32)
-    step = messages.Step(0 * one, 0 * one, one, np.zeros(1, np.float32), np.zeros(1, np.uint8))
+    step = log_records.Step(0 * one, 0 * one, one, np.zeros(1, np.float32), np.zeros(1, np.uint8))
     with pytest.raises(ValueError, match="token 0 was drawn of unknown experts"):
         ledger.apply(step)
 
@@ -260,7 +261,7 @@ def test_a_token_is_not_drawn_before_its_experts_are_known() -> None:
 def test_a_long_prompt_is_cut_into_records_that_fit() -> None:
     handles, positions = np.zeros(9000, np.uint32), np.arange(9000, dtype=np.uint32)
     ids = np.arange(9000 * 384, dtype=np.int64).reshape(9000, 384).astype(np.int16)
-    said = [messages.decode(m.kind, m.encode()) for m in messages.Routed.records(handles, positions, ids)]
+    said = [log_records.decode(m.kind, m.encode()) for m in log_records.Routed.records(handles, positions, ids)]
     assert max(len(message.encode()) for message in said) < MAX_BODY
     np.testing.assert_array_equal(np.concatenate([message.ids for message in said]), ids)
     np.testing.assert_array_equal(np.concatenate([message.positions for message in said]), positions)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from decoding import TOLERANCE, Answer, assert_same, decode, make_requests
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.rollout.engine import LENGTH, STOP, Request
-from mopd_dataplane.rollout.hf import HfEngine
-from mopd_dataplane.rollout.stops import StopText
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.engines.engine import LENGTH, STOP, Request
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.stop_strings import StopText
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_stop_strings_end_a_sample_wherever_they_fall(tiny_model: Path, referenc
 
 
 def test_stop_text_is_found_across_the_resume_point() -> None:
-    from mopd_dataplane.run.student import character_tokenizer
+    from mopd_dataplane.models.initial_weights import character_tokenizer
 
     tokenizer = character_tokenizer()
     ids = tokenizer.encode("ab##c", add_special_tokens=False)
@@ -128,26 +128,26 @@ def test_a_policy_is_swapped_only_when_every_slot_is_free(tiny_model: Path) -> N
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    from mopd_dataplane.run.student import make_student
+    from mopd_dataplane.models.initial_weights import make_student
 
     shape = {
         "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
         "num_attention_heads": 2, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 8,
         "max_window_layers": 1,
     }  # fmt: skip
-    folder = make_student(config.Student(config=shape), tmp_path / "sliding", seed=0)
+    folder = make_student(sections.Student(config=shape), tmp_path / "sliding", seed=0)
     with pytest.raises(MismatchError, match="sliding_attention"):
         HfEngine(folder, slots=1)
 
 
 def test_llama_decodes_too(tmp_path: Path) -> None:
-    from mopd_dataplane.run.student import make_student
+    from mopd_dataplane.models.initial_weights import make_student
 
     shape = {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32,
         "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
     }  # fmt: skip
-    folder = make_student(config.Student(config=shape), tmp_path / "llama", seed=0)
+    folder = make_student(sections.Student(config=shape), tmp_path / "llama", seed=0)
     many, one = (
         decode(HfEngine(folder, slots=8), make_requests(12)),
         decode(HfEngine(folder, slots=1), make_requests(12)),

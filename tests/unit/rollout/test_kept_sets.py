@@ -12,24 +12,25 @@ import numpy as np
 import pytest
 from decoding import make_requests
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.sampling_masks import Kept
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout import messages, recovery
-from mopd_dataplane.rollout.engine import Request, StepOutput
-from mopd_dataplane.rollout.framing import MAX_BODY
-from mopd_dataplane.rollout.hf import HfEngine
-from mopd_dataplane.rollout.keptsets import KeptSets, kept_of
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.sampling import log_distribution
-from mopd_dataplane.support import Kept
+from mopd_dataplane.rollout.engines.engine import Request, StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.sampling import log_distribution
+from mopd_dataplane.rollout.log import log_records, recovery
+from mopd_dataplane.rollout.log.framing import MAX_BODY
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.mask_buffers import KeptSets, kept_of
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "faults"))
 
 from story import story
 
-RECORD = config.Rollout(max_new_tokens=40, top_p=0.8, top_k=6, record=("support",))
+RECORD = sections.Rollout(max_new_tokens=40, top_p=0.8, top_k=6, record=("support",))
 
 
 class Died(BaseException):
@@ -97,13 +98,13 @@ def test_a_sample_that_died_anywhere_goes_on_with_the_same_sets(
 
     deaths = alone = 0
     while len(shelf.samples) < 20:
-        faultpoints.observe(die)
+        fault_points.observe(die)
         try:
             roll(shelf, rollout=RECORD)
         except Died:
             deaths += 1
         finally:
-            faultpoints.observe(None)
+            fault_points.observe(None)
         drafts = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.drafts.values()
         alone += any(len(draft.kept) > draft.kept.drawn for draft in drafts)
     assert deaths > 3
@@ -171,7 +172,7 @@ def test_a_checkpoint_carries_every_set_also_one_whose_step_is_still_to_come() -
         ledger.apply(message)
         copy = Ledger()
         for carried in ledger.checkpoint():
-            copy.apply(messages.decode(carried.kind, carried.encode()))
+            copy.apply(log_records.decode(carried.kind, carried.encode()))
         assert copy.drafts == ledger.drafts
     waiting = [draft for draft in ledger.drafts.values() if len(draft.kept) > draft.kept.drawn > 0]
     assert waiting, "the story ends between kept sets and their step"
@@ -182,7 +183,7 @@ def test_large_steps_are_cut_into_records_that_fit() -> None:
     sizes = rng.integers(0, 40_000, 30).astype(np.int32)
     kept = Kept(sizes, rng.integers(0, 1 << 17, int(sizes.sum())).astype(np.int32))
     handles, ordinals = rng.integers(0, 99, (2, 30)).astype(np.uint32)
-    said = [messages.decode(m.kind, m.encode()) for m in messages.Support.records(handles, ordinals, kept)]
+    said = [log_records.decode(m.kind, m.encode()) for m in log_records.Support.records(handles, ordinals, kept)]
     assert len(said) > 5
     assert max(len(message.encode()) for message in said) < MAX_BODY
     np.testing.assert_array_equal(np.concatenate([m.handles for m in said]), handles)
@@ -190,9 +191,9 @@ def test_large_steps_are_cut_into_records_that_fit() -> None:
     np.testing.assert_array_equal(np.concatenate([m.kept.sizes for m in said]), sizes)
     np.testing.assert_array_equal(np.concatenate([m.kept.ids for m in said]), kept.ids)
     with pytest.raises(ValueError, match="support body holds"):
-        messages.decode(messages.Support.kind, said[0].encode()[:-4])
+        log_records.decode(log_records.Support.kind, said[0].encode()[:-4])
 
 
 def test_recording_needs_a_bound() -> None:
     with pytest.raises(ValueError, match=r"set top_k to 1 \.\. 65536, found 0"):
-        config.Rollout(top_p=0.9, record=("support",))
+        sections.Rollout(top_p=0.9, record=("support",))

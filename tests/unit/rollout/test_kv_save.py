@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane import config
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.engine import StepOutput
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.engines.engine import StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.runner import SAVED, RolloutReport
 
 Roll = Callable[..., RolloutReport]
@@ -52,7 +52,7 @@ def rolled(roll: Roll, tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
     def rolling(shelf: Any, name: str, *, at: int = 0, kv_bytes: int = 1 << 30) -> RolloutReport | None:
         engine = Preempted(tiny_model, at=at)
         settings: dict[str, Any] = {
-            "engine": engine, "count": COUNT, "home": tmp_path / name, "wal": config.Wal(kv_bytes=kv_bytes),
+            "engine": engine, "count": COUNT, "home": tmp_path / name, "wal": sections.Wal(kv_bytes=kv_bytes),
             "render": lambda prompt: engine.tokenizer.encode(prompt.text),
         }  # fmt: skip
         if not at:
@@ -114,14 +114,14 @@ def other_metadata(old: str, new: str) -> Callable[[Path], None]:
         from safetensors import safe_open
         from safetensors.torch import save_file
 
-        from mopd_dataplane.rollout import kvfile
+        from mopd_dataplane.rollout.engines import kv_file
 
         with safe_open(file, framework="pt") as content:
             about = content.metadata()["about"]
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         assert old in about
         about = about.replace(old, new)
-        save_file(tensors, file, {"about": about, "crc32c": kvfile._crc(tensors, about)})
+        save_file(tensors, file, {"about": about, "crc32c": kv_file._crc(tensors, about)})
 
     return change
 
@@ -173,14 +173,14 @@ def test_a_disk_that_does_not_take_the_file_costs_only_the_file(
 ) -> None:
     from safetensors import SafetensorError
 
-    from mopd_dataplane.rollout import kvfile
+    from mopd_dataplane.rollout.engines import kv_file
 
     def full(tensors: Any, file: Path, metadata: Any) -> None:
         file.write_bytes(b"part")
         raise SafetensorError("No space left on device (os error 28)")
 
     with monkeypatch.context() as patched:
-        patched.setattr(kvfile, "save_file", full)
+        patched.setattr(kv_file, "save_file", full)
         rolled(shelf, "log", at=6)
     assert not list(kept("log").parent.glob("kv.*"))
     assert rolled(shelf, "log").resumed > 10
@@ -193,8 +193,8 @@ def test_only_the_owner_may_read_the_file(rolled: Any, shelf: Any, kept: Any) ->
 
 def test_rows_of_different_lengths_go_through_the_file(tiny_model: Path, tmp_path: Path) -> None:
     """Engine to engine: the next tokens and their log-prob bits are those of the engine that went on."""
-    from mopd_dataplane.rollout.engine import Request
-    from mopd_dataplane.rollout.sampling import sample_key
+    from mopd_dataplane.rollout.engines.engine import Request
+    from mopd_dataplane.rollout.engines.sampling import sample_key
 
     first, second = HfEngine(tiny_model, slots=8), HfEngine(tiny_model, slots=5)
     draw = np.random.default_rng(0)

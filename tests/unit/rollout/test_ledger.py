@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mopd_dataplane.rollout import messages, ownership
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.engine import STOP
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.sandbox import Call, Command, Result
+from mopd_dataplane.rollout.engines.engine import STOP
+from mopd_dataplane.rollout.log import log_records, ownership
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
 
 OPENING = Opening(
     uid="0" * 32, prompt_id="p", group_id="g", group_index=0, generation=0, domain="d", effort="", run="r", writer="w",
@@ -22,9 +22,9 @@ ASKED = Call(1, Command(("ls",), 1.0))
 ANSWERED = Call(1, ASKED.command, Result(0, "out", ""))
 
 
-def step(position: int, ended: int = 0) -> messages.Step:
+def step(position: int, ended: int = 0) -> log_records.Step:
     one = np.ones(1, np.uint32)
-    return messages.Step(
+    return log_records.Step(
         0 * one, position * one, 7 * one, np.full(1, -0.5, np.float32), np.full(1, ended, np.uint8)
     )  # fmt: skip
 
@@ -34,17 +34,17 @@ def ledger() -> Ledger:
     """One sample of two policies that ran a command, was interrupted, and is given up and finished."""
     made = Ledger()
     told = [
-        messages.Open(0, OPENING), messages.Span(0, 0, 3, "a"), step(0), messages.Tool(0, 0, ASKED),
-        messages.Tool(0, 0, ANSWERED), messages.Resume(0, False, 0.1), messages.Resume(0, True, 0.0),
-        messages.Span(0, 1, 4, "b"), step(1, STOP), messages.Abandon(0, "tool_in_doubt"),
+        log_records.Open(0, OPENING), log_records.Span(0, 0, 3, "a"), step(0), log_records.Tool(0, 0, ASKED),
+        log_records.Tool(0, 0, ANSWERED), log_records.Resume(0, False, 0.1), log_records.Resume(0, True, 0.0),
+        log_records.Span(0, 1, 4, "b"), step(1, STOP), log_records.Abandon(0, "tool_in_doubt"),
     ]  # fmt: skip
     for message in told:
         made.apply(message)
     return made
 
 
-def finish(ledger: Ledger) -> messages.Finish:
-    return messages.Finish(0, 2, ledger.drafts[0].digest(), "abandoned")
+def finish(ledger: Ledger) -> log_records.Finish:
+    return log_records.Finish(0, 2, ledger.drafts[0].digest(), "abandoned")
 
 
 def test_a_checkpoint_carries_everything(ledger: Ledger) -> None:
@@ -52,29 +52,29 @@ def test_a_checkpoint_carries_everything(ledger: Ledger) -> None:
     assert (list(ledger.finished()), list(ledger.unfinished())) == ([0], [])
     copy = Ledger()
     for message in ledger.checkpoint():
-        copy.apply(messages.decode(message.kind, message.encode()))
+        copy.apply(log_records.decode(message.kind, message.encode()))
     assert copy.drafts == ledger.drafts
     assert copy.next_handle == ledger.next_handle == 1
     draft = copy.drafts[0]
     assert (draft.interruptions, draft.resume, draft.abandoned) == (2, "statistical", "tool_in_doubt")
     assert draft.calls == [ANSWERED]
-    copy.apply(messages.Commit((0,)))
+    copy.apply(log_records.Commit((0,)))
     assert not copy.drafts
 
 
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        (messages.Open(0, OPENING), "opened twice"),
-        (messages.Span(0, 9, 3, "a"), "position 9, 2 tokens so far"),
+        (log_records.Open(0, OPENING), "opened twice"),
+        (log_records.Span(0, 9, 3, "a"), "position 9, 2 tokens so far"),
         (step(2), "token 2 follows token 1"),
-        (messages.Finish(0, 2, 1, "stop"), "FINISH says 1"),
-        (messages.Tool(0, 0, ANSWERED), "has its result already"),
-        (messages.Tool(0, 2, ASKED), "call 2 follows call 0"),
-        (messages.Base(5, 0), "checkpoint carries 1 samples, BASE says 5"),
+        (log_records.Finish(0, 2, 1, "stop"), "FINISH says 1"),
+        (log_records.Tool(0, 0, ANSWERED), "has its result already"),
+        (log_records.Tool(0, 2, ASKED), "call 2 follows call 0"),
+        (log_records.Base(5, 0), "checkpoint carries 1 samples, BASE says 5"),
     ],
 )
-def test_a_contradiction_is_refused(ledger: Ledger, message: messages.Any, problem: str) -> None:
+def test_a_contradiction_is_refused(ledger: Ledger, message: log_records.Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         ledger.apply(message)
 
@@ -82,7 +82,7 @@ def test_a_contradiction_is_refused(ledger: Ledger, message: messages.Any, probl
 def test_nothing_follows_a_finish(ledger: Ledger) -> None:
     ledger.apply(finish(ledger))
     with pytest.raises(ValueError, match="goes on after its FINISH"):
-        ledger.apply(messages.Abandon(0, "tool_in_doubt"))
+        ledger.apply(log_records.Abandon(0, "tool_in_doubt"))
 
 
 def test_an_epoch_claimed_in_between_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

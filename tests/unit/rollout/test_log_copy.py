@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from mopd_dataplane import config, faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, ResourceError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.ledger import Ledger
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import RolloutReport
-from mopd_dataplane.rollout.wal import TokenLog
-from mopd_dataplane.run.logcopy import StoredLog
+from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.objects import ObjectFiles
 
 Roll = Callable[..., RolloutReport]
@@ -41,7 +42,7 @@ def copy(files: ObjectFiles) -> StoredLog:
 @pytest.fixture(autouse=True)
 def _no_observer_stays() -> Iterator[None]:
     yield
-    faultpoints.observe(None)
+    fault_points.observe(None)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def die_at(point: str, nth: int) -> None:
         if reached == point and not seen["left"]:
             raise Died
 
-    faultpoints.observe(observe)
+    fault_points.observe(observe)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +78,11 @@ def die_at(point: str, nth: int) -> None:
 def test_a_lost_node_is_continued_from_the_copy(
     roll: Roll, shelf: Any, copy: StoredLog, reference: dict[str, Sample], tmp_path: Path, point: str, nth: int
 ) -> None:
-    wal = config.Wal(segment_bytes=4096)
+    wal = sections.Wal(segment_bytes=4096)
     die_at(point, nth)
     with pytest.raises(Died):
         roll(shelf, home=tmp_path / "lost", copy=copy, wal=wal)
-    faultpoints.observe(None)
+    fault_points.observe(None)
     report = roll(shelf, home=tmp_path / "other", copy=copy, wal=wal)
     assert tokens(shelf.samples) == tokens(reference)
     assert report.resumed > 0
@@ -110,7 +111,7 @@ def test_a_polite_stop_ships_every_token(
 
 def open_log(folder: Path, copy: StoredLog | None) -> tuple[TokenLog, Ledger]:
     """Open a log as a writer; and what it holds."""
-    log, recovered = TokenLog.open(folder, config.Wal(), copy=copy)
+    log, recovered = TokenLog.open(folder, sections.Wal(), copy=copy)
     return log, recovered.ledger
 
 
@@ -138,12 +139,12 @@ def test_the_older_of_two_writers_stops(copy: StoredLog, tmp_path: Path) -> None
 def test_the_later_of_copy_and_local_log_is_continued(
     roll: Roll, shelf: Any, copy: StoredLog, reference: dict[str, Sample], tmp_path: Path
 ) -> None:
-    wal = config.Wal(segment_bytes=4096)
+    wal = sections.Wal(segment_bytes=4096)
     for home, at in (("a", 20), ("b", 20), ("a", 5)):
         die_at("rollout.step", at)
         with pytest.raises(Died):
             roll(shelf, home=tmp_path / home, copy=copy, wal=wal)
-    faultpoints.observe(None)
+    fault_points.observe(None)
     roll(shelf, home=tmp_path / "a", copy=copy, wal=wal)
     assert tokens(shelf.samples) == tokens(reference)
 
@@ -151,8 +152,8 @@ def test_the_later_of_copy_and_local_log_is_continued(
 def test_a_damaged_copy_is_refused(roll: Roll, shelf: Any, copy: StoredLog, files: ObjectFiles, tmp_path: Path) -> None:
     die_at("rollout.step", 30)
     with pytest.raises(Died):
-        roll(shelf, copy=copy, wal=config.Wal(segment_bytes=4096))
-    faultpoints.observe(None)
+        roll(shelf, copy=copy, wal=sections.Wal(segment_bytes=4096))
+    fault_points.observe(None)
     [segment] = [name for name in files.under("wal") if name.endswith(".wal")]
     content = files.read(segment)
     assert content is not None

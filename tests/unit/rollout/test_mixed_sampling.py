@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.models import load_model
-from mopd_dataplane.rollout.engine import Request
-from mopd_dataplane.rollout.hf import HfEngine, Partner
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
+from mopd_dataplane.rollout.engines.sampling import gumbel, mixture, sample_key
 from mopd_dataplane.rollout.runner import SAVED
-from mopd_dataplane.rollout.sampling import gumbel, mixture, sample_key
-from mopd_dataplane.run.student import make_student
 
 SHARE = 0.3
 LENGTH = 24
@@ -41,7 +41,7 @@ def teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     settings = {key: shape[key] for key in keys} | {"num_hidden_layers": 1, "initializer_range": 0.3}
     settings["max_position_embeddings"] = 300
-    return make_student(config.Student(config=settings), tmp_path_factory.mktemp("models") / "teacher", seed=11)
+    return make_student(sections.Student(config=settings), tmp_path_factory.mktemp("models") / "teacher", seed=11)
 
 
 def requests(count: int, **settings: Any) -> list[Request]:
@@ -143,7 +143,7 @@ def test_a_polite_stop_keeps_the_cache_of_both_models(
     def rolled(store: Any, name: str, at: int) -> None:
         engine = Preempted(tiny_model, slots=8, partner=Partner(teacher, SHARE))
         engine.left = at
-        given = {"engine": engine, "home": tmp_path / name, "wal": config.Wal()}
+        given = {"engine": engine, "home": tmp_path / name, "wal": sections.Wal()}
         roll(store, render=lambda prompt: engine.tokenizer.encode(prompt.text), **given)
 
     whole = type(shelf)()
@@ -174,14 +174,14 @@ def test_another_share_or_partner_is_another_policy(tiny_model: Path, teacher: P
 
 
 def test_a_partner_of_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    from mopd_dataplane.run.student import character_tokenizer
+    from mopd_dataplane.models.initial_weights import character_tokenizer
 
     settings = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
     settings |= {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 32}
-    words = make_student(config.Student(config=settings, tokens=("spam",)), tmp_path / "words", seed=0)
+    words = make_student(sections.Student(config=settings, tokens=("spam",)), tmp_path / "words", seed=0)
     with pytest.raises(MismatchError, match="per-token distillation needs the same vocabulary"):
         HfEngine(tiny_model, slots=1, partner=Partner(words, SHARE))
-    wide = make_student(config.Student(config=settings | {"vocab_size": 200}), tmp_path / "wide", seed=0)
+    wide = make_student(sections.Student(config=settings | {"vocab_size": 200}), tmp_path / "wide", seed=0)
     assert len(character_tokenizer()) < 200
     with pytest.raises(MismatchError, match="has 200 logits, the policy"):
         HfEngine(tiny_model, slots=1, partner=Partner(wide, SHARE))

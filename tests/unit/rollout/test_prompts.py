@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane.config import Domain
 from mopd_dataplane.errors import PromptError
-from mopd_dataplane.rollout.prompts import load_prompts
+from mopd_dataplane.job.sections import Domain
+from mopd_dataplane.prompts import load_prompts
 
 SPELL = {"source": "reasoning-gym", "dataset": "spell_backward", "train": 3, "eval": 2}
 

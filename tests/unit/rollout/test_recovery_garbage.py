@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.rollout import messages
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.framing import SegmentHeader, pack_record
-from mopd_dataplane.rollout.recovery import recover
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.partial_sample import Opening
 
 OPENING = Opening(
     uid="0" * 32, prompt_id="p", group_id="g", group_index=0, generation=0, domain="d", effort="", run="r", writer="w",
@@ -23,20 +23,20 @@ OPENING = Opening(
 CALL = {"position": 0, "command": {"argv": ["a"], "timeout_s": 1.0}, "result": None}
 DEEP = b"[" * 100_000
 BODIES = {
-    "a call that follows none": (messages.Tool.kind, struct.pack("<II", 0, 7) + json.dumps(CALL).encode()),
-    "a call that is a list": (messages.Tool.kind, struct.pack("<II", 0, 0) + b"[]"),
-    "a call nested without end": (messages.Tool.kind, struct.pack("<II", 0, 0) + DEEP),
-    "an opening that is a number": (messages.Open.kind, struct.pack("<II", 1, 1) + b"7"),
-    "an opening nested without end": (messages.Open.kind, struct.pack("<II", 1, len(DEEP)) + DEEP),
+    "a call that follows none": (log_records.Tool.kind, struct.pack("<II", 0, 7) + json.dumps(CALL).encode()),
+    "a call that is a list": (log_records.Tool.kind, struct.pack("<II", 0, 0) + b"[]"),
+    "a call nested without end": (log_records.Tool.kind, struct.pack("<II", 0, 0) + DEEP),
+    "an opening that is a number": (log_records.Open.kind, struct.pack("<II", 1, 1) + b"7"),
+    "an opening nested without end": (log_records.Open.kind, struct.pack("<II", 1, len(DEEP)) + DEEP),
     "a token beyond 2^31": (
-        messages.Step.kind,
-        messages.Step(
+        log_records.Step.kind,
+        log_records.Step(
             np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.full(1, 1 << 31, np.uint32), np.zeros(1, np.float32),
             np.zeros(1, np.uint8),
         ).encode(),
     ),
-    "more tokens than there are": (messages.Tokens.kind, struct.pack("<IIIB3x", 0, 0, 1 << 31, 0)),
-    "a sample nobody opened": (messages.Commit.kind, messages.Commit((9,)).encode()),
+    "more tokens than there are": (log_records.Tokens.kind, struct.pack("<IIIB3x", 0, 0, 1 << 31, 0)),
+    "a sample nobody opened": (log_records.Commit.kind, log_records.Commit((9,)).encode()),
     "a kind that does not exist": (99, b""),
 }  # fmt: skip
 
@@ -44,7 +44,7 @@ BODIES = {
 @pytest.mark.parametrize("what", BODIES)
 def test_a_record_no_writer_wrote_is_damage(tmp_path: Path, what: str) -> None:
     header = SegmentHeader(1, bytes(16), 0, 1, 0)
-    said = [messages.Fence(0, 0, 0), messages.Base(0, 0), messages.Open(0, OPENING)]
+    said = [log_records.Fence(0, 0, 0), log_records.Base(0, 0), log_records.Open(0, OPENING)]
     bodies = [*((message.kind, message.encode()) for message in said), BODIES[what]]
     framed = [pack_record(header.salt, lsn, 0, 1, kind, body) for lsn, (kind, body) in enumerate(bodies, start=1)]
     place = tmp_path / "00000001" / f"{0:016x}.wal"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd_dataplane.rollout.recovery import recover
+from mopd_dataplane.rollout.log.recovery import recover
 
 DRIVER = Path(__file__).parents[2] / "faults" / "rollout_driver.py"
 PROMPTS = 40

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import EOS, ToyEngine
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError, PromptError, ResourceError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
-from mopd_dataplane.rollout import messages, recovery
-from mopd_dataplane.rollout.engine import StepOutput
-from mopd_dataplane.rollout.framing import read_segment
+from mopd_dataplane.rollout.engines.engine import StepOutput
+from mopd_dataplane.rollout.log import log_records, recovery
+from mopd_dataplane.rollout.log.framing import read_segment
 from mopd_dataplane.rollout.runner import RolloutReport
-from mopd_dataplane.rollout.sandbox import Turn
+from mopd_dataplane.rollout.tools.sandbox import Turn
+from mopd_dataplane.testing.toy_engine import EOS, ToyEngine
 
 Roll = Callable[..., RolloutReport]
 
@@ -65,7 +66,7 @@ def reference(roll: Roll, tmp_path: Path) -> dict[str, Sample]:
 
 
 def test_every_sample_is_there_once_with_its_identity(roll: Roll, shelf: Any, tmp_path: Path) -> None:
-    report = roll(shelf, rollout=config.Rollout(max_new_tokens=40, group_size=3, temperature=0.9, top_k=5))
+    report = roll(shelf, rollout=sections.Rollout(max_new_tokens=40, group_size=3, temperature=0.9, top_k=5))
     assert (report.samples, report.resumed, shelf.offered) == (60, 0, 60)
     assert sum(report.finish_reasons.values()) == 60
     sample = shelf.samples[sample_uid(7, "student", "p4", 2, 1)]
@@ -132,13 +133,13 @@ def test_dying_at_a_named_point_changes_no_sample(
                 if left == 0:
                     raise Died
 
-        faultpoints.observe(die)
+        fault_points.observe(die)
         try:
-            roll(shelf, wal=config.Wal(segment_bytes=4096, full_disk_wait_s=0))
+            roll(shelf, wal=sections.Wal(segment_bytes=4096, full_disk_wait_s=0))
         except (Died, ResourceError):
             pass
         finally:
-            faultpoints.observe(None)
+            fault_points.observe(None)
     roll(shelf)
     assert visits
     assert content(shelf.samples) == content(reference)
@@ -222,7 +223,7 @@ def test_commits_come_in_admission_order_within_a_batch(roll: Roll) -> None:
 def test_nothing_is_committed_before_its_finish_is_durable(
     roll: Roll, shelf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mopd_dataplane.rollout import wal
+    from mopd_dataplane.rollout.log import wal
 
     logs: list[wal.TokenLog] = []
     opened = wal.TokenLog.open.__func__  # type: ignore[attr-defined]
@@ -236,12 +237,12 @@ def test_nothing_is_committed_before_its_finish_is_durable(
         (segment,) = logs[0].folder.glob("*/*.wal")
         finishes = {}
         for record in read_segment(segment).records:
-            if record.kind == messages.Finish.kind:
-                finishes[messages.Finish.decode(record.body).handle] = record.lsn
+            if record.kind == log_records.Finish.kind:
+                finishes[log_records.Finish.decode(record.body).handle] = record.lsn
         for sample in samples:
             durable[sample.uid] = finishes[sample.writer_seq] <= synced
 
-    roll(shelf, slots=32, commit=commit, wal=config.Wal(group_commit_ms=10_000))
+    roll(shelf, slots=32, commit=commit, wal=sections.Wal(group_commit_ms=10_000))
     assert len(durable) == 20
     assert all(durable.values())
 
@@ -257,7 +258,7 @@ def test_a_full_store_disk_pauses_and_goes_on(roll: Roll, shelf: Any) -> None:
             raise error
         shelf.commit(samples)
 
-    wal = config.Wal(full_disk_wait_s=30)
+    wal = sections.Wal(full_disk_wait_s=30)
     roll(shelf, commit=commit, wal=wal, progress=lambda done, **facts: said.extend(facts.get("notice", "").split(":")))
     assert len(shelf.samples) == 20
     assert said.count("the store's disk is full") == said.count("the store's disk has space again") == 1
@@ -299,10 +300,10 @@ def test_garbage_from_the_engine_is_refused_unwritten(
         ({"prompts": []}, "no prompts to roll out"),
         ({"prompts": [Prompt(prompt_id="p0", domain="toy", text="0")] * 2}, "a prompt comes twice"),
         (
-            {"rollout": config.Rollout(max_prompt_tokens=3)},
+            {"rollout": sections.Rollout(max_prompt_tokens=3)},
             r"prompt 'p10' of domain .* 5 tokens, the budget is 3",
         ),
-        ({"rollout": config.Rollout(max_new_tokens=1 << 20)}, "the model holds 1048576"),
+        ({"rollout": sections.Rollout(max_new_tokens=1 << 20)}, "the model holds 1048576"),
         ({"render": lambda prompt: []}, "prompt 'p0' of domain 'toy' has no tokens"),
     ],
 )
@@ -352,7 +353,7 @@ def test_spans_say_which_policy_wrote_which_tokens(roll: Roll, shelf: Any, refer
         roll(shelf, engine=Mortal(dies_at=12, slots=8))
     newer = ToyEngine(slots=8)
     newer.load_policy(Path(), 3)
-    roll(shelf, engine=newer, rollout=config.Rollout(max_new_tokens=60, weight_change="span"))
+    roll(shelf, engine=newer, rollout=sections.Rollout(max_new_tokens=60, weight_change="span"))
     mixed = {uid: s for uid, s in shelf.samples.items() if s.versions.tolist() == [0, 3]}
     assert mixed
     for uid, sample in mixed.items():
@@ -461,7 +462,7 @@ def test_an_engine_that_never_answers_is_given_up(
             threading.Event().wait(60)
             return super().step()
 
-    monkeypatch.setattr("mopd_dataplane.rollout.watch.DEADLINE_S", 0.2)
+    monkeypatch.setattr("mopd_dataplane.rollout.engines.call_timeout.DEADLINE_S", 0.2)
     with pytest.raises(DeadlineError, match=r"the engine has not answered in 0\.2 s"):
         roll(shelf, engine=Stuck(slots=8))
     monkeypatch.undo()

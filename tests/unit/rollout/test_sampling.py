@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.rollout.sampling import (
+from mopd_dataplane.rollout.engines.sampling import (
     SlotNoise,
     draw,
     gumbel,

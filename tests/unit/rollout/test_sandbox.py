@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from mopd_dataplane import faultpoints, jobfile
-from mopd_dataplane.bench.toyengine import EOS
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.job import job
 from mopd_dataplane.records import sample_uid
-from mopd_dataplane.rollout import messages
+from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.runner import RolloutReport
-from mopd_dataplane.rollout.sandbox import OUTPUT_BYTES, Call, Command, Result, SubprocessSandbox, Turn
+from mopd_dataplane.rollout.tools.sandbox import OUTPUT_BYTES, Call, Command, Result, SubprocessSandbox, Turn
+from mopd_dataplane.testing.toy_engine import EOS
 
 Roll = Callable[..., RolloutReport]
-SETTINGS = {"count": 4, "slots": 4, "rollout": jobfile.Rollout(max_new_tokens=400)}
+SETTINGS = {"count": 4, "slots": 4, "rollout": job.Rollout(max_new_tokens=400)}
 TURNS = 2
 
 
@@ -60,12 +61,12 @@ def test_every_command_runs_once_whenever_the_rollout_dies(roll: Roll, shelf: An
     roll(whole, home=tmp_path / "a", environment=append_line, sandbox=SubprocessSandbox(tmp_path / "whole"), **SETTINGS)
     sandbox = SubprocessSandbox(tmp_path / "broken")
     for visit in (1, 3):
-        faultpoints.observe(dying_at(point, visit))
+        fault_points.observe(dying_at(point, visit))
         try:
             with pytest.raises(Died):
                 roll(shelf, home=tmp_path / "b", environment=append_line, sandbox=sandbox, **SETTINGS)
         finally:
-            faultpoints.observe(None)
+            fault_points.observe(None)
     report = roll(shelf, home=tmp_path / "b", environment=append_line, sandbox=sandbox, **SETTINGS)
     assert report.abandoned == {}
     assert {u: s.tokens.tolist() for u, s in shelf.samples.items()} == {
@@ -87,12 +88,12 @@ def test_the_example_job_kills_itself_and_runs_every_command_once() -> None:
 def test_a_call_in_doubt_is_not_repeated_but_recorded(roll: Roll, shelf: Any, tmp_path: Path) -> None:
     """The agent of one command died after it had begun: nobody can know what came of it."""
     sandbox = SubprocessSandbox(tmp_path / "box")
-    faultpoints.observe(dying_at("tool.dispatch", 1))
+    fault_points.observe(dying_at("tool.dispatch", 1))
     try:
         with pytest.raises(Died):
             roll(shelf, environment=append_line, sandbox=sandbox, **SETTINGS)
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     uids = [sample_uid(7, "student", f"p{i}", 0, 1) for i in range(4)]
     for uid in uids:
         records = tmp_path / "box" / f"{uid}.calls"
@@ -115,12 +116,12 @@ def test_an_environment_that_changes_its_mind_is_caught(roll: Roll, shelf: Any, 
         turn.run(command)
         return None
 
-    faultpoints.observe(dying_at("tool.executed", 1))
+    fault_points.observe(dying_at("tool.executed", 1))
     try:
         with pytest.raises(Died):
             roll(shelf, environment=fickle, sandbox=sandbox, **SETTINGS)
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     assert roll(shelf, environment=fickle, sandbox=sandbox, **SETTINGS).abandoned == {"tool_diverged": 1}
 
 
@@ -151,5 +152,5 @@ def test_what_a_command_does_is_a_result(tmp_path: Path) -> None:
 def test_calls_travel_through_the_log() -> None:
     call = Call(5, Command(("a", "b c"), 1.5), Result(0, "é\x1b", "\ufffd", True, True))
     for said in (call, replace(call, result=None)):
-        message = messages.Tool(3, 1, said)
-        assert messages.decode(message.kind, message.encode()) == message
+        message = log_records.Tool(3, 1, said)
+        assert log_records.decode(message.kind, message.encode()) == message

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import DeadlineError, EngineError, InputError
-from mopd_dataplane.models import load_tokenizer
-from mopd_dataplane.rollout import watch
-from mopd_dataplane.rollout.engine import GOING, LENGTH, STOP, Request, StepOutput, check_answered
-from mopd_dataplane.rollout.streams import Streams
-from mopd_dataplane.rollout.ticket import Ticket
-from mopd_dataplane.rollout.vllm import VllmEngine, native_seed
-from mopd_dataplane.vllm_http import VllmServer
+from mopd_dataplane.job import sections
+from mopd_dataplane.models.hf import load_tokenizer
+from mopd_dataplane.models.vllm_server import VllmServer
+from mopd_dataplane.rollout.engines import call_timeout
+from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, STOP, Request, StepOutput, check_answered
+from mopd_dataplane.rollout.engines.sampler_arguments import Ticket
+from mopd_dataplane.rollout.engines.token_streams import Streams
+from mopd_dataplane.rollout.engines.vllm import VllmEngine, native_seed
 
 EOS = 2
 
@@ -87,7 +87,7 @@ def test_a_sample_that_ends_too_early_or_says_nothing(streams: Streams, monkeypa
         _ = streams.ready
     streams.close(1)
     streams.open(1, request(uid="silent"), again=0)
-    monkeypatch.setattr(watch, "DEADLINE_S", -1.0)
+    monkeypatch.setattr(call_timeout, "DEADLINE_S", -1.0)
     with pytest.raises(DeadlineError, match="slot 1"):
         _ = streams.ready
 
@@ -168,4 +168,4 @@ def test_an_impossible_url_is_refused() -> None:
 )
 def test_settings_that_contradict_each_other(given: dict[str, object], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
-        config.Engine.model_validate(given)
+        sections.Engine.model_validate(given)

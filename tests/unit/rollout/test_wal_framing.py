@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.rollout import messages
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.framing import MAX_BODY, SEGMENT_HEADER, SegmentHeader, pack_record, read_segment
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.framing import MAX_BODY, SEGMENT_HEADER, SegmentHeader, pack_record, read_segment
+from mopd_dataplane.rollout.partial_sample import Opening
 
 UUID = bytes(range(16))
 HANDLES = st.integers(0, 2**32 - 1)
@@ -28,16 +28,16 @@ OPENINGS = st.builds(
     prompt_ids=st.lists(st.integers(0, 2**31 - 1), max_size=9).map(tuple),
 )  # fmt: skip
 MESSAGES = st.one_of(
-    st.builds(messages.Open, HANDLES, OPENINGS, st.integers(0, 9), st.sampled_from(["none", "exact"])),
-    st.builds(messages.Span, HANDLES, HANDLES, st.integers(-1, 99), TEXT),
-    st.builds(messages.Resume, HANDLES, st.booleans(), st.floats(0, 1)),
-    st.builds(messages.Finish, HANDLES, HANDLES, HANDLES, TEXT),
-    st.builds(messages.Commit, st.lists(HANDLES, max_size=9).map(tuple)),
-    st.builds(messages.Abandon, HANDLES, st.sampled_from(messages.ABANDON_REASONS)),
-    st.builds(messages.Base, HANDLES, HANDLES),
-    st.builds(messages.Fence, HANDLES, HANDLES, HANDLES),
-    st.just(messages.Sync()),
-    st.just(messages.Close()),
+    st.builds(log_records.Open, HANDLES, OPENINGS, st.integers(0, 9), st.sampled_from(["none", "exact"])),
+    st.builds(log_records.Span, HANDLES, HANDLES, st.integers(-1, 99), TEXT),
+    st.builds(log_records.Resume, HANDLES, st.booleans(), st.floats(0, 1)),
+    st.builds(log_records.Finish, HANDLES, HANDLES, HANDLES, TEXT),
+    st.builds(log_records.Commit, st.lists(HANDLES, max_size=9).map(tuple)),
+    st.builds(log_records.Abandon, HANDLES, st.sampled_from(log_records.ABANDON_REASONS)),
+    st.builds(log_records.Base, HANDLES, HANDLES),
+    st.builds(log_records.Fence, HANDLES, HANDLES, HANDLES),
+    st.just(log_records.Sync()),
+    st.just(log_records.Close()),
 )
 
 
@@ -53,8 +53,8 @@ def segment(tmp_path: Path, bodies: list[bytes], *, synced: list[int] | None = N
 
 @settings(max_examples=200, deadline=None)
 @given(message=MESSAGES)
-def test_a_message_comes_back_as_it_was(message: messages.Any) -> None:
-    assert messages.decode(message.kind, message.encode()) == message
+def test_a_message_comes_back_as_it_was(message: log_records.Any) -> None:
+    assert log_records.decode(message.kind, message.encode()) == message
 
 
 @settings(max_examples=50, deadline=None)
@@ -63,12 +63,12 @@ def test_token_columns_come_back_bit_for_bit(count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 2**31, count)
     logprobs = rng.integers(0, 2**32, count, dtype=np.uint32).view(np.float32)
-    step = messages.Step(
+    step = log_records.Step(
         ids.astype(np.uint32), ids.astype(np.uint32), ids.astype(np.uint32), logprobs, (ids % 3).astype(np.uint8)
     )
-    tokens = messages.Tokens(1, 2, ids.astype(np.int32), logprobs, (ids % 2).astype(np.uint8), 1)
+    tokens = log_records.Tokens(1, 2, ids.astype(np.int32), logprobs, (ids % 2).astype(np.uint8), 1)
     for message in (step, tokens):
-        again = messages.decode(message.kind, message.encode())
+        again = log_records.decode(message.kind, message.encode())
         assert again.logprobs.tobytes() == logprobs.tobytes()
         assert again.encode() == message.encode()
 
@@ -77,7 +77,7 @@ def test_token_columns_come_back_bit_for_bit(count: int, seed: int) -> None:
 @given(kind=st.integers(0, 14), body=st.binary(max_size=80))
 def test_foreign_bodies_are_a_value_error_at_worst(kind: int, body: bytes) -> None:
     with contextlib.suppress(ValueError):
-        messages.decode(kind, body)
+        log_records.decode(kind, body)
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:

@@ -16,18 +16,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mopd_dataplane import config
 from mopd_dataplane.errors import DamagedError, ResourceError
-from mopd_dataplane.rollout import messages, segmentfile
-from mopd_dataplane.rollout.draft import Opening
-from mopd_dataplane.rollout.filesystem import mount_of
-from mopd_dataplane.rollout.framing import read_segment
-from mopd_dataplane.rollout.ledger import Ledger
-from mopd_dataplane.rollout.ownership import claim_file
-from mopd_dataplane.rollout.recovery import recover
-from mopd_dataplane.rollout.wal import TokenLog
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.log import log_records, segment_file
+from mopd_dataplane.rollout.log.filesystem import mount_of
+from mopd_dataplane.rollout.log.framing import read_segment
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.ownership import claim_file
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.partial_sample import Opening
 
-SETTINGS = config.Wal(full_disk_wait_s=0)
+SETTINGS = sections.Wal(full_disk_wait_s=0)
 
 
 def opening(name: str) -> Opening:
@@ -38,16 +38,16 @@ def opening(name: str) -> Opening:
     )  # fmt: skip
 
 
-def step(handles: list[int], position: int, ended: int = 0) -> messages.Step:
+def step(handles: list[int], position: int, ended: int = 0) -> log_records.Step:
     count = len(handles)
     tokens = np.array(handles, np.uint32) * 100 + position
-    return messages.Step(
+    return log_records.Step(
         np.array(handles, np.uint32), np.full(count, position, np.uint32), tokens.astype(np.uint32),
         np.full(count, -0.1 * (position + 1), np.float32), np.full(count, ended, np.uint8),
     )  # fmt: skip
 
 
-def write(log: TokenLog, ledger: Ledger, *said: messages.Any) -> int:
+def write(log: TokenLog, ledger: Ledger, *said: log_records.Any) -> int:
     lsn = 0
     for message in said:
         lsn = log.append(message)
@@ -62,12 +62,12 @@ def state(ledger: Ledger) -> dict[int, tuple[str, list[int], bytes, str]]:
     }
 
 
-def begun(folder: Path, settings: config.Wal = SETTINGS, samples: int = 3) -> tuple[TokenLog, Ledger]:
+def begun(folder: Path, settings: sections.Wal = SETTINGS, samples: int = 3) -> tuple[TokenLog, Ledger]:
     """A log with open samples that have two tokens each."""
     log, recovered = TokenLog.open(folder, settings)
     ledger = recovered.ledger
     for handle in range(samples):
-        write(log, ledger, messages.Open(handle, opening(f"s{handle}")), messages.Span(handle, 0, 1, "v1"))
+        write(log, ledger, log_records.Open(handle, opening(f"s{handle}")), log_records.Span(handle, 0, 1, "v1"))
     write(log, ledger, step(list(range(samples)), 0), step(list(range(samples)), 1))
     return log, ledger
 
@@ -120,9 +120,9 @@ def test_recovery_itself_writes_nothing(tmp_path: Path) -> None:
 def test_durable_waits_for_a_sync_that_started_after_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs: list[int] = []
     real = os.fdatasync
-    monkeypatch.setattr(segmentfile.os, "fdatasync", lambda fd: (syncs.append(os.fstat(fd).st_size), real(fd))[1])
-    log, _ = begun(tmp_path, config.Wal(group_commit_ms=10_000))
-    lsn = log.append(messages.Sync())
+    monkeypatch.setattr(segment_file.os, "fdatasync", lambda fd: (syncs.append(os.fstat(fd).st_size), real(fd))[1])
+    log, _ = begun(tmp_path, sections.Wal(group_commit_ms=10_000))
+    lsn = log.append(log_records.Sync())
     end = only_segment(tmp_path).stat().st_size
     log.wait_durable(lsn)
     assert log.synced_lsn >= lsn
@@ -141,7 +141,7 @@ def test_waiting_for_the_newest_record_ends_even_when_that_is_a_watermark(tmp_pa
 
 
 def test_the_watermark_is_stated_only_after_the_sync_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, _ = begun(tmp_path, config.Wal(group_commit_ms=0))
+    log, _ = begun(tmp_path, sections.Wal(group_commit_ms=0))
     log.wait_durable(log.appended_lsn)
     known = log.synced_lsn
     seen: list[int] = []
@@ -151,7 +151,7 @@ def test_the_watermark_is_stated_only_after_the_sync_returned(tmp_path: Path, mo
         seen.append(log.synced_lsn)
         real(descriptor)
 
-    monkeypatch.setattr(segmentfile.os, "fdatasync", slow)
+    monkeypatch.setattr(segment_file.os, "fdatasync", slow)
     log.wait_durable(log.append(step([0, 1, 2], 2)))
     assert seen[0] == known
     log.close()
@@ -170,7 +170,7 @@ def test_group_commit_syncs_without_anyone_waiting_and_states_the_watermark(tmp_
 def test_rotation_carries_what_is_open_and_deletes_the_rest(tmp_path: Path) -> None:
     log, ledger = begun(tmp_path)
     write(log, ledger, step([1], 2, ended=1))
-    write(log, ledger, messages.Finish(1, 3, ledger.drafts[1].digest(), "stop"), messages.Commit((1,)))
+    write(log, ledger, log_records.Finish(1, 3, ledger.drafts[1].digest(), "stop"), log_records.Commit((1,)))
     old = only_segment(tmp_path)
     log.rotate(ledger)
     assert only_segment(tmp_path) != old
@@ -189,8 +189,8 @@ def test_long_samples_are_carried_in_several_records(tmp_path: Path) -> None:
     for first in range(0, count, 50_000):
         part = tokens[first : first + 50_000]
         silent = np.zeros(len(part))
-        write(log, ledger, messages.Tokens(0, 2 + first, part, silent.astype(np.float32), silent.astype(np.uint8)))
-    write(log, ledger, messages.Span(0, count + 2, 2, "v2"))
+        write(log, ledger, log_records.Tokens(0, 2 + first, part, silent.astype(np.float32), silent.astype(np.uint8)))
+    write(log, ledger, log_records.Span(0, count + 2, 2, "v2"))
     log.rotate(ledger)
     log.abort()
     recovered = recover(tmp_path).ledger
@@ -199,7 +199,7 @@ def test_long_samples_are_carried_in_several_records(tmp_path: Path) -> None:
 
 
 def test_a_torn_tail_is_cut_at_one_point_for_all(tmp_path: Path) -> None:
-    log, _ = begun(tmp_path, config.Wal(durability="process"))
+    log, _ = begun(tmp_path, sections.Wal(durability="process"))
     log.append(step([0, 1, 2], 2))
     log.abort()
     path = only_segment(tmp_path)
@@ -210,7 +210,7 @@ def test_a_torn_tail_is_cut_at_one_point_for_all(tmp_path: Path) -> None:
 
 
 def test_nothing_behind_a_hole_comes_back(tmp_path: Path) -> None:
-    log, _ = begun(tmp_path, config.Wal(durability="process"))
+    log, _ = begun(tmp_path, sections.Wal(durability="process"))
     middle = only_segment(tmp_path).stat().st_size
     log.append(step([0, 1, 2], 2))
     log.append(step([0, 1, 2], 3))
@@ -264,7 +264,7 @@ def test_a_log_has_one_writer(tmp_path: Path) -> None:
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from mopd_dataplane import config\n"
-        "from mopd_dataplane.rollout.wal import TokenLog\n"
+        "from mopd_dataplane.rollout.log.wal import TokenLog\n"
         "log, _ = TokenLog.open(Path(sys.argv[1]), config.Wal()); print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -280,7 +280,7 @@ def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
 
 def test_a_zombie_is_fenced_where_locks_do_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old owner writes on after a takeover that got as far as its fence: none of it counts."""
-    zombie, ledger = begun(tmp_path, config.Wal(group_commit_ms=10_000))
+    zombie, ledger = begun(tmp_path, sections.Wal(group_commit_ms=10_000))
     zombie.wait_durable(zombie.appended_lsn)
     expected = state(ledger)
     (tmp_path / "LOCK").unlink()
@@ -292,7 +292,7 @@ def test_a_zombie_is_fenced_where_locks_do_not_hold(tmp_path: Path, monkeypatch:
         if name == "wal.base":
             raise Died
 
-    monkeypatch.setattr("mopd_dataplane.rollout.wal.checkpoint", die)
+    monkeypatch.setattr("mopd_dataplane.rollout.log.wal.checkpoint", die)
     with pytest.raises(Died):
         TokenLog.open(tmp_path, SETTINGS)
     monkeypatch.undo()
@@ -323,19 +323,19 @@ def test_an_epoch_number_is_never_used_twice(tmp_path: Path) -> None:
 
 
 def test_a_failed_sync_kills_the_log_and_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, _ = begun(tmp_path, config.Wal(group_commit_ms=10_000))
+    log, _ = begun(tmp_path, sections.Wal(group_commit_ms=10_000))
     calls = []
 
     def fail(descriptor: int) -> None:
         calls.append(descriptor)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(segmentfile.os, "fdatasync", fail)
-    lsn = log.append(messages.Sync())
+    monkeypatch.setattr(segment_file.os, "fdatasync", fail)
+    lsn = log.append(log_records.Sync())
     with pytest.raises(ResourceError, match="not tried again"):
         log.wait_durable(lsn)
     with pytest.raises(ResourceError, match="not tried again"):
-        log.append(messages.Sync())
+        log.append(log_records.Sync())
     with pytest.raises(ResourceError, match="not tried again"):
         log.rotate(Ledger())
     with pytest.raises(ResourceError, match="not tried again"):
@@ -345,7 +345,7 @@ def test_a_failed_sync_kills_the_log_and_is_not_tried_again(tmp_path: Path, monk
 
 def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
-    monkeypatch.setattr(segmentfile.os, "write", lambda fd, data: real(fd, bytes(data[:7])))
+    monkeypatch.setattr(segment_file.os, "write", lambda fd, data: real(fd, bytes(data[:7])))
     log, ledger = begun(tmp_path)
     log.abort()
     assert state(recover(tmp_path).ledger) == state(ledger)
@@ -353,16 +353,16 @@ def test_short_writes_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_full_disk_pauses_and_then_goes_on(tmpfs: Path) -> None:
     said: list[str] = []
-    log, recovered = TokenLog.open(tmpfs / "log", config.Wal(full_disk_wait_s=60), notice=said.append)
+    log, recovered = TokenLog.open(tmpfs / "log", sections.Wal(full_disk_wait_s=60), notice=said.append)
     ledger = recovered.ledger
-    write(log, ledger, messages.Open(0, opening("s")), messages.Span(0, 0, 1, "v"))
+    write(log, ledger, log_records.Open(0, opening("s")), log_records.Span(0, 0, 1, "v"))
     filler = tmpfs / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         _ = [file.write(bytes(1 << 16)) == 1 << 16 or file.write(b"x") for _ in range(32)]
     threading.Timer(0.6, filler.unlink).start()
     big = np.zeros(30_000)
     began = time.monotonic()
-    write(log, ledger, messages.Tokens(0, 0, big.astype(np.int32), big.astype(np.float32), big.astype(np.uint8)))
+    write(log, ledger, log_records.Tokens(0, 0, big.astype(np.int32), big.astype(np.float32), big.astype(np.uint8)))
     assert time.monotonic() - began > 0.3
     assert said == [s for s in said if "full" in s or "space again" in s]
     assert "generation pauses" in said[0]
@@ -372,11 +372,11 @@ def test_a_full_disk_pauses_and_then_goes_on(tmpfs: Path) -> None:
 
 
 def test_a_disk_that_stays_full_is_an_error_and_keeps_the_log(tmpfs: Path) -> None:
-    log, recovered = TokenLog.open(tmpfs / "log", config.Wal(full_disk_wait_s=0.3))
+    log, recovered = TokenLog.open(tmpfs / "log", sections.Wal(full_disk_wait_s=0.3))
     ledger = recovered.ledger
-    write(log, ledger, messages.Open(0, opening("s")), messages.Span(0, 0, 1, "v"), step([0], 0))
+    write(log, ledger, log_records.Open(0, opening("s")), log_records.Span(0, 0, 1, "v"), step([0], 0))
     big = np.zeros(100_000)
-    run = messages.Tokens(0, 1, big.astype(np.int32), big.astype(np.float32), big.astype(np.uint8))
+    run = log_records.Tokens(0, 1, big.astype(np.int32), big.astype(np.float32), big.astype(np.uint8))
     with pytest.raises(ResourceError, match=r"has been full for 0.3 s; free some space"):
         _ = [log.append(run) for _ in range(32)]
     log.abort()
@@ -390,7 +390,7 @@ def test_levels_follow_the_file_system(tmpfs: Path, tmp_path: Path) -> None:
     log, _ = TokenLog.open(tmpfs / "log", SETTINGS)
     assert log.level == "logged"
     log.close()
-    log, _ = TokenLog.open(tmp_path / "log", config.Wal(durability="process"))
+    log, _ = TokenLog.open(tmp_path / "log", sections.Wal(durability="process"))
     assert log.level == "logged"
     log.wait_durable(log.appended_lsn)
     log.close()
@@ -399,21 +399,21 @@ def test_levels_follow_the_file_system(tmpfs: Path, tmp_path: Path) -> None:
 def test_a_record_has_the_level_it_has_reached(tmp_path: Path) -> None:
     if mount_of(tmp_path).level != "durable":
         pytest.skip(f"{mount_of(tmp_path).kind} cannot promise durable")
-    log, _ = begun(tmp_path / "log", config.Wal(group_commit_ms=60_000))
-    lsn = log.append(messages.Sync())
+    log, _ = begun(tmp_path / "log", sections.Wal(group_commit_ms=60_000))
+    lsn = log.append(log_records.Sync())
     assert log.level_of(lsn) == "logged"
     log.wait_durable(lsn)
     assert log.level_of(lsn) == "durable"
     log.close()
-    log, _ = begun(tmp_path / "kernel", config.Wal(durability="process"))
-    log.wait_durable(lsn := log.append(messages.Sync()))
+    log, _ = begun(tmp_path / "kernel", sections.Wal(durability="process"))
+    log.wait_durable(lsn := log.append(log_records.Sync()))
     assert log.level_of(lsn) == "logged"
     log.close()
 
 
 def test_a_segment_that_cannot_be_created_pauses_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    log, ledger = begun(tmp_path, config.Wal(full_disk_wait_s=60))
+    log, ledger = begun(tmp_path, sections.Wal(full_disk_wait_s=60))
     log._notice = said.append
     failures = iter([OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Quota exceeded")])
     real = os.open
@@ -423,7 +423,7 @@ def test_a_segment_that_cannot_be_created_pauses_too(tmp_path: Path, monkeypatch
             raise error
         return real(path, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(segmentfile.os, "open", full)
+    monkeypatch.setattr(segment_file.os, "open", full)
     log.rotate(ledger)
     monkeypatch.undo()
     assert [text.rpartition(": ")[2] for text in said] == [

@@ -11,18 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane import config, faultpoints
-from mopd_dataplane.bench.toyengine import ToyEngine
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.engine import Request, StepOutput
-from mopd_dataplane.rollout.hf import HfEngine
+from mopd_dataplane.rollout.engines.engine import Request, StepOutput
+from mopd_dataplane.rollout.engines.hf import HfEngine
+from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.rollout.runner import RolloutReport
-from mopd_dataplane.rollout.sampling import sample_key
+from mopd_dataplane.testing.toy_engine import ToyEngine
 
 Roll = Callable[..., RolloutReport]
-SPAN = config.Rollout(max_new_tokens=60, weight_change="span")
-PIN = config.Rollout(max_new_tokens=60)
+SPAN = sections.Rollout(max_new_tokens=60, weight_change="span")
+PIN = sections.Rollout(max_new_tokens=60)
 
 
 class Died(BaseException):
@@ -134,12 +135,12 @@ def test_dying_in_the_middle_of_a_change_keeps_the_spans(roll: Roll, shelf: Any,
             raise Died
 
     engine = Counting()
-    faultpoints.observe(die)
+    fault_points.observe(die)
     try:
         with pytest.raises(Died):
             roll(shelf, engine=engine, rollout=SPAN, published=after(engine, 12))
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     again = Counting()
     again.load_policy(Path(), 3)
     report = roll(shelf, engine=again, rollout=SPAN, published=after(again, 0))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mopd_dataplane.errors import JobFileError
-from mopd_dataplane.jobfile import Job, check_job
+from mopd_dataplane.job.job import Job, check_job
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.samplers import Sampler, sampler_of
 

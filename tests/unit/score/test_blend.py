@@ -9,14 +9,15 @@ import torch
 from mopd_kernels import Head, divergence
 from safetensors import safe_open
 
-from mopd_dataplane import config, models
-from mopd_dataplane.config import Student
 from mopd_dataplane.errors import JobFileError, MismatchError
-from mopd_dataplane.jobfile import check_job
-from mopd_dataplane.run.student import make_student
-from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_forward import Judge
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -26,7 +27,7 @@ CONFIG = {
 WEIGHTS = {"math": 0.7, "code": 0.3}
 BEYOND = {"math": 1.5, "code": -0.5}
 """Past a teacher, away from a reference: ExOPD at lambda = 1.5."""
-SETTINGS = config.Score(hidden_codec="fp32", topk=4, max_resident=2)
+SETTINGS = sections.Score(hidden_codec="fp32", topk=4, max_resident=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def make_pool(folders: dict[str, Path], blend: dict[str, float], *, max_resident: int = 2) -> TeacherPool:
-    specs = {name: TeacherSpec(folder, config.Teacher(source=name)) for name, folder in folders.items()}
-    specs["both"] = TeacherSpec(None, config.Teacher(blend=blend))
-    digest = models.tokenizer_digest(models.load_tokenizer(folders["math"]))
+    specs = {name: TeacherSpec(folder, sections.Teacher(source=name)) for name, folder in folders.items()}
+    specs["both"] = TeacherSpec(None, sections.Teacher(blend=blend))
+    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["math"]))
     return TeacherPool(specs, student_tokenizer=digest, max_resident=max_resident)
 
 
@@ -56,7 +57,7 @@ def member_logits(folder: Path, item: Scorable) -> torch.Tensor:
     """[M, V] a member's own logits, from one plain forward pass."""
     ids = torch.from_numpy(item.tokens.astype("int64"))[None]
     with torch.no_grad():
-        logits = models.load_model(folder)(ids).logits[0, item.prompt_len - 1 : -1]
+        logits = hf.load_model(folder)(ids).logits[0, item.prompt_len - 1 : -1]
     return logits[torch.from_numpy(item.loss_mask.astype(bool))]
 
 
@@ -104,7 +105,7 @@ def test_a_blend_is_registered_like_any_teacher(folders: dict[str, Path], tmp_pa
     assert (record.source, record.hidden_size) == ("0.7 math + 0.3 code", 64 + 32)
     with safe_open(tmp_path / record.head_file, framework="pt") as stored:
         head = stored.get_tensor("weight")
-    torch.testing.assert_close(head[:, :64], 0.7 * models.head_weight(models.load_model(folders["math"])))
+    torch.testing.assert_close(head[:, :64], 0.7 * hf.head_weight(hf.load_model(folders["math"])))
     assert make_pool(folders, BEYOND).register("both", tmp_path / "beyond").source == "1.5 math - 0.5 code"
     with pytest.raises(MismatchError, match="give the new teacher another name"):
         make_pool(folders, {"math": 0.6, "code": 0.4}).register("both", tmp_path)

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from mopd_dataplane import models
-from mopd_dataplane.config import Student
-from mopd_dataplane.run.student import make_student
-from mopd_dataplane.score.compare import Answer, auroc, calibration_error, compare
-from mopd_dataplane.score.judge import Judge
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.scorer import Scorable, model_input
+from mopd_dataplane.score.teacher_comparison import Answer, auroc, calibration_error, compare
+from mopd_dataplane.score.teacher_forward import Judge
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def student(folder: Path) -> Judge:
-    return Judge((HfReader(models.load_model(folder)),))
+    return Judge((HfReader(hf.load_model(folder)),))
 
 
 def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
@@ -74,9 +74,9 @@ def test_the_student_itself_has_nothing_to_teach(student: Judge) -> None:
 
 
 def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Path) -> None:
-    model = models.load_model(folder)
+    model = hf.load_model(folder)
     with torch.no_grad():
-        models.head_weight(model).add_(0.05 * torch.randn_like(models.head_weight(model)))
+        hf.head_weight(model).add_(0.05 * torch.randn_like(hf.head_weight(model)))
     teacher = Judge((HfReader(model),))
     given = answers(shift=3)
     found = compare(student, teacher, given, k=8, batch=7)
@@ -95,8 +95,8 @@ def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: 
     """Right answers end in token 7, wrong ones in 8; one teacher raises 7 and lowers 8, the other does the opposite."""
 
     def leaning(sign: float) -> Judge:
-        model = models.load_model(folder)
-        weight = models.head_weight(model)
+        model = hf.load_model(folder)
+        weight = hf.head_weight(model)
         with torch.no_grad():
             direction = weight[7] - weight[8]
             weight[7] += sign * direction

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mopd_dataplane import config
-from mopd_dataplane.config import Student as StudentSettings
 from mopd_dataplane.errors import DamagedError, EngineError
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.sections import Student as StudentSettings
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.discriminator import OPTIMIZER, WEIGHTS, Discriminator, Pair
 
 CONFIG: dict[str, Any] = {
@@ -21,7 +21,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64,
     "initializer_range": 0.1,
 }  # fmt: skip
-SETTINGS = config.Discriminator(learning_rate=3e-3, batch_pairs=16)
+SETTINGS = sections.Discriminator(learning_rate=3e-3, batch_pairs=16)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_a_version_on_disk_continues_bit_by_bit(policy: Path, tmp_path: Path) ->
 def test_a_version_is_written_once_and_a_half_written_one_is_never_named(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mopd_dataplane import faultpoints
+    from mopd_dataplane.base import fault_points
 
     critic = make(policy)
     critic.update(make_pairs(16), epochs=1)
@@ -128,11 +128,11 @@ def test_a_version_is_written_once_and_a_half_written_one_is_never_named(
         if name == "discriminator.written":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(faultpoints, "_observer", die)
+    monkeypatch.setattr(fault_points, "_observer", die)
     with pytest.raises(KeyboardInterrupt):
         critic.save(tmp_path / "v1")
     assert not (tmp_path / "v1").exists()
-    monkeypatch.setattr(faultpoints, "_observer", None)
+    monkeypatch.setattr(fault_points, "_observer", None)
     critic.save(tmp_path / "v1")
     before = files(tmp_path / "v1")
     critic.update(make_pairs(16), epochs=1)

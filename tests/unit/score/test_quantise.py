@@ -12,15 +12,16 @@ import torch
 from mopd_kernels import LossyCodecWarning, decode, encode
 from torch import Tensor, nn
 
-from mopd_dataplane import config, models
-from mopd_dataplane.config import Student
 from mopd_dataplane.errors import JobFileError, MismatchError
-from mopd_dataplane.jobfile import check_job
-from mopd_dataplane.run.student import make_student
-from mopd_dataplane.score.effect import quantisation_effect
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.score.quantisation_effect import quantisation_effect
 from mopd_dataplane.score.quantise import quantise
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 pytestmark = pytest.mark.quantise
 
@@ -30,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 128, "initializer_range": 0.2,
 }  # fmt: skip
 FORMS = ("int8", "fp8", "mxfp4")
-SETTINGS = config.Score(hidden_codec="fp32", batch_tokens=64)
+SETTINGS = sections.Score(hidden_codec="fp32", batch_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_pool(folder: Path, quantisation: str = "none", **settings: Any) -> TeacherPool:
     teachers = {"t": {"source": "x", "quantisation": quantisation}, "plain": {"source": "x"}}
-    specs = {n: TeacherSpec(folder, config.Teacher.model_validate(t)) for n, t in teachers.items()}
-    specs["both"] = TeacherSpec(None, config.Teacher(blend={"t": 0.5, "plain": 0.5}))
-    digest = models.tokenizer_digest(models.load_tokenizer(folder))
+    specs = {n: TeacherSpec(folder, sections.Teacher.model_validate(t)) for n, t in teachers.items()}
+    specs["both"] = TeacherSpec(None, sections.Teacher(blend={"t": 0.5, "plain": 0.5}))
+    digest = hf.tokenizer_digest(hf.load_tokenizer(folder))
     return TeacherPool(specs, student_tokenizer=digest, **settings)
 
 
@@ -85,7 +86,7 @@ def matrices(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_rounded_as_the_form_says_and_nothing_else_is(folder: Path, form: Any) -> None:
-    stored, rounded = models.load_model(folder), models.load_model(folder)
+    stored, rounded = hf.load_model(folder), hf.load_model(folder)
     quantise(rounded, form)
     before, after = matrices(stored), matrices(rounded)
     assert len(before) == 2 * 4 + 2 * 2, "attention and experts of two layers"
@@ -101,14 +102,14 @@ def test_weights_are_rounded_as_the_form_says_and_nothing_else_is(folder: Path, 
     assert len(untouched) > 8
     for name, weight in untouched.items():
         assert torch.equal(rounded.get_parameter(name), weight), name
-    head = models.lm_head(rounded).weight
+    head = hf.lm_head(rounded).weight
     assert type(head) is nn.Parameter
-    assert torch.equal(head, models.head_weight(stored))
+    assert torch.equal(head, hf.head_weight(stored))
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 def test_linear_layers_are_held_in_one_byte_a_weight(folder: Path, form: Any) -> None:
-    model = models.load_model(folder)
+    model = hf.load_model(folder)
     quantise(model, form)
     weight: Any = model.get_submodule("model.layers.0.self_attn.q_proj").weight
     assert weight.qdata.element_size() == 1
@@ -117,7 +118,7 @@ def test_linear_layers_are_held_in_one_byte_a_weight(folder: Path, form: Any) ->
 @pytest.mark.parametrize("form", FORMS)
 def test_signals_are_those_of_the_rounded_weights(folder: Path, form: Any) -> None:
     """Hidden states and log-probs against a plain model whose weights are the rounded ones, dequantised."""
-    rounded, plain = models.load_model(folder), models.load_model(folder)
+    rounded, plain = hf.load_model(folder), hf.load_model(folder)
     quantise(rounded, form)
     with torch.no_grad():
         for name, weight in matrices(rounded).items():
@@ -134,7 +135,7 @@ def test_signals_are_those_of_the_rounded_weights(folder: Path, form: Any) -> No
         # Both take products in float32; torchao scales after the product, which rounds once more (measured 2e-5).
         torch.testing.assert_close(got, wanted.gather(1, targets)[:, 0], atol=5e-4, rtol=0)
         states = torch.from_numpy(found["hidden"].hidden).view(torch.float32)
-        logits = states @ models.head_weight(plain).T
+        logits = states @ hf.head_weight(plain).T
         torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-3, rtol=0)
 
 
@@ -143,13 +144,13 @@ def test_the_effect_is_measured_against_the_stored_weights(folder: Path) -> None
     effects = {form: quantisation_effect(make_pool(folder, form), "t", samples(), SETTINGS) for form in FORMS}
     assert effects["int8"].kl < effects["fp8"].kl < effects["mxfp4"].kl
     assert effects["int8"].top1_agreement > effects["mxfp4"].top1_agreement
-    rounded = models.load_model(folder)
+    rounded = hf.load_model(folder)
     quantise(rounded, "fp8")
     kl, gap, agreed = [], [], []
     for item in samples():
         ids = torch.from_numpy(item.tokens.astype(np.int64))[None]
         with torch.no_grad():
-            q, p = (m(ids).logits[0, 3:-1].double().log_softmax(-1) for m in (models.load_model(folder), rounded))
+            q, p = (m(ids).logits[0, 3:-1].double().log_softmax(-1) for m in (hf.load_model(folder), rounded))
         kl.append((q.exp() * (q - p)).sum(-1))
         gap.append((q - p).gather(1, ids[0, 4:, None])[:, 0].abs())
         agreed.append((q.argmax(-1) == p.argmax(-1)).double())
@@ -173,7 +174,7 @@ def test_a_teacher_of_another_precision_is_another_teacher(folder: Path, tmp_pat
     assert record.quantisation == "int8"
     assert make_pool(folder, "int8").register("t", tmp_path) == record
     plain = make_pool(folder, "int8").register("plain", tmp_path)
-    assert (plain.quantisation, plain.weights_digest) == ("none", models.weights_digest(folder))
+    assert (plain.quantisation, plain.weights_digest) == ("none", hf.weights_digest(folder))
     for other in ("none", "fp8", "mxfp4"):
         with pytest.raises(MismatchError, match="give the new teacher another name"):
             make_pool(folder, other).register("t", tmp_path)
@@ -185,7 +186,7 @@ def test_a_teacher_of_another_precision_is_another_teacher(folder: Path, tmp_pat
 def test_what_cannot_be_rounded_is_refused(folder: Path, tmp_path: Path) -> None:
     odd = make_student(Student(config=CONFIG | {"moe_intermediate_size": 40}), tmp_path / "odd", seed=0)
     with pytest.raises(MismatchError, match=r"experts.down_proj has rows of 40.*use 'int8' or 'fp8'"):
-        quantise(models.load_model(odd), "mxfp4")
+        quantise(hf.load_model(odd), "mxfp4")
     with pytest.raises(MismatchError, match=r"'t' has quantisation = 'fp8'.*set score.engine = \"hf\""):
         make_pool(folder, "fp8", engine="vllm")
 

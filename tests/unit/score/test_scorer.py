@@ -16,20 +16,21 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from mopd_dataplane import config, models
-from mopd_dataplane.config import Student as StudentSettings
 from mopd_dataplane.errors import DamagedError, EngineError, MismatchError, UnknownNameError
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.sections import Student as StudentSettings
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import Signal
-from mopd_dataplane.run.student import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
 }  # fmt: skip
 KINDS = ("logprob", "topk", "hidden")
-SETTINGS = config.Score(batch_tokens=64, hidden_codec="fp32", topk=5)
+SETTINGS = sections.Score(batch_tokens=64, hidden_codec="fp32", topk=5)
 
 
 @pytest.fixture(scope="session")
@@ -54,8 +55,8 @@ def pool(teachers: dict[str, Path]) -> TeacherPool:
 
 
 def make_pool(teachers: dict[str, Path], **settings: Any) -> TeacherPool:
-    specs = {n: TeacherSpec(folder, config.Teacher(source=f"stage:{n}")) for n, folder in teachers.items()}
-    digest = models.tokenizer_digest(models.load_tokenizer(teachers["math"]))
+    specs = {n: TeacherSpec(folder, sections.Teacher(source=f"stage:{n}")) for n, folder in teachers.items()}
+    digest = hf.tokenizer_digest(hf.load_tokenizer(teachers["math"]))
     return TeacherPool(specs, student_tokenizer=digest, **settings)
 
 
@@ -90,7 +91,7 @@ def logits_of(folder: Path, prompt: NDArray[Any], response: NDArray[Any]) -> Ten
     """[R, V] the model's own logits before each response token, one sample in one plain forward pass."""
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     with torch.no_grad():
-        logits: Tensor = models.load_model(folder)(ids).logits[0, len(prompt) - 1 : -1]
+        logits: Tensor = hf.load_model(folder)(ids).logits[0, len(prompt) - 1 : -1]
     return logits
 
 
@@ -99,7 +100,7 @@ def test_every_kind_agrees_with_the_models_own_logits(name: str, pool: TeacherPo
     samples = make_samples(9)
     signals = by_uid(score_samples(pool, name, KINDS, samples, SETTINGS))
     assert len(signals) == len(samples) * len(KINDS)
-    head = models.lm_head(models.load_model(teachers[name]))
+    head = hf.lm_head(hf.load_model(teachers[name]))
     for sample in samples:
         mask = sample.loss_mask.astype(bool)
         response = sample.tokens[sample.prompt_len :]
@@ -127,12 +128,12 @@ def test_every_kind_agrees_with_the_models_own_logits(name: str, pool: TeacherPo
 
 @pytest.mark.parametrize("name", ["math", "code", "capped"])
 def test_the_final_norm_stands_between_the_last_layer_and_the_head(name: str, teachers: dict[str, Path]) -> None:
-    model = models.load_model(teachers[name])
+    model = hf.load_model(teachers[name])
     before: list[Tensor] = []
     last_layer = model.get_submodule("model.layers.1")
     last_layer.register_forward_hook(lambda _module, _input, output: before.append(output))
-    states = models.hidden_states(model, torch.arange(4, 20)[None])
-    after = models.load_final_norm(teachers[name], dtype="float32")(before[0])
+    states = hf.hidden_states(model, torch.arange(4, 20)[None])
+    after = hf.load_final_norm(teachers[name], dtype="float32")(before[0])
     assert not torch.allclose(before[0], states, atol=0.1)
     torch.testing.assert_close(after, states, rtol=0, atol=0)
 
@@ -140,9 +141,9 @@ def test_the_final_norm_stands_between_the_last_layer_and_the_head(name: str, te
 def test_a_model_without_a_module_before_its_head_is_named(
     teachers: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "hidden_states", lambda model, ids: model.base_model(ids).last_hidden_state * 2)
+    monkeypatch.setattr(hf, "hidden_states", lambda model, ids: model.base_model(ids).last_hidden_state * 2)
     with pytest.raises(MismatchError, match=r"Qwen3ForCausalLM.*score\.reads = \"states\""):
-        models.load_final_norm(teachers["math"], dtype="float32")
+        hf.load_final_norm(teachers["math"], dtype="float32")
 
 
 def test_batching_changes_nothing(pool: TeacherPool) -> None:
@@ -195,14 +196,14 @@ def test_text_that_was_not_sampled_has_no_reverse_kl(pool: TeacherPool) -> None:
 
 
 def test_a_broken_teacher_is_named_with_the_sample(pool: TeacherPool) -> None:
-    head = models.head_weight(pool.model("math"))
+    head = hf.head_weight(pool.model("math"))
     with torch.no_grad():
         head[50] = torch.nan
     with pytest.raises(EngineError, match=r"teacher 'math' answered with NaN.* 0{32}"):
         list(score_samples(pool, "math", ("logprob",), make_samples(1), SETTINGS))
     with torch.no_grad():
         head[50] = 0.0
-        models.embedding_weight(pool.model("math"))[:] = torch.inf
+        hf.embedding_weight(pool.model("math"))[:] = torch.inf
     with pytest.raises(EngineError, match="NaN or infinity"):
         list(score_samples(pool, "math", ("hidden",), make_samples(1), SETTINGS))
 
@@ -231,15 +232,13 @@ def test_the_pool_loads_each_teacher_once_and_holds_no_more_than_it_may(teachers
 
 def test_registering_writes_the_head_once(pool: TeacherPool, teachers: dict[str, Path], tmp_path: Path) -> None:
     record = pool.register("capped", tmp_path)
-    assert (record.vocab_size, record.hidden_size) == (len(models.load_tokenizer(teachers["capped"])), 64)
+    assert (record.vocab_size, record.hidden_size) == (len(hf.load_tokenizer(teachers["capped"])), 64)
     assert (record.logit_softcap, record.logit_scale, record.norm_placement) == (3.0, 1.0, "post")
     assert record.source == "stage:capped"
     file = tmp_path / record.head_file
-    assert record.head_digest == models.file_digest(file)
+    assert record.head_digest == hf.file_digest(file)
     with safe_open(file, framework="pt") as stored:
-        torch.testing.assert_close(
-            stored.get_tensor("weight"), models.head_weight(models.load_model(teachers["capped"]))
-        )
+        torch.testing.assert_close(stored.get_tensor("weight"), hf.head_weight(hf.load_model(teachers["capped"])))
     before = file.stat().st_mtime_ns
     fresh = make_pool(teachers)
     assert fresh.register("capped", tmp_path) == record
@@ -249,7 +248,7 @@ def test_registering_writes_the_head_once(pool: TeacherPool, teachers: dict[str,
 
 def test_another_tokenizer_is_refused_before_anything_is_written(teachers: dict[str, Path], tmp_path: Path) -> None:
     pool = TeacherPool(
-        {"math": TeacherSpec(teachers["math"], config.Teacher(source="x"))}, student_tokenizer="0123456789abcdef"
+        {"math": TeacherSpec(teachers["math"], sections.Teacher(source="x"))}, student_tokenizer="0123456789abcdef"
     )
     with pytest.raises(MismatchError, match="0123456789abcdef"):
         pool.register("math", tmp_path)
@@ -276,7 +275,7 @@ def test_a_torn_head_file_is_damaged_not_read(pool: TeacherPool, tmp_path: Path)
 
 def test_pickled_weights_are_refused(teachers: dict[str, Path], tmp_path: Path, make_copy: Callable[..., Path]) -> None:
     folder = make_copy(teachers["math"], tmp_path / "pickled")
-    state = models.load_model(folder).state_dict()
+    state = hf.load_model(folder).state_dict()
     (folder / "model.safetensors").unlink()
     torch.save(state, folder / "pytorch_model.bin")
     pool = make_pool(teachers | {"math": teachers["math"], "bad": folder})

@@ -11,13 +11,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from mopd_dataplane import config, models
-from mopd_dataplane.config import Student as StudentSettings
 from mopd_dataplane.errors import MismatchError, UnknownNameError
-from mopd_dataplane.run.student import make_student
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.sections import Student as StudentSettings
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.support import StudentSupport
-from mopd_dataplane.score.teachers import TeacherPool, TeacherSpec
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
+from mopd_dataplane.score.topk_source import StudentSupport
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -25,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "initializer_range": 0.2,
 }  # fmt: skip
 K = 4
-SETTINGS = config.Score(batch_tokens=64, topk=K, topk_support="student")
+SETTINGS = sections.Score(batch_tokens=64, topk=K, topk_support="student")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +40,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def pool(folders: dict[str, Path]) -> TeacherPool:
     torch.set_num_threads(1)
-    digest = models.tokenizer_digest(models.load_tokenizer(folders["teacher"]))
-    spec = TeacherSpec(folders["teacher"], config.Teacher(source="x"))
+    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["teacher"]))
+    spec = TeacherSpec(folders["teacher"], sections.Teacher(source="x"))
     return TeacherPool({"teacher": spec}, student_tokenizer=digest)
 
 
@@ -66,7 +67,7 @@ def distribution(folder: Path, prompt: NDArray[Any], response: NDArray[Any]) -> 
     """[R, V] log-probs before each response token, from one plain forward pass."""
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     with torch.no_grad():
-        return models.load_model(folder)(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return hf.load_model(folder)(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -16,7 +16,7 @@ import signal
 
 import store_builders as build
 
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store import dataset
 from mopd_dataplane.store.dataset import Store
@@ -48,7 +48,7 @@ def main() -> None:
         if point == options.stop_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    faultpoints.observe(observe)
+    fault_points.observe(observe)
     if options.unlocked:
         dataset.committing = lambda place, name: contextlib.nullcontext(False)  # type: ignore[assignment]
     if options.file_limit:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lance.file import LanceFileReader
 from numpy.typing import NDArray
 
-from mopd_dataplane.checksum import payload_crc
+from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store import listfiles, reading
 from mopd_dataplane.store import lists as lists_module

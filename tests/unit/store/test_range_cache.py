@@ -43,7 +43,7 @@ CHILD = f"""
 import os, random, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_range_cache as t
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points as faultpoints
 from pathlib import Path
 cache = t.RangeCache(Path(sys.argv[1]), int(sys.argv[2]))
 """

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.run.work import open_work
+from mopd_dataplane.run.work_folder import open_work
+from mopd_dataplane.store.artifacts import Shelf
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.objects import ObjectFiles
-from mopd_dataplane.store.shelf import Shelf
 
 
 class Died(BaseException):
@@ -49,14 +49,14 @@ def test_the_first_of_two_wins_and_the_other_leaves_nothing(files: ObjectFiles, 
 
     def overtake(point: str) -> None:
         if point == "shelf.uploaded":
-            faultpoints.observe(None)
+            fault_points.observe(None)
             Shelf(files).publish("policies/a/v1", first)
 
-    faultpoints.observe(overtake)
+    fault_points.observe(overtake)
     try:
         Shelf(files).publish("policies/a/v1", second)
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     assert Shelf(files).fetch("policies/a/v1", tmp_path / "copy")
     assert (tmp_path / "copy" / "model.bin").read_text() == "one"
     assert len(files.under("policies")) == 3
@@ -67,12 +67,12 @@ def test_a_publisher_that_dies_has_published_nothing(files: ObjectFiles, tmp_pat
         if point == "shelf.uploaded":
             raise Died
 
-    faultpoints.observe(die)
+    fault_points.observe(die)
     try:
         with pytest.raises(Died):
             Shelf(files).publish("policies/a/v1", policy(tmp_path / "v1", "one"))
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     assert not Shelf(files).has("policies/a/v1")
     Shelf(files).publish("policies/a/v1", tmp_path / "v1")
     assert Shelf(files).fetch("policies/a/v1", tmp_path / "copy")

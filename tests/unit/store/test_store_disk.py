@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import store_builders as build
 
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.store import barrier
 from mopd_dataplane.store.dataset import Store
@@ -100,11 +100,11 @@ def test_data_is_synced_before_the_version_that_names_it(store: Store, monkeypat
     happened: list[str] = []
     real = barrier.fsync
     monkeypatch.setattr(barrier, "fsync", lambda path: (happened.append(Path(path).suffix), real(path))[1])
-    faultpoints.observe(happened.append)
+    fault_points.observe(happened.append)
     try:
         Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     written, committed = happened.index("samples.insert.written"), happened.index("samples.insert.committed")
     assert ".lance" in happened[happened.index("commit.payload.durable") : written]
     assert ".manifest" in happened[committed:]

@@ -17,7 +17,7 @@ import store_builders as build
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.layout import PRIMARY_KEY, lance_schema
+from mopd_dataplane.store.dataset_format import PRIMARY_KEY, lance_schema
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, SIGNALS, TABLES
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.records import Signal, Snapshot
@@ -21,7 +21,7 @@ ROWS, FILE = 40, 10
 TABLE = "signals/adder/hidden"
 KILLED = """
 import os, signal, sys
-from mopd_dataplane import faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.store.dataset import Store
 faultpoints.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == sys.argv[2] else None)
 Store.open(sys.argv[1]).free_hidden("adder", range(20))
@@ -122,11 +122,11 @@ def test_signals_committed_meanwhile_are_kept(store: Store) -> None:
         if point == "retire.written" and not late:
             late.append(Store.open(store.uri)._table(TABLE).append(payload_table(table, [again]))[0])
 
-    faultpoints.observe(another_writer)
+    fault_points.observe(another_writer)
     try:
         assert store.free_hidden("adder", range(20)).rows == 20
     finally:
-        faultpoints.observe(None)
+        fault_points.observe(None)
     assert late == [ROWS]
     buffer = np.empty(again.hidden.nbytes, np.uint8)
     store.hidden_reader("adder").read_into(ROWS, 0, memoryview(buffer))

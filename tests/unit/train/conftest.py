@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane.config import Student as StudentSettings
+from mopd_dataplane.job.sections import Student as StudentSettings
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import Pack
-from mopd_dataplane.run.student import make_student
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",

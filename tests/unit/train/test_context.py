@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from mopd_dataplane.config import Scale
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError
-from mopd_dataplane.jobfile import check_job
+from mopd_dataplane.job.job import check_job
+from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.records import Pack
-from mopd_dataplane.run.learn import ranks_here
-from mopd_dataplane.train.agent import report
+from mopd_dataplane.run.steps.train import ranks_here
 from mopd_dataplane.train.context import TRAINED_TOKEN_FIELDS, check_heads, part_of
 from mopd_dataplane.train.microbatch import MicroBatch, build
+from mopd_dataplane.train.node_agent import report
 from mopd_dataplane.train.ranks import Ranks
 
 WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards"}

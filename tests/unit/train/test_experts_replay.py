@@ -13,8 +13,8 @@ from mopd_kernels import token_logprob
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.experts import Routing
-from mopd_dataplane.models import hidden_states
+from mopd_dataplane.models.hf import hidden_states
+from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.ranks import Ranks

@@ -14,7 +14,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, Totals

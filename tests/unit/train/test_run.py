@@ -12,10 +12,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mopd_dataplane import models
-from mopd_dataplane.config import Train
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
-from mopd_dataplane.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.sections import Train
+from mopd_dataplane.models import hf
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
@@ -109,7 +109,7 @@ def what_counts(folder: str) -> list[dict[str, Any]]:
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    first, second = models.load_model(a).state_dict(), models.load_model(b).state_dict()
+    first, second = hf.load_model(a).state_dict(), hf.load_model(b).state_dict()
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -123,9 +123,7 @@ def test_every_window_publishes_a_policy_and_metrics_count_steps(whole: TrainSpe
     assert metrics[-1].learning_rate < metrics[2].learning_rate
     v1, v2 = Path(spec.policy_dir) / "v1", Path(spec.policy_dir) / "v2"
     assert not same_weights(v1, v2)
-    assert models.tokenizer_digest(models.load_tokenizer(v2)) == models.tokenizer_digest(
-        models.load_tokenizer(spec.start)
-    )
+    assert hf.tokenizer_digest(hf.load_tokenizer(v2)) == hf.tokenizer_digest(hf.load_tokenizer(spec.start))
     assert len(list(Path(spec.checkpoint_dir).glob("step-*"))) == spec.keep_checkpoints
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (Path(spec.start), v2))
     assert before == after  # the trainer's own attention stays in the trainer
@@ -192,14 +190,14 @@ def test_a_plan_that_changed_under_a_window_is_refused(spec: TrainSpec, windows:
 def test_a_finished_window_is_only_published_again(spec: TrainSpec, windows: Callable[[], Any]) -> None:
     """A crash between the last checkpoint of a window and its policy folder."""
     assert run_to_end(spec, windows())
-    before = models.load_model(Path(spec.policy_dir) / "v2").state_dict()
+    before = hf.load_model(Path(spec.policy_dir) / "v2").state_dict()
     for file in (Path(spec.policy_dir) / "v2").iterdir():
         file.unlink()
     (Path(spec.policy_dir) / "v2").rmdir()
     source = windows()
     assert run_to_end(spec, source)
     assert source.asked == []
-    after = models.load_model(Path(spec.policy_dir) / "v2").state_dict()
+    after = hf.load_model(Path(spec.policy_dir) / "v2").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from mopd_dataplane import models
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models import hf
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import build
 from mopd_dataplane.train.ranks import Ranks
@@ -45,7 +45,7 @@ def expected_rows(student: Student, packs: list[Pack]) -> Tensor:
         for start, stop in zip(pack.cu_seqlens[:-1], pack.cu_seqlens[1:], strict=True):
             ids = torch.from_numpy(pack.tokens[start:stop].astype(np.int64))[None]
             with torch.no_grad():
-                states = models.hidden_states(plain, ids)[0]
+                states = hf.hidden_states(plain, ids)[0]
             rows.append(states[np.flatnonzero(pack.loss_mask[start:stop]) - 1])
     return torch.cat(rows)
 
@@ -63,7 +63,7 @@ def test_packed_states_equal_separate_states(
 
 
 def test_a_model_that_ignores_position_ids_gets_one_row_a_sequence(policy: Path, pack: Callable[..., Pack]) -> None:
-    model = models.load_model(policy)
+    model = hf.load_model(policy)
     inner = model.base_model.forward
     model.base_model.forward = lambda input_ids, use_cache, **ignored: inner(input_ids, use_cache=use_cache)
     assert not packs_apart(model)
@@ -100,14 +100,14 @@ def test_a_frozen_head_gets_no_gradient_but_a_tied_embedding_learns(
 ) -> None:
     student = load_student(make_policy(tie_word_embeddings=tied), ALONE, freeze_head=True)
     student(build([pack([9], seed=4)]), lambda hidden, head: (hidden @ head.weight.T).square().sum()).backward()
-    untouched = torch.ones(len(models.embedding_weight(student.model)), dtype=torch.bool)
+    untouched = torch.ones(len(hf.embedding_weight(student.model)), dtype=torch.bool)
     untouched[pack([9], seed=4).tokens] = False
-    gradient = models.embedding_weight(student.model).grad
+    gradient = hf.embedding_weight(student.model).grad
     assert gradient is not None
     assert gradient[~untouched].abs().sum() > 0
     assert gradient[untouched].abs().sum() == 0  # a trained head would reach every row of a tied matrix
     if not tied:
-        assert models.head_weight(student.model).grad is None
+        assert hf.head_weight(student.model).grad is None
 
 
 def test_a_trained_first_token_is_refused(pack: Callable[..., Pack]) -> None:

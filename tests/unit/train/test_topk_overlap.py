@@ -7,7 +7,7 @@ import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.train.overlap import measure_overlap
+from mopd_dataplane.train.topk_agreement import measure_overlap
 
 M, V, D, K = 7, 31, 8, 5
 

@@ -1,0 +1,7 @@
+"""What every stage stands on: files, checksums, and named places where a process may die.
+
+files.py           durable local files: written beside their place, synced, renamed
+checksum.py        crc32c over arrays
+fault_points.py    named places where a process may die, so that tests can make it die exactly there
+sampling_masks.py  the token ids that top-k and top-p left to draw each token from
+"""

@@ -1,0 +1,221 @@
+"""What one section of a job says of another: names that exist, in their order, and settings that go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mopd_dataplane.errors import JobFileError, nearest
+
+if TYPE_CHECKING:
+    from mopd_dataplane.job.job import Job, Stage
+    from mopd_dataplane.job.sections import Rollout
+
+
+def check_references(job: Job, where: str) -> None:
+    """Raise JobFileError, naming file and key, for the first thing that does not fit the rest of the job."""
+    known_starts = {"init"}
+    names = [stage.name for stage in job.stages]
+    if len(set(names)) != len(names):
+        raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
+    _check_blends(job, where)
+    for stage in job.stages:
+        at = f"{where}: stages.{stage.name}"
+        if stage.start not in known_starts:
+            raise JobFileError(f"{at}.start: no earlier stage {stage.start!r}: {nearest(stage.start, known_starts)}")
+        for domain in stage.domains:
+            if domain not in job.domains:
+                raise JobFileError(f"{at}.domains: unknown domain {domain!r}: {nearest(domain, job.domains)}")
+        if stage.objective != "cross-entropy" and stage.objective not in job.objectives:
+            known = [*job.objectives, "cross-entropy"]
+            raise JobFileError(f"{at}.objective: no objective {stage.objective!r}: {nearest(stage.objective, known)}")
+        if stage.overlap and stage.data != "rollout":
+            raise JobFileError(f'{at}.overlap: stored reference data has nothing to overlap; set data = "rollout"')
+        _check_retention(job, stage, where)
+        _check_scale(job, stage, at)
+        if stage.data == "rollout":
+            _check_rollout(job, stage, at)
+        _check_discriminator(job, stage, at)
+        _check_reads(job, stage, at)
+        _check_weights(job, stage, at)
+        _check_routing(job, stage, at)
+        known_starts.add(stage.name)
+
+
+def _check_blends(job: Job, where: str) -> None:
+    for name, teacher in job.teachers.items():
+        for member in teacher.blend:
+            if member not in job.teachers:
+                hint = nearest(member, job.teachers)
+                raise JobFileError(f"{where}: teachers.{name}.blend names no teacher {member!r}: {hint}")
+            if job.teachers[member].blend:
+                raise JobFileError(f"{where}: teachers.{name}.blend: {member!r} is a blend itself; name its members")
+
+
+def _check_retention(job: Job, stage: Stage, where: str) -> None:
+    bound = job.retain.hidden_versions
+    if 0 < bound <= stage.plan.max_staleness or (stage.data != "rollout" and 0 < bound < stage.iterations):
+        raise JobFileError(
+            f"{where}: retain.hidden_versions = {bound} frees hidden states that stage {stage.name!r} still needs; "
+            f"set it above {max(stage.plan.max_staleness, stage.iterations - 1)}, or 0"
+        )
+    passes = stage.iterations * stage.train.epochs
+    if stage.data != "rollout" and 0 < job.retain.hidden_passes < passes:
+        raise JobFileError(
+            f"{where}: retain.hidden_passes = {job.retain.hidden_passes} frees hidden states before stage "
+            f"{stage.name!r} has passed over its data {passes} times; set it to at least {passes}, or 0"
+        )
+
+
+def _check_scale(job: Job, stage: Stage, at: str) -> None:
+    term = job.objective(stage).policy_gradient
+    if job.scale.context_parallel > 1 and term is not None and term.discount:
+        raise JobFileError(
+            f"{at}: objective {stage.objective!r} sums over later tokens (discount = {term.discount}), which the "
+            "ranks of scale.context_parallel do not share; set scale.context_parallel = 1, or discount = 0"
+        )
+
+
+def _check_rollout(job: Job, stage: Stage, at: str) -> None:
+    rollout, gradient = stage.rollout, job.objective(stage).policy_gradient
+    for key, others in (("policy", ("self",)), ("rest", ("reference",))):
+        known = [*others, "routed", *job.teachers]
+        if (who := getattr(rollout, key)) not in known:
+            raise JobFileError(f"{at}.rollout.{key}: no teacher {who!r}: {nearest(who, known)}")
+    if rollout.group_size > 1 and not stage.plan.strict_batches:
+        raise JobFileError(
+            f"{at}: rollout.group_size = {rollout.group_size} keeps groups in one step, which "
+            "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
+        )
+    if gradient and (rollout.top_p < 1 or rollout.top_k) and "support" not in rollout.record:
+        raise JobFileError(
+            f"{at}: under rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k} the sampler's log-probs are those "
+            "of the tokens it keeps, the trainer's those of all, so the ratios of a policy gradient would be wrong; "
+            'set record = ["support"] to store what it keeps, or top_p = 1 and top_k = 0, or give objective '
+            f"{stage.objective!r} a divergence instead"
+        )
+    if "support" in rollout.record and rollout.teacher_mix:
+        raise JobFileError(
+            f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
+            'not from what the student keeps; take "support" out of rollout.record, or set teacher_mix = 0'
+        )
+    if rollout.record and job.engine.kind != "hf":
+        raise JobFileError(
+            f"{at}: engine.kind = {job.engine.kind!r} does not say what record = {list(rollout.record)} asks for; "
+            'set engine.kind = "hf", or record = []'
+        )
+    if "experts" in rollout.record:
+        _check_experts(rollout, at)
+    if rollout.teacher_mix and rollout.policy != "self":
+        raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')
+    if rollout.teacher_mix and job.engine.kind != "hf":
+        raise JobFileError(
+            f"{at}: rollout.teacher_mix = {rollout.teacher_mix} draws each token from two models, which engine.kind = "
+            f'{job.engine.kind!r} cannot; set engine.kind = "hf", or rollout.teacher_mix = 0'
+        )
+    if rollout.teacher_mix and gradient and gradient.teacher_coef and gradient.student_logprob == "sampler":
+        raise JobFileError(
+            f"{at}: under rollout.teacher_mix the sampler's log-prob is the mixture's, not the student's; set "
+            f'objectives.{stage.objective}.policy_gradient.student_logprob = "current"'
+        )
+    if rollout.student_share < 1 and rollout.rest == "reference":
+        if gradient:
+            raise JobFileError(
+                f"{at}: reference answers have no sampler log-prob for a policy gradient; set rollout.student_share = "
+                "1, or rollout.rest to a teacher"
+            )
+        if rollout.group_size > 1:
+            raise JobFileError(f"{at}: a prompt has one reference answer, not {rollout.group_size}: set group_size = 1")
+
+
+def _check_experts(rollout: Rollout, at: str) -> None:
+    if rollout.teacher_mix or rollout.policy != "self" or (rollout.student_share < 1 and rollout.rest != "reference"):
+        raise JobFileError(
+            f"{at}: a teacher that writes, or helps to write, samples has experts of its own, which the student cannot "
+            'follow; take "experts" out of rollout.record, or let the student alone sample'
+        )
+
+
+def _check_reads(job: Job, stage: Stage, at: str) -> None:
+    served = [name for name, teacher in job.teachers.items() if teacher.url]
+    if stage.score.reads == "extract_hidden_states" and served:
+        raise JobFileError(
+            f'{at}.score.reads = "extract_hidden_states" is for teachers that vLLM runs on this machine, but teacher '
+            f'{served[0]!r} has a url; set reads = "states" (a pooling server), or leave the url out'
+        )
+
+
+def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
+    if stage.discriminator is None:
+        return
+    earlier = ["reference", *(s.name for s in job.stages[: job.stages.index(stage)])]
+    if (text := stage.discriminator.text) not in earlier:
+        raise JobFileError(f"{at}.discriminator.text: no earlier stage {text!r}: {nearest(text, earlier)}")
+    if stage.overlap:
+        raise JobFileError(f"{at}: a discriminator learns between rollout and training; set overlap = false")
+    if stage.data != "rollout" or not job.objective(stage).needs_rewards:
+        raise JobFileError(
+            f'{at}: a discriminator rewards rollouts; set data = "rollout", and reward_coef in objective '
+            f"{stage.objective!r}"
+        )
+
+
+def _check_weights(job: Job, stage: Stage, at: str) -> None:
+    domains, teachers = job.domains_of(stage), job.objective(stage).teacher_weights
+    for domain in domains if stage.plan.mixture else ():
+        if domain not in stage.plan.mixture:
+            raise JobFileError(f"{at}.plan.mixture: domain {domain!r} has no weight; give one (0 leaves it out)")
+    for domain in stage.plan.mixture:
+        if domain not in domains:
+            raise JobFileError(f"{at}.plan.mixture: no domain {domain!r} in the stage: {nearest(domain, domains)}")
+    for teacher in teachers:
+        if teacher not in job.teachers:
+            hint = nearest(teacher, job.teachers)
+            raise JobFileError(f"{at}: objective {stage.objective!r} weighs no teacher {teacher!r}: {hint}")
+
+
+def _samplers(job: Job, stage: Stage) -> set[str]:
+    """Teachers that write, or help to write, some sample of a stage."""
+    rollout = stage.rollout
+    if stage.data != "rollout":
+        return set()
+    writers = [rollout.policy] if rollout.student_share else []
+    writers += [rollout.rest] if rollout.student_share < 1 else []
+    writers += ["routed"] if rollout.teacher_mix else []
+    found = {job.sampler_of(stage, who, d, job.domains[d].effort) for who in writers for d in job.domains_of(stage)}
+    return found - {"self", "reference"}
+
+
+def _check_routing(job: Job, stage: Stage, at: str) -> None:
+    earlier = [s.name for s in job.stages[: job.stages.index(stage)]]
+    for key, teacher in (stage.routing or job.routing).items():
+        if key.partition("/")[0] not in job.domains:
+            raise JobFileError(f"{at}: routing names an unknown domain {key!r}: {nearest(key, job.domains)}")
+        if teacher not in job.teachers:
+            raise JobFileError(
+                f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
+            )
+    try:
+        samplers = _samplers(job, stage)
+        teachers = {*job.teachers_of(stage), *samplers}
+    except JobFileError as error:
+        raise JobFileError(f"{at}: {error}") from None
+    for sampler in sorted(samplers):
+        if job.teachers[sampler].blend:
+            raise JobFileError(f"{at}.rollout: teacher {sampler!r} is a blend and cannot answer; name a member")
+    reference = job.objective(stage).policy_gradient
+    teachers |= {reference.reference} & set(job.teachers) if reference else set()
+    for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
+        rounded = job.teachers[teacher].quantisation
+        if rounded != "none" and stage.score.engine == "vllm":
+            raise JobFileError(
+                f"{at}: teachers.{teacher}.quantisation = {rounded!r} is what the Hugging Face scorer applies; set "
+                'score.engine = "hf", or quantisation = "none"'
+            )
+        source = job.teachers[teacher].source
+        if not source.startswith("stage:") or source[6:] in earlier:
+            continue
+        names = [s.name for s in job.stages]
+        if source[6:] in names:
+            raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source[6:]!r}, which runs later")
+        hint = nearest(source[6:], names)
+        raise JobFileError(f"{at}: teachers.{teacher}.source names no stage {source[6:]!r}: {hint}")

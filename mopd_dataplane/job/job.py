@@ -1,0 +1,217 @@
+"""One TOML file is one whole run.
+
+`load_job(path)` returns a frozen, fully checked `Job`, or raises JobFileError naming the file, the key, what is
+allowed and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the
+top level are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]`
+keys of its own for the stages that name it: exact and sampled gradients want other batches and learning rates.
+`extends = { job = "../quickstart", stages = ["base"] }` takes over another job's tables and the stages it lists;
+`domains` lists the domains, where not all are wanted.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.job.check import check_references
+from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
+from mopd_dataplane.job.read import child, read_job, with_stage_defaults
+from mopd_dataplane.job.sections import (
+    Discriminator,
+    Domain,
+    Engine,
+    Eval,
+    Load,
+    Name,
+    Plan,
+    Retain,
+    Rollout,
+    Scale,
+    Score,
+    Section,
+    Student,
+    Teacher,
+    Train,
+    Wal,
+)
+
+
+class Stage(Section):
+    """One training run inside the job: data, objective, and the policy it leaves behind."""
+
+    name: Name
+    start: str = "init"
+    """`init` (the student as configured), or the name of an earlier stage."""
+    data: Literal["reference", "rollout", "stored"] = "rollout"
+    """Reference answers (off-policy), rollouts, or what the store already holds under the stage's name (imports)."""
+    domains: tuple[str, ...] = ()
+    """Default: every domain of the job."""
+    examples: int = Field(default=0, ge=0)
+    """Reference data: prompts used, spread over the domains; 0 takes all."""
+    iterations: int = Field(default=1, ge=1)
+    """Rounds of rollout, score, plan, train; each publishes one policy version."""
+    objective: str = "cross-entropy"
+    routing: dict[str, str] = Field(default_factory=dict)
+    """Teacher of each domain (or `domain/effort`); default: the job's [routing]."""
+    rollout: Rollout = Rollout()
+    score: Score = Score()
+    plan: Plan
+    train: Train = Train()
+    overlap: bool = False
+    """Rollout, scoring and training run at once, each in a process of its own; `plan.max_staleness` bounds how far."""
+    discriminator: Discriminator | None = None
+    """Where the outcome rewards that are trained on come from, instead of the domains' verifiers."""
+
+    @property
+    def verifier(self) -> str:
+        """Whose rewards are trained on; empty for the domains' verifiers."""
+        return "discriminator" if self.discriminator else ""
+
+
+class Job(Section):
+    """A whole run."""
+
+    name: Name
+    shows: str = ""
+    """What running it shows, in a line."""
+    source: str = ""
+    """Paper, report or code that it follows."""
+    store: str
+    """Folder, or `s3://bucket/prefix`; credentials come from the environment only."""
+    work: str = ""
+    """Local folder for what an object store cannot hold while it is written; default: runs/staging/<bucket>/<key>."""
+    single_writer: bool = False
+    """Promise that one process writes: needed on an object store that ignores If-None-Match."""
+    seed: int = Field(default=0, ge=0)
+    student: Student
+    domains: dict[Name, Domain]
+    teachers: dict[Name, Teacher] = Field(default_factory=dict)
+    routing: dict[str, str] = Field(default_factory=dict)
+    engine: Engine = Engine()
+    wal: Wal = Wal()
+    load: Load = Load()
+    retain: Retain = Retain()
+    scale: Scale = Scale()
+    objectives: dict[str, Objective] = Field(default_factory=dict)
+    stages: tuple[Stage, ...]
+    eval: Eval = Eval()
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name; raises JobFileError naming the known ones."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise JobFileError(f"no stage {name!r} in job {self.name!r}: {nearest(name, [s.name for s in self.stages])}")
+
+    def objective(self, stage: Stage) -> Objective:
+        """The objective a stage names; `cross-entropy` needs no table."""
+        if stage.objective in self.objectives:
+            return self.objectives[stage.objective]
+        return Objective(cross_entropy=CrossEntropyTerm())
+
+    def domains_of(self, stage: Stage) -> tuple[str, ...]:
+        """Domain names of a stage, in the job's order."""
+        return stage.domains or tuple(self.domains)
+
+    def teacher_of(self, stage: Stage, domain: str, effort: str = "") -> str:
+        """Teacher that judges a domain in a stage; raises JobFileError when no rule covers it."""
+        routing = stage.routing or self.routing
+        for key in (f"{domain}/{effort}", domain):
+            if key in routing:
+                return routing[key]
+        raise JobFileError(f"no teacher for domain {domain!r}: {nearest(domain, routing)}; add it to [routing]")
+
+    def routes_by_effort(self, stage: Stage) -> bool:
+        """Whether some domain of a stage has a teacher for one effort mode only."""
+        return any("/" in key for key in stage.routing or self.routing)
+
+    def members_of(self, teacher: str) -> tuple[str, ...]:
+        """Teachers with weights of their own that a teacher is made of: itself, or the members of its blend."""
+        return tuple(self.teachers[teacher].blend) or (teacher,)
+
+    def sampler_of(self, stage: Stage, who: str, domain: str, effort: str = "") -> str:
+        """Who `rollout.policy` or `rollout.rest` means for a domain's prompts: `self`, `reference`, or a teacher."""
+        return self.teacher_of(stage, domain, effort) if who == "routed" else who
+
+    def teachers_of(self, stage: Stage) -> tuple[str, ...]:
+        """Teachers that judge some domain of a stage, in order of first use; empty when no signal is needed."""
+        objective = self.objective(stage)
+        if not objective.signals:
+            return ()
+        names = [self.teacher_of(stage, d, self.domains[d].effort) for d in self.domains_of(stage)]
+        return tuple(dict.fromkeys(names))
+
+
+def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
+    """Read and check a job file, the `job.toml` of a job folder, or the `job.json` that a store keeps.
+
+    overrides: `key.path=value` in TOML syntax; a stage is addressed by its name, as in
+    `stages.student.objective="full-vocab"`.
+    Raises JobFileError.
+    """
+    raw, where = read_job(path, overrides or [])
+    return check_job(raw, where=where)
+
+
+def check_job(raw: dict[str, Any], *, where: str) -> Job:
+    """Build a Job from parsed TOML; `where` names the file in messages. Raises JobFileError."""
+    raw = with_stage_defaults(raw, where)
+    try:
+        job = Job.model_validate(raw)
+    except ValidationError as error:
+        raise JobFileError(_explain(error, raw, where)) from None
+    check_references(job, where)
+    return job
+
+
+_MOST_PROBLEMS = 20
+
+
+def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
+    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key."""
+    lines = []
+    for problem in error.errors()[:_MOST_PROBLEMS]:
+        path, section = _locate(problem["loc"], raw)
+        if problem["type"] == "extra_forbidden" and section is not None:
+            lines.append(f"{where}: unknown key `{path}`: {nearest(str(problem['loc'][-1]), section.model_fields)}")
+        elif problem["type"] == "missing":
+            lines.append(f"{where}: missing key `{path}`")
+        else:
+            found = problem.get("input")
+            shown = f", found {found!r}" if not isinstance(found, dict | list) else ""
+            lines.append(f"{where}: `{path}`: {problem['msg'].removeprefix('Value error, ')}{shown}")
+    if error.error_count() > len(lines):
+        lines.append(f"{where}: and {error.error_count() - len(lines):,} more")
+    return "\n".join(lines)
+
+
+def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, type[Section] | None]:
+    """Dotted path with stage names in place of indices, and the section the last key would belong to."""
+    parts: list[str] = []
+    node: Any = raw
+    section: type[Section] | None = Job
+    for depth, key in enumerate(location):
+        node = child(node, key)
+        named = isinstance(key, int) and isinstance(node, dict)
+        parts.append(str(node.get("name", key)) if named and isinstance(node, dict) else str(key))
+        if depth < len(location) - 1 and section is not None:
+            section = _section_under(section, key)
+    return ".".join(parts), section
+
+
+def _section_under(section: type[Section], key: int | str) -> type[Section] | None:
+    field = section.model_fields.get(str(key))
+    if field is None:
+        return section  # a name inside dict[Name, Section] or an index inside tuple[Section, ...]
+    stack: list[Any] = [field.annotation]
+    while stack:
+        kind = stack.pop()
+        if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Section):
+            return kind
+        stack.extend(typing.get_args(kind))
+    return None

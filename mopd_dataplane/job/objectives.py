@@ -1,0 +1,140 @@
+"""The `[objectives]` of a job file: what a stage minimises, as a sum of terms.
+
+Formulas and sources: docs/objectives.md. `train/objective.py` computes them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from mopd_dataplane.errors import nearest
+from mopd_dataplane.job.schedules import Weight
+from mopd_dataplane.job.sections import Band, Fraction, Plan, Section, Train
+
+Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
+Normaliser = Literal["token", "sequence", "sum", "constant"]
+"""What a term's sum over tokens is divided by: trained tokens of the step (DAPO), each sequence's own and the number of
+sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` (Dr.GRPO, arXiv 2503.20783)."""
+
+
+class PolicyGradientTerm(Section):
+    """Score-function term: advantage times log-prob of the sampled token."""
+
+    weight: float = 1.0
+    teacher_coef: float = 1.0
+    """Weight of the teacher log-ratio in the advantage; 0 for pure RL."""
+    reward_coef: float = 0.0
+    """alpha: weight of the group-relative outcome advantage."""
+    reward_std: bool = False
+    """Divide the group advantage by the group's standard deviation."""
+    extrapolation: float = 1.0
+    """lambda of ExOPD; other than 1 needs `reference`."""
+    reference: str = ""
+    """Teacher that plays the reference policy of ExOPD."""
+    student_logprob: Literal["sampler", "current"] = "sampler"
+    """Which student log-prob the advantage subtracts."""
+    advantage_clip: float = Field(default=0.0, ge=0)
+    """Symmetric bound on the per-token advantage; 0 is none."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """gamma: discounted sum of later log-ratios."""
+    own_token: bool = True
+    """Whether the sum counts the token's own log-ratio; false leaves it to a divergence term, which has its expectation
+    exactly (MiniLLM, arXiv 2306.08543)."""
+    length_normalised: bool = False
+    """Divide the sum by the number of log-ratios in it (MiniLLM)."""
+    clip: Band | None = None
+    """PPO bounds (1 - low, 1 + high) given as (low, high); none by default."""
+    correction: Literal["none", "icepop", "tis", "mis"] = "none"
+    band: Band = (0.5, 2.0)
+    normaliser: Normaliser = "token"
+
+    @model_validator(mode="after")
+    def _sum_has_terms(self) -> PolicyGradientTerm:
+        if not self.own_token and not self.discount:
+            raise ValueError("own_token = false leaves nothing to sum at discount = 0; give a discount above 0")
+        return self
+
+
+class DivergenceTerm(Section):
+    """Divergence between the student's and the teacher's next-token distributions."""
+
+    weight: float = 1.0
+    kind: Kind = "reverse"
+    signal: Literal["hidden", "topk"] = "hidden"
+    beta: Fraction = 0.5
+    """Teacher's share in jsd's mixture. The formula is zero at both ends; as in GKD's code (arXiv 2306.13649), 0 is
+    forward KL and 1 is reverse KL instead."""
+    alpha: Fraction = 0.1
+    temperature: float = Field(default=1.0, gt=0)
+    topk_mode: Literal["tail", "renormalised", "corrected", "truncated_biased"] = "tail"
+    overlap: int = Field(default=0, ge=0)
+    """Also report how far student and teacher agree on their k likeliest tokens (arXiv 2604.13016); 0 leaves it out.
+    Needs stored hidden states, and two more passes over the vocabulary for each of the two models."""
+    normaliser: Normaliser = "token"
+
+    @model_validator(mode="after")
+    def _topk_form_exists(self) -> DivergenceTerm:
+        sums = ("corrected", "truncated_biased")
+        if self.signal == "topk" and self.topk_mode in sums and self.form_kind not in ("reverse", "forward"):
+            raise ValueError(f"topk_mode {self.topk_mode!r} is defined for reverse and forward, found {self.kind!r}")
+        return self
+
+    @property
+    def form_kind(self) -> Kind:
+        """`kind`, with the ends of jsd as GKD's code takes them."""
+        if self.kind == "jsd" and self.beta in (0.0, 1.0):
+            return "reverse" if self.beta else "forward"
+        return self.kind
+
+
+class CrossEntropyTerm(Section):
+    """Negative log-likelihood of the stored tokens."""
+
+    weight: float = 1.0
+    normaliser: Normaliser = "token"
+
+
+class Objective(Section):
+    """Sum of terms; the signals it needs follow from them."""
+
+    policy_gradient: PolicyGradientTerm | None = None
+    divergence: DivergenceTerm | None = None
+    cross_entropy: CrossEntropyTerm | None = None
+    plan: dict[str, Any] = Field(default_factory=dict)
+    train: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `[plan]` and `[train]` for the stages with this objective; a stage's own still win."""
+    teacher_weights: dict[str, Weight] = Field(default_factory=dict)
+    """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
+
+    @field_validator("plan", "train")
+    @classmethod
+    def _known_keys(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        section: type[Section] = Plan if info.field_name == "plan" else Train
+        for key in given:
+            if key not in section.model_fields:
+                raise ValueError(f"unknown key {key!r}: {nearest(key, section.model_fields)}")
+        return given
+
+    @model_validator(mode="after")
+    def _some_term(self) -> Objective:
+        if not (self.policy_gradient or self.divergence or self.cross_entropy):
+            raise ValueError("give at least one of policy_gradient, divergence, cross_entropy")
+        return self
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Signal kinds that every sample must have before it can be trained on."""
+        kinds = []
+        if self.policy_gradient and self.policy_gradient.teacher_coef:
+            kinds.append("logprob")
+        if self.divergence:
+            kinds.append(self.divergence.signal)
+            kinds += ["hidden"] if self.divergence.overlap else []
+        return tuple(dict.fromkeys(kinds))
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether every sample needs an outcome reward."""
+        return bool(self.policy_gradient and self.policy_gradient.reward_coef)

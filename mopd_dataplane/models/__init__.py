@@ -1,0 +1,8 @@
+"""Models on disk and behind a server.
+
+hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
+initial_weights.py  the model a job starts from, made once
+router_replay.py    which experts each token was sent to: read while decoding, followed again in training
+vllm_local.py       vLLM on this machine, its core in a process of its own
+vllm_server.py      a running vLLM server by its URL
+"""

@@ -1,0 +1,232 @@
+"""Models and tokenizers on disk: loading, saving, digests, and the forward pass that stops before the LM head."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.errors import MismatchError, UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+    from mopd_kernels.heads import Head
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DIGEST_FILE = "mopd_digest.json"
+_BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+"""Keys of config.json that say nothing about the shape of the weights."""
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_digest(folder: str | Path) -> str:
+    """sha256 over the safetensors files and the config of a model folder, 64 hex digits.
+
+    The result is cached beside the weights, keyed by file sizes and times. Raises UnknownNameError without weights.
+    """
+    root = Path(folder)
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise UnknownNameError(f"no model weights (*.safetensors) in {root}; pickled weights are refused")
+    stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    cache = root / DIGEST_FILE
+    if cache.is_file():
+        known = json.loads(cache.read_text())
+        if known["stamp"] == stamp:
+            return str(known["digest"])
+    whole = hashlib.sha256()
+    for file in [*files, root / "config.json"]:
+        whole.update(f"{file.name}:{file_digest(file)}\n".encode())
+    digest = whole.hexdigest()
+    if os.access(root, os.W_OK):
+        cache.write_text(json.dumps({"stamp": stamp, "digest": digest}))
+    return digest
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """16 hex digits over the vocabulary and the special tokens: what must agree between student and teacher."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    text = json.dumps([vocabulary, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of a local model folder; never asks the network."""
+    from transformers import AutoTokenizer
+
+    _require_folder(folder)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    return tokenizer
+
+
+def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """End-of-sequence ids of a model folder's generation config (else its config) and of its tokenizer, ascending."""
+    files = (Path(folder) / name for name in ("generation_config.json", "config.json"))
+    settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+    configured = settings.get("eos_token_id")
+    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    return sorted(int(i) for i in ids if i is not None)
+
+
+def model_shape(folder: str | Path) -> dict[str, Any]:
+    """The config of a model folder without what may differ between two versions of one model."""
+    _require_folder(folder)
+    config = json.loads((Path(folder) / "config.json").read_text())
+    return {key: value for key, value in config.items() if key not in _BESIDE_SHAPE}
+
+
+def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """Causal LM of a local folder, safetensors only, in evaluation mode."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    quiet_transformers()
+    _require_folder(folder)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
+    )
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()
+    return model
+
+
+def quiet_transformers() -> None:
+    """Keep transformers' progress bars out of ours, and its hub client off the network."""
+    from transformers.utils import logging
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def save_policy(
+    model: PreTrainedModel,
+    tokenizer_folder: str | Path,
+    folder: str | Path,
+    *,
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a policy folder (weights, config, tokenizer) durably: a temporary folder, then one rename.
+
+    state_dict: weights to write instead of the model's own, which may be shards or of another dtype.
+    An existing folder of that name is kept: a policy version is written once.
+    """
+    target = Path(folder)
+    if target.exists():
+        return
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    model.save_pretrained(staging, state_dict=state_dict)
+    copy_tokenizer(tokenizer_folder, staging)
+    publish_folder(staging, target)
+
+
+def copy_tokenizer(source: str | Path, target: str | Path) -> None:
+    """Copy the tokenizer files of one model folder into another."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        file = Path(source) / name
+        if file.is_file():
+            shutil.copy2(file, Path(target) / name)
+
+
+def head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, D] weight of the LM head."""
+    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    return weight
+
+
+def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """[V, D] weight of the input embedding; the same tensor as the head's in a tied model."""
+    weight: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    return weight
+
+
+def logit_softcap(model: PreTrainedModel) -> float:
+    """Final-logit softcap of the architecture; 0 when it has none."""
+    return float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """Multiplier the architecture applies to its logits; 1 when it has none."""
+    config = model.config
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    scaling = getattr(config, "logits_scaling", None)
+    return scale / float(scaling) if scaling else scale
+
+
+def lm_head(model: PreTrainedModel) -> Head:
+    """LM head of a model as the kernels take it: weight, bias, and what the architecture does to its logits."""
+    from mopd_kernels.heads import Head
+
+    bias = getattr(model.get_output_embeddings(), "bias", None)  # type: ignore[no-untyped-call]
+    return Head(head_weight(model), bias, logit_softcap(model) or None, logit_scale(model))
+
+
+def load_head(folder: str | Path, *, dtype: str) -> Head:
+    """LM head of a model folder, without the model."""
+    from mopd_kernels.heads import Head
+
+    head = lm_head(load_model(folder, dtype=dtype))
+    bias = None if head.bias is None else head.bias.detach().clone()
+    return Head(head.weight.detach().clone(), bias, head.softcap, head.logit_scale)
+
+
+def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
+    """What a model folder applies to its last layer's output before the LM head reads it, without the model.
+
+    Raises MismatchError when the last thing the model does is not one of its own modules.
+    """
+    import copy
+
+    import torch
+
+    model = load_model(folder, dtype=dtype)
+    said: dict[str, torch.Tensor] = {}
+    hooks = [
+        module.register_forward_hook(lambda _module, _input, output, name=name: said.update({name: output}))
+        for name, module in model.base_model.named_children()
+    ]
+    with torch.no_grad():
+        states = hidden_states(model, torch.zeros(1, 1, dtype=torch.int64))
+    for hook in hooks:
+        hook.remove()
+    last = next((name for name, output in said.items() if output is states), None)
+    if last is None:
+        raise MismatchError(
+            f"{folder}: the states that the LM head reads are not the output of a module of {type(model).__name__}, so "
+            'its final norm cannot be taken out; set score.reads = "states"'
+        )
+    return copy.deepcopy(model.base_model.get_submodule(last))
+
+
+def hidden_states(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    """[B, T, D] states after the final norm: what the LM head reads. The head itself is not run.
+
+    Packed rows: give `position_ids` that restart at 0 in every sequence and no attention mask.
+    """
+    output = model.base_model(input_ids=input_ids, use_cache=False, **inputs)
+    states: torch.Tensor = output.last_hidden_state
+    return states
+
+
+def check_same_tokenizer(student: str, teacher: str, *, name: str) -> None:
+    """Raise MismatchError unless both digests agree."""
+    if student != teacher:
+        raise MismatchError(
+            f"teacher {name!r} has tokenizer {teacher}, the student has {student}; "
+            "per-token distillation needs the same vocabulary: use a teacher of the student's family"
+        )
+
+
+def _require_folder(folder: str | Path) -> None:
+    if not (Path(folder) / "config.json").is_file() and not (Path(folder) / "tokenizer.json").is_file():
+        raise UnknownNameError(f"no model folder at {folder} (a local folder with config.json is needed)")

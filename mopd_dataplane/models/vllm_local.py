@@ -1,0 +1,118 @@
+"""vLLM on this machine: is it installed, and a running engine whose core is a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane.errors import EngineError, InputError
+from mopd_dataplane.models.hf import model_shape, quiet_transformers
+
+_CPU_CACHE_BYTES = 4 << 30
+"""Most memory that keys and values get on a CPU unless the job says otherwise."""
+
+
+def require_vllm() -> None:
+    """Raise InputError unless vLLM can be imported."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:  # a mere folder of that name has no origin
+        raise InputError(
+            "vLLM is not installed here: pip install 'mopd-dataplane[train,vllm]' on a machine with a GPU; "
+            "docs/engines.md has the CPU build. A running server, given by its URL, needs none"
+        )
+
+
+def start(folder: Path, arguments: Mapping[str, Any], *, threads: int) -> Any:
+    """A running vllm.LLMEngine whose core is a process of its own. Raises InputError, EngineError."""
+    quiet_transformers()
+    with _environment(threads):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        given = {"model": str(folder), "disable_log_stats": True, "skip_tokenizer_init": True, **arguments}
+        if current_platform.is_cpu():
+            given = {"enforce_eager": True, "kv_cache_memory_bytes": _cache_bytes(folder, given), **given}
+        try:
+            settings = EngineArgs(**given)
+        except TypeError as error:
+            raise InputError(f"engine.options: {error}; they are vLLM's EngineArgs") from None
+        try:
+            engine = LLMEngine.from_engine_args(settings)
+        except Exception as error:
+            raise EngineError(f"vLLM did not start with {folder}: {_told(error)}; its own output says more") from error
+    threading.Thread(target=_report_death, args=(engine.engine_core,), name="vllm-death", daemon=True).start()
+    return engine
+
+
+def _report_death(core: Any) -> None:
+    """Wake whoever waits for an answer of vLLM's process once that process is gone.
+
+    vLLM's synchronous client notices the death and leaves its waiting caller asleep.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    connection.wait([process.sentinel for process in core.resources.engine_manager.processes])
+    core.outputs_queue.put_nowait(EngineDeadError())
+    for asked in list(core.utility_results.values()):
+        if not asked.done():
+            asked.set_exception(EngineDeadError())
+
+
+def is_dead(engine: Any) -> bool:
+    """Whether a started engine's process is gone."""
+    return not all(process.is_alive() for process in engine.engine_core.resources.engine_manager.processes)
+
+
+def _cache_bytes(folder: Path, given: Mapping[str, Any]) -> int:
+    """Keys and values of every slot at full length, within reason."""
+    shape = model_shape(folder)
+    heads = shape.get("num_key_value_heads") or shape["num_attention_heads"]
+    width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    token = 2 * shape["num_hidden_layers"] * heads * width * (4 if given["dtype"] == "float32" else 2)
+    return int(min(_CPU_CACHE_BYTES, 2 * token * given["max_model_len"] * given["max_num_seqs"] + (64 << 20)))
+
+
+@contextlib.contextmanager
+def _environment(threads: int) -> Iterator[None]:
+    """What vLLM reads from the environment while it starts. Values that the user has set win."""
+    wanted = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers are alone on stdout
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    if threads:
+        wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update({name: before[name] or value for name, value in wanted.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Whatever vLLM raises means that it is not to be trusted further."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM failed: {_told(error)}; every logged token is kept: run again to continue with a new engine"
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"

@@ -1,0 +1,182 @@
+"""Where prompts come from, and how a model reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import PromptError, nearest
+from mopd_dataplane.job.sections import Domain
+from mopd_dataplane.records import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RATIO, _FREE_BYTES, _ROWS = 100, 64 << 20, 256
+"""A parquet file may unpack to this many times its size and this much more; looked at every so many rows."""
+_SUPPLY = 50
+"""A generator that gives fewer than one new question in this many is exhausted."""
+
+
+def load_prompts(name: str, domain: Domain) -> list[Prompt]:
+    """Training and held-out prompts of one domain, distinct in text, the same for the same settings.
+
+    Held-out prompts are drawn first, so that asking for more training prompts never moves them.
+    Raises PromptError when the source is empty, unreadable or has too few distinct prompts.
+    """
+    entries = _entries(name, domain)
+    wanted = [("eval", domain.eval), ("train", domain.train)]
+    prompts: list[Prompt] = []
+    seen: set[str] = set()
+    for split, count in wanted:
+        for ordinal in range(count):
+            entry = _next_distinct(entries, seen)
+            if entry is None:
+                raise PromptError(
+                    f"domain {name!r}: {domain.source} {domain.dataset} has {len(seen)} distinct prompts, "
+                    f"{domain.eval} eval + {domain.train} train were asked for; lower them or widen the source"
+                )
+            text, answer, verifier_data, context = entry
+            prompts.append(
+                Prompt(
+                    prompt_id=f"{name}-{split}-{ordinal}",
+                    domain=name,
+                    text=text,
+                    answer=answer,
+                    split=split,
+                    effort=domain.effort,
+                    source=f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source,
+                    teacher_context=context,
+                    verifier_data=verifier_data,
+                )
+            )
+    return prompts
+
+
+def render(
+    text: str, tokenizer: PreTrainedTokenizerBase, *, template: str = "{prompt}", context: str = ""
+) -> list[int]:
+    """Token ids of a prompt as a model reads it, special tokens of the tokenizer included.
+
+    template: text with `{prompt}` and optionally `{context}`, or `chat` for the tokenizer's chat template, where the
+    context becomes the system message.
+    """
+    if template == "chat":
+        messages = [{"role": "system", "content": context}] if context else []
+        messages.append({"role": "user", "content": text})
+        ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return list(ids)
+    filled = template.replace("{context}", context).replace("{prompt}", text)
+    encoded: list[int] = tokenizer.encode(filled)
+    return encoded
+
+
+_Entry = tuple[str, str, str, str]
+
+
+def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
+    for misses, entry in enumerate(entries):
+        if entry[0] not in seen:
+            seen.add(entry[0])
+            return entry
+        if misses > _SUPPLY * (len(seen) + 1):
+            return None
+    return None
+
+
+def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
+    """(text, answer, verifier data, teacher context) of each entry of the source."""
+    if domain.source == "reasoning-gym":
+        return _reasoning_gym(name, domain)
+    path = Path(domain.source)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise PromptError(
+            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym' nor a .jsonl or .parquet file"
+        )
+    if not path.is_file():
+        raise PromptError(f"domain {name!r}: no file {path}")
+    return iter(list(_from_rows(name, path, domain)))
+
+
+def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if domain.dataset not in DATASETS:
+        raise PromptError(
+            f"domain {name!r}: no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}"
+        )
+    size = _SUPPLY * (domain.train + domain.eval)
+    try:
+        dataset = reasoning_gym.create_dataset(domain.dataset, seed=domain.seed, size=size, **domain.args)
+    except (TypeError, AssertionError) as error:
+        raise PromptError(f"domain {name!r}: reasoning-gym refuses args {domain.args}: {error}") from None
+    for entry in dataset:
+        fields = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
+        verifier_data = json.dumps({"dataset": domain.dataset, "entry": entry}, default=str)
+        context = _fill(name, "teacher_context", domain.teacher_context, fields)
+        yield _fill(name, "template", domain.template, fields), str(entry["answer"]), verifier_data, context
+
+
+def _fill(name: str, key: str, template: str, fields: dict[str, Any]) -> str:
+    try:
+        return template.format_map(fields)
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(f"{{{field}}}" for field in fields)
+        raise PromptError(
+            f"domain {name!r}: {key} {template!r:.80}: {error!r}; placeholders are {known}; write {{{{ for a brace"
+        ) from None
+
+
+def _from_rows(name: str, path: Path, domain: Domain) -> Iterator[_Entry]:
+    rows = list(_rows(path))
+    if not rows:
+        raise PromptError(f"domain {name!r}: {path} has no prompts")
+    for number, row in enumerate(rows, start=1):
+        text = row.get("text") or row.get("prompt") or row.get("question")
+        if not isinstance(text, str) or not text:
+            raise PromptError(
+                f"domain {name!r}: {path}: row {number} has no text in a column `text`, `prompt` or `question`"
+            )
+        row.setdefault("question", text)
+        verifier_data = json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else ""
+        yield (
+            _fill(name, "template", domain.template, row),
+            str(row.get("answer", "")),
+            verifier_data,
+            str(row.get("teacher_context", "")) or _fill(name, "teacher_context", domain.teacher_context, row),
+        )
+
+
+def _rows(path: Path) -> Iterable[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    parsed = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if line.strip():
+            try:
+                parsed.append(json.loads(line))
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise PromptError(f"{path}: line {number} is not JSON: {error}") from None
+    return parsed
+
+
+def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a parquet file. Raises PromptError when it unpacks to far more than prompts ever do."""
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = []
+    limit, unpacked = _FREE_BYTES + _RATIO * path.stat().st_size, 0
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=_ROWS):
+            found = batch.to_pylist()
+            unpacked += sum(len(str(value)) for row in found for value in row.values())
+            if unpacked > limit:
+                raise PromptError(
+                    f"{path}: {path.stat().st_size:,} bytes unpack to more than {limit:,}; text does not compress like "
+                    "that: look at the file, or give it as .jsonl"
+                )
+            rows += found
+    return rows

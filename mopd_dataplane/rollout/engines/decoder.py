@@ -1,0 +1,88 @@
+"""One model that decodes rows side by side: keys and values of every row, logits of its next token.
+
+Axes: N rows, T columns of a prefill block, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import DynamicCache
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.hf import lm_head, load_model, weights_digest
+from mopd_dataplane.models.router_replay import Routing
+from mopd_dataplane.rollout.engines.kv_cache import SlotCache
+
+
+class Decoder:
+    """A stock transformers causal LM on one device.
+
+    Raises UnknownNameError without weights, MismatchError for an unsupported architecture.
+    """
+
+    def __init__(self, folder: Path, *, rows: int, dtype: str, device: str) -> None:
+        self.model = load_model(folder, dtype=dtype, device=device)
+        config = self.model.config
+        sliding = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+        if sliding:
+            raise MismatchError(f"{folder}: layers of type {sorted(sliding)} are not supported; use full attention")
+        self._device = device
+        self._routing = Routing.of(self.model)
+        head = lm_head(self.model)
+        self._head_weight = head.weight.detach().float()
+        self._head_bias = None if head.bias is None else head.bias.detach().float()
+        self._logit_scale = head.logit_scale
+        self._softcap = head.softcap
+        self.vocab_size = len(head.weight)
+        self.context_length = int(config.max_position_embeddings)
+        self.digest = weights_digest(folder)
+        self.clear(rows)
+
+    def clear(self, rows: int) -> None:
+        """Forget all keys and values."""
+        self.cache = SlotCache(int(self.model.config.num_hidden_layers), rows)
+
+    def routes(self) -> NDArray[np.int16]:
+        """[tokens, W] expert ids of the newest pass, W over all layers. Raises MismatchError without routers."""
+        if self._routing is None:
+            raise MismatchError(
+                f'{type(self.model).__name__} has no router that can be read; take "experts" out of rollout.record'
+            )
+        ids: NDArray[np.int16] = self._routing.chosen().cpu().numpy()
+        return ids
+
+    def prefill(self, rows: Sequence[int], block: NDArray[np.int64]) -> torch.Tensor:
+        """Read right-padded sequences [N, T] into rows; their states [N, T, D]."""
+        # Padding is on the right, so causal attention alone keeps it out of every real token's sight.
+        cache = DynamicCache(config=self.model.config)
+        inputs = torch.from_numpy(block).to(self._device)
+        states: torch.Tensor = self.model.base_model(
+            input_ids=inputs, past_key_values=cache, use_cache=True
+        ).last_hidden_state
+        self.cache.fill(torch.tensor(rows, device=self._device), cache)
+        return states
+
+    def forward(self, last: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[N, V] logits behind the tokens `last` [N], which stand at `columns` [N] of the first N rows."""
+        places = torch.from_numpy(columns).to(self._device)
+        states = self.model.base_model(
+            input_ids=torch.from_numpy(last[:, None]).to(self._device),
+            position_ids=places[:, None],
+            attention_mask=self.cache.place(places),
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        return self.logits(states[:, 0])
+
+    def logits(self, states: torch.Tensor) -> NDArray[np.float32]:
+        """[N, V] float32 logits of states [N, D], as the architecture scales and caps them."""
+        logits = torch.nn.functional.linear(states.float(), self._head_weight, self._head_bias) * self._logit_scale
+        if self._softcap:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        array: NDArray[np.float32] = logits.cpu().numpy()
+        return array

@@ -1,0 +1,217 @@
+"""What a generation engine must do. The runner knows nothing else about it.
+
+An engine holds up to `slots` requests. It never sees prompts, groups, the log or the store, so any server that can
+decode token ids with per-token log-probs and position-keyed noise fits behind this protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.errors import EngineError
+
+GOING, STOP, LENGTH = 0, 1, 2
+"""Values of StepOutput.finished."""
+FINISH_REASON = {STOP: "stop", LENGTH: "length"}
+RESCORED = 16
+"""Tokens of a resumed prefix that the engine scores again, newest last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One generation. The response may already have a prefix: then decoding continues behind it."""
+
+    uid: str
+    prompt_ids: NDArray[np.int32]
+    """[P]"""
+    prefix_ids: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[k] response tokens that exist already; they count against the budget."""
+    key: int
+    """128-bit key of the sampling noise; see sampling.sample_key."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int
+    """Budget of the whole response, prefix included."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, matched over the whole response text."""
+    support: bool = False
+    """Whether the engine says which tokens it kept to draw from."""
+    experts: bool = False
+    """Whether the engine says which experts each token it read went to."""
+
+    def digest(self) -> str:
+        """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
+        settings = (self.uid, self.key, self.temperature, self.top_p, self.top_k, self.max_new_tokens, self.stop)
+        found = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+        for ids in (self.prompt_ids, self.prefix_ids):
+            found.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Expert ids of the tokens that each of B samples was read up to: the newest `counts` of them."""
+
+    counts: NDArray[np.int32]
+    """[B] 0 where the request does not ask"""
+    ids: NDArray[np.int16]
+    """[sum of counts, W] expert ids of all layers, sample after sample"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """One decode step over B live slots."""
+
+    slots: NDArray[np.int64]
+    """[B]"""
+    positions: NDArray[np.int32]
+    """[B] response position of the new token"""
+    token_ids: NDArray[np.int32]
+    """[B]"""
+    logprobs: NDArray[np.float32]
+    """[B] log-prob under the distribution the token was drawn from (see sampling.py)"""
+    finished: NDArray[np.uint8]
+    """[B] GOING, STOP or LENGTH; a finished slot is free when step returns"""
+    kept: Kept | None = None
+    """Kept sets of the B tokens, empty for those whose request does not ask; None when no request asks"""
+    routes: Routes | None = None
+    """Experts of the tokens that were read for the B tokens, since the request was admitted or its step before; None
+    when no request asks"""
+
+
+class Engine(Protocol):
+    """A decoder of token ids."""
+
+    lockstep: bool
+    """Every step answers for every live slot; otherwise for those whose next token has arrived."""
+    position_keyed: bool
+    """The noise of a token is that of sampling.py, so that a resumed sample meets the noise it would have met."""
+    slots: int
+    policy_version: int
+    policy_digest: str
+    """Digest of the weights."""
+    tokenizer_digest: str
+    vocab_size: int
+    context_length: int
+    """Most tokens of prompt and response together."""
+
+    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        """Put requests into free slots.
+
+        Returns, for each slot whose request has a prefix of k > 0 tokens, the engine's own log-probs of the last
+        min(k, RESCORED) prefix tokens: the self-check of a resume. An engine that is not position_keyed may
+        return none.
+        """
+
+    def step(self) -> StepOutput:
+        """The next token of every live slot (unless `lockstep`: of at least one), one a slot.
+
+        Raises EngineError on non-finite logits, and then no slot advances; or when the engine has died.
+        """
+
+    def release(self, slot: int) -> None:
+        """Forget what a slot holds; a free slot stays free."""
+
+    def load_policy(self, folder: Path, version: int) -> None:
+        """Swap the weights; every slot must be free."""
+
+    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
+        """Write what the live slots remember to a file; how many bytes, 0 when it wrote nothing.
+
+        requests: every live slot's request as it stands now, with its whole prefix. An engine that cannot save, or
+        would need more than limit_bytes, writes nothing.
+        """
+
+    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
+        """Fill the slots 0, 1, 2 … of an empty engine from such a file, to go on as if it had not stopped.
+
+        Returns by slot the uid and the largest |logit now - logit when saved|, 0 for the same bits. Empty, and
+        nothing changed, unless the file is whole, of the same weights, tokenizer and build, and every sample in it is
+        one of `requests` at the same token.
+        """
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+
+def check_step(output: StepOutput, vocab_size: int) -> None:
+    """Refuse what no sampler can say: a NaN, a positive log-prob, a token outside the vocabulary.
+
+    Such a row means garbage logits, so the whole step is refused and the engine is not trusted further.
+    """
+    good = np.isfinite(output.logprobs) & (output.logprobs <= 0)
+    good &= (output.token_ids >= 0) & (output.token_ids < vocab_size)
+    if not good.all():
+        bad = int(np.flatnonzero(~good)[0])
+        raise EngineError(
+            f"the engine returned token {output.token_ids[bad]} with log-prob {output.logprobs[bad]} at response "
+            f"position {output.positions[bad]} (allowed: 0 <= token < {vocab_size}, finite log-prob <= 0); "
+            "nothing of this step was written; check the policy's weights, then run again to continue"
+        )
+
+
+def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
+    """Refuse a step without a kept set for every token that is asked for it [B], or with a set that lacks its token."""
+    if not asked.any():
+        return
+    if output.kept is None or not output.kept.fits(asked):
+        raise EngineError(
+            "the engine does not say which tokens it kept to draw from, and rollout.record asks for it; nothing of "
+            'this step was written; set engine.kind = "hf", or take "support" out of rollout.record'
+        )
+    if not (good := output.kept.holds(output.token_ids)).all():
+        bad = int(np.flatnonzero(~good)[0])
+        raise EngineError(
+            f"the engine drew token {output.token_ids[bad]} at response position {output.positions[bad]} and says that "
+            "it had not kept it; nothing of this step was written; run again to continue with a new engine"
+        )
+
+
+def check_routes(output: StepOutput, asked: NDArray[np.bool_], lacking: NDArray[np.int64]) -> Routes:
+    """The step's experts. Refuse a step without those of what was read for every token that is asked for them [B].
+
+    lacking: [B] tokens whose experts nobody has said yet.
+    """
+    routes = output.routes
+    if routes is None or len(routes.counts) != len(asked) or (routes.counts[asked] < lacking[asked]).any():
+        raise EngineError(
+            "the engine does not say which experts it chose, and rollout.record asks for it; nothing of this step was "
+            'written; take "experts" out of rollout.record, or sample with a mixture of experts'
+        )
+    return routes
+
+
+def check_answered(output: StepOutput, due: NDArray[np.int32], *, lockstep: bool) -> None:
+    """Refuse a step without a token, with a slot twice, at another position; in lockstep, without one of the slots.
+
+    due: [slots] next response position of every live slot, -1 of a free one.
+    """
+    slots = output.slots
+    known = len(slots) > 0 and slots.min() >= 0 and slots.max() < len(due)
+    if known and np.array_equal(due[slots], output.positions) and due[slots].min() >= 0:
+        times = np.bincount(slots, minlength=len(due))
+        if times.max() == 1 and (not lockstep or np.array_equal(times > 0, due >= 0)):
+            return
+    _refuse(output, {slot: int(due[slot]) for slot in np.flatnonzero(due >= 0).tolist()}, lockstep=lockstep)
+
+
+def _refuse(output: StepOutput, due: Mapping[int, int], *, lockstep: bool) -> NoReturn:
+    slots = output.slots.tolist()
+    said = dict(zip(slots, output.positions.tolist(), strict=True))
+    expected = due if lockstep else {slot: due[slot] for slot in said if slot in due}
+    wrong = [slot for slot in {*said, *expected} if said.get(slot) != expected.get(slot)]
+    odd = min(wrong or slots or due)
+    raise EngineError(
+        f"the engine returned {len(slots)} tokens for {len(due)} samples; slot {odd} is at position "
+        f"{said.get(odd, 'none')}, expected {due.get(odd, 'none')}; nothing of this step was written; "
+        "run again to continue with a new engine"
+    )

@@ -1,0 +1,358 @@
+"""The Hugging Face engine: batched decoding of any stock causal LM, with continuous refill of finished slots.
+
+Live sequences occupy rows 0 .. n - 1 of a SlotCache. A step feeds each row its last token, so prompts are prefilled up
+to their last token but one, and the last prompt token takes the same path as every generated one.
+
+A sample's noise depends on (key, position) only. Its logits depend on batch mates through nothing but the rounding of
+differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
+two candidates are tied to that precision.
+
+With a partner every token is drawn from the mixture of both models' sampling distributions, and its log-prob is the
+mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543): ratios to the sampler stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models.hf import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
+from mopd_dataplane.rollout.engines import kv_file
+from mopd_dataplane.rollout.engines.decoder import Decoder
+from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
+from mopd_dataplane.rollout.engines.sampling import Floats, SlotNoise, draw, log_distribution, mixture
+from mopd_dataplane.rollout.mask_buffers import joined, kept_of
+from mopd_dataplane.rollout.stop_strings import StopText
+
+_PREFILL_TOKENS = 8192
+"""Tokens of one prefill pass, padding included."""
+_SAMPLE_VALUES = 1 << 18
+"""Logits turned into a distribution at a time, to stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Partner:
+    """A second model that every token is drawn with."""
+
+    folder: Path
+    share: float
+    """Its weight in the mixture, 0 to 1."""
+
+
+class HfEngine:
+    """Decodes with a transformers model on one device.
+
+    folder: model folder (config, safetensors, tokenizer). slots: sequences decoded together. threads: CPU threads, 0
+    leaves the choice to torch. partner: a teacher mixed into every draw. Raises UnknownNameError without weights,
+    MismatchError for an unsupported architecture, or a partner of other tokens.
+    """
+
+    lockstep = True
+    position_keyed = True
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        slots: int,
+        policy_version: int = 0,
+        dtype: str = "float32",
+        device: str = "cpu",
+        threads: int = 0,
+        partner: Partner | None = None,
+    ) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self.slots = slots
+        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer_digest = tokenizer_digest(self.tokenizer)
+        self._dtype = dtype
+        self._device = device
+        self._partner = partner
+        self.load_policy(Path(folder), policy_version)
+
+    def load_policy(self, folder: Path, version: int) -> None:
+        """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them."""
+        if getattr(self, "_requests", None):
+            raise EngineError(f"{len(self._requests)} slots are still live; release them before loading another policy")
+        policy = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        self.vocab_size = policy.vocab_size
+        self.context_length = policy.context_length
+        self._decoders = [policy]
+        if self._partner is not None:
+            self._decoders.append(self._mixed_in(policy))
+        self.policy_version = version
+        self.policy_digest = policy.digest if self._partner is None else self._mixture_digest()
+        self._stop_ids = np.array(stop_ids(folder, self.tokenizer), np.int32)
+        self._clear()
+
+    def _mixed_in(self, policy: Decoder) -> Decoder:
+        """The partner's decoder. Raises MismatchError when it does not fit the policy."""
+        assert self._partner is not None
+        folder = self._partner.folder
+        theirs = tokenizer_digest(load_tokenizer(folder))
+        check_same_tokenizer(self.tokenizer_digest, theirs, name=str(folder))
+        partner = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        if partner.vocab_size != policy.vocab_size:
+            raise MismatchError(
+                f"{folder} has {partner.vocab_size} logits, the policy {policy.vocab_size}; a mixture needs the same "
+                "tokens: use a teacher of the student's family, or rollout.teacher_mix = 0"
+            )
+        self.context_length = min(policy.context_length, partner.context_length)
+        return partner
+
+    def _mixture_digest(self) -> str:
+        """Digest of everything the drawn distribution depends on: both models' weights and the share."""
+        assert self._partner is not None
+        parts = [*(decoder.digest for decoder in self._decoders), repr(self._partner.share)]
+        return blake2b("\n".join(parts).encode(), digest_size=32).hexdigest()
+
+    def _clear(self) -> None:
+        slots = self.slots
+        self._noise = SlotNoise(slots, self.vocab_size)
+        self._requests: list[Request] = []
+        self._stops: list[StopText | None] = []
+        self._read: list[NDArray[np.int16] | None] = []
+        """Expert ids of what each row was prefilled with, until its next step says them."""
+        self._slot = np.zeros(slots, np.int64)
+        self._last = np.zeros(slots, np.int64)
+        self._length = np.zeros(slots, np.int64)
+        self._prompt = np.zeros(slots, np.int64)
+        self._budget = np.zeros(slots, np.int64)
+        self._temperature = np.zeros(slots)
+        self._top_p = np.zeros(slots)
+        self._top_k = np.zeros(slots, np.int64)
+        self._support = np.zeros(slots, np.bool_)
+
+    def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        """See Engine.admit. Prefills in groups of similar length."""
+        rescored: dict[int, NDArray[np.float32]] = {}
+        ordered = sorted(requests, key=lambda item: len(item[1].prompt_ids) + len(item[1].prefix_ids))
+        for group in _groups(ordered):
+            rescored |= self._prefill(group)
+        return rescored
+
+    @torch.inference_mode()
+    def _prefill(self, group: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
+        sequences = [np.concatenate([request.prompt_ids, request.prefix_ids]) for _, request in group]
+        rows = [self._enter(slot, request, ids) for (slot, request), ids in zip(group, sequences, strict=True)]
+        width = max(map(len, sequences)) - 1
+        if width == 0:
+            return {}
+        block = np.zeros((len(sequences), width), np.int64)
+        for row, ids in zip(block, sequences, strict=True):
+            row[: len(ids) - 1] = ids[:-1]
+        states = [decoder.prefill(rows, block) for decoder in self._decoders]
+        if any(request.experts for _, request in group):
+            routes = self._decoders[0].routes().reshape(*block.shape, -1)
+            for place, own, ids in zip(rows, routes, sequences, strict=True):
+                self._read[place] = own[: len(ids) - 1] if self._requests[place].experts else None
+        resumed = [index for index, (_, request) in enumerate(group) if len(request.prefix_ids)]
+        return {group[i][0]: self._rescore(group[i][1], [every[i] for every in states]) for i in resumed}
+
+    def _enter(self, slot: int, request: Request, ids: NDArray[np.int32]) -> int:
+        row = len(self._requests)
+        if row == self.slots or slot in self._slot[:row]:
+            raise EngineError(f"slot {slot} of {self.slots} is not free")
+        stops = StopText(self.tokenizer, request.stop) if request.stop else None
+        if stops is not None:
+            stops.extend(request.prefix_ids.tolist())
+        self._requests.append(request)
+        self._stops.append(stops)
+        self._read.append(None)
+        self._slot[row] = slot
+        self._last[row] = ids[-1]
+        self._length[row] = len(ids)
+        self._prompt[row] = len(request.prompt_ids)
+        self._budget[row] = request.max_new_tokens
+        self._temperature[row] = request.temperature
+        self._top_p[row] = request.top_p
+        self._top_k[row] = request.top_k
+        self._support[row] = request.support
+        self._noise.forget(slot)
+        return row
+
+    def _rescore(self, request: Request, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
+        """Log-probs of the newest prefix tokens, from each decoder's prefill states [width, D]."""
+        count = min(len(request.prefix_ids), RESCORED)
+        end = len(request.prompt_ids) + len(request.prefix_ids) - 1
+        newest = slice(end - count, end)
+        log_q = self._log_distribution(
+            [decoder.logits(own[newest]) for decoder, own in zip(self._decoders, states, strict=True)],
+            np.full(count, request.temperature),
+            np.full(count, request.top_k, np.int64),
+            np.full(count, request.top_p),
+        )
+        return log_q[np.arange(count), request.prefix_ids[-count:]].astype(np.float32)
+
+    @torch.inference_mode()
+    def step(self) -> StepOutput:
+        """See Engine.step."""
+        live = len(self._requests)
+        logits = self._forward(live)
+        finite = np.logical_and.reduce([np.isfinite(own).all(axis=1) for own in logits])
+        if not finite.all():
+            bad = int(np.flatnonzero(~finite)[0])
+            raise EngineError(
+                f"policy version {self.policy_version} gives non-finite logits for sample {self._requests[bad].uid} "
+                f"at response position {self._length[bad] - self._prompt[bad]}; nothing of this step was written; "
+                "check the policy's weights, then run again to continue"
+            )
+        positions = self._length[:live] - self._prompt[:live]
+        tokens, logprobs, kept = self._sample(logits, positions)
+        finished = self._finished(tokens, positions)
+        output = StepOutput(
+            self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, kept, self._routes()
+        )
+        self._last[:live] = tokens
+        self._length[:live] += 1
+        for row in np.flatnonzero(finished)[::-1]:
+            self._leave(int(row))
+        return output
+
+    def _forward(self, live: int) -> list[NDArray[np.float32]]:
+        """[live, V] logits of each decoder."""
+        last, columns = self._last[:live], self._length[:live] - 1
+        return [decoder.forward(last, columns) for decoder in self._decoders]
+
+    def _routes(self) -> Routes | None:
+        """Experts of what the rows that ask have read since they last said; the newest pass was their step."""
+        if not any(request.experts for request in self._requests):
+            return None
+        stepped = self._decoders[0].routes()
+        said: list[NDArray[np.int16]] = []
+        for row, request in enumerate(self._requests):
+            before, self._read[row] = self._read[row], None
+            own = stepped[row : row + 1] if request.experts else stepped[:0]
+            said.append(own if before is None else np.concatenate([before, own]))
+        return Routes(np.array([len(ids) for ids in said], np.int32), np.concatenate(said))
+
+    def _log_distribution(
+        self, logits: Sequence[NDArray[np.float32]], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
+    ) -> Floats:
+        """[N, V] log-probs a token is drawn from; logits [N, V] of each decoder."""
+        parts = [log_distribution(own, temperature, top_k, top_p) for own in logits]
+        return parts[0] if self._partner is None else mixture(*parts, share=self._partner.share)
+
+    def _sample(
+        self, logits: Sequence[NDArray[np.float32]], positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], Kept | None]:
+        live = len(positions)
+        asked, kept = self._support[:live], []
+        tokens = np.zeros(live, np.int32)
+        logprobs = np.zeros(live, np.float32)
+        rows = max(1, _SAMPLE_VALUES // self.vocab_size)
+        for first in range(0, live, rows):
+            part = slice(first, min(first + rows, live))
+            keys = [request.key for request in self._requests[part]]
+            noise = self._noise.rows(self._slot[part], positions[part], keys)
+            temperature = self._temperature[part]
+            log_q = self._log_distribution(
+                [own[part] for own in logits], temperature, self._top_k[part], self._top_p[part]
+            )
+            tokens[part], logprobs[part] = draw(log_q, noise, temperature)
+            if asked.any():
+                kept.append(kept_of(log_q, asked[part]))
+        return tokens, logprobs, joined(kept) if kept else None
+
+    def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+        live = len(tokens)
+        stopped = np.isin(tokens, self._stop_ids)
+        for row, stops in enumerate(self._stops):
+            if stops is not None and stops.extend([int(tokens[row])]):
+                stopped[row] = True
+        full = positions + 1 >= self._budget[:live]
+        return np.where(stopped, STOP, np.where(full, LENGTH, GOING)).astype(np.uint8)
+
+    @torch.inference_mode()
+    def release(self, slot: int) -> None:
+        """See Engine.release."""
+        for row in np.flatnonzero(self._slot[: len(self._requests)] == slot):
+            self._leave(int(row))
+
+    def _leave(self, row: int) -> None:
+        """Free a row; the last row moves into it."""
+        last = len(self._requests) - 1
+        request, stops, read = self._requests.pop(), self._stops.pop(), self._read.pop()
+        if row == last:
+            return
+        self._requests[row], self._stops[row], self._read[row] = request, stops, read
+        for decoder in self._decoders:
+            decoder.cache.move(last, row, int(self._length[last]))
+        for column in (
+            self._slot, self._last, self._length, self._prompt, self._budget,
+            self._temperature, self._top_p, self._top_k, self._support,
+        ):  # fmt: skip
+            column[row] = column[last]
+
+    @torch.inference_mode()
+    def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
+        """See Engine.save. The logits of the next token go into the file too: restore compares them bit by bit."""
+        live = len(self._requests)
+        if not live or not limit_bytes or any(read is not None for read in self._read):
+            return 0
+        # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
+        logits = torch.from_numpy(np.stack(self._forward(live)))
+        lengths = self._length[:live].tolist()
+        token_bytes = sum(decoder.cache.token_bytes() for decoder in self._decoders)
+        if sum(lengths) * token_bytes + logits.nbytes > limit_bytes:
+            return 0
+        now = dict(requests)
+        rows = [now[slot].digest() for slot in self._slot[:live].tolist()]
+        tensors = {"logits": logits}
+        for place, decoder in enumerate(self._decoders):
+            tensors |= {f"{place}.{name}": tensor for name, tensor in decoder.cache.take(lengths).items()}
+        return kv_file.write(file, tensors, rows, self._identity())
+
+    @torch.inference_mode()
+    def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
+        """See Engine.restore. Rows keep their order: a batch of the same shape rounds the same way."""
+        if self._requests:
+            raise EngineError(f"{len(self._requests)} slots are still live; release them before restoring others")
+        known = {request.digest(): request for request in requests}
+        saved = kv_file.read(file, self._identity())
+        if saved is None or len(saved.rows) > self.slots or not known.keys() >= set(saved.rows):
+            return []
+        admitted = [known[digest] for digest in saved.rows]
+        for slot, request in enumerate(admitted):
+            self._enter(slot, request, np.concatenate([request.prompt_ids, request.prefix_ids]))
+        live = len(admitted)
+        for place, decoder in enumerate(self._decoders):
+            prefix = f"{place}."
+            own = {n.removeprefix(prefix): tensor for n, tensor in saved.tensors.items() if n.startswith(prefix)}
+            decoder.cache.put(self._length[:live].tolist(), own, self._device)
+        gaps = np.abs(np.stack(self._forward(live)) - saved.tensors["logits"].numpy()).max(axis=(0, 2))
+        return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
+
+    def _identity(self) -> dict[str, str]:
+        """What keys, values and logits depend on besides the tokens."""
+        return {
+            "weights": self.policy_digest,
+            "tokenizer": self.tokenizer_digest,
+            "build": f"torch {torch.__version__}, transformers {transformers.__version__}",
+            "device": f"{self._device}, {self._dtype}, {torch.get_num_threads()} threads",
+        }
+
+    def close(self) -> None:
+        """Drop the models and their caches."""
+        del self._decoders
+
+
+def _groups(ordered: list[tuple[int, Request]]) -> list[list[tuple[int, Request]]]:
+    """Cut requests, shortest first, into groups of at most _PREFILL_TOKENS padded tokens."""
+    groups: list[list[tuple[int, Request]]] = []
+    for item in ordered:
+        length = len(item[1].prompt_ids) + len(item[1].prefix_ids)
+        if not groups or (len(groups[-1]) + 1) * length > _PREFILL_TOKENS:
+            groups.append([])
+        groups[-1].append(item)
+    return groups

@@ -1,0 +1,67 @@
+"""Keys and values of live sequences in one safetensors file, from a polite stop to the next start.
+
+A file is a shortcut, never the truth: the log has every token, and a prefix can always be read again. So it is used
+only when it is whole (crc32c over every tensor) and of the same weights, tokenizer, build and tokens, and it needs no
+sync.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mopd_dataplane.base.checksum import crc32c
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a file holds."""
+
+    rows: list[str]
+    """Request.digest() of each row."""
+    tensors: dict[str, Tensor]
+
+
+def write(file: Path, tensors: Mapping[str, Tensor], rows: Sequence[str], identity: Mapping[str, str]) -> int:
+    """Write a file under its name in one rename; its bytes, or 0 when the disk does not take it."""
+    about = json.dumps({"rows": list(rows), "identity": dict(identity)})
+    staging = file.with_suffix(".tmp")
+    try:
+        save_file(dict(tensors), staging, metadata={"about": about, "crc32c": _crc(tensors, about)})
+        os.chmod(staging, 0o600)
+        staging.rename(file)
+    except (SafetensorError, OSError):
+        staging.unlink(missing_ok=True)
+        return 0
+    return file.stat().st_size
+
+
+def read(file: Path, identity: Mapping[str, str]) -> Saved | None:
+    """The content of a file, or None when it is not there, is damaged, or is of another identity."""
+    try:
+        with safe_open(file, framework="pt") as content:
+            found = content.metadata()
+            about = json.loads(found["about"])
+            if about["identity"] != dict(identity):
+                return None
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118 (not a dict)
+        return Saved(about["rows"], tensors) if found["crc32c"] == _crc(tensors, found["about"]) else None
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _crc(tensors: Mapping[str, Tensor], about: str) -> str:
+    value = crc32c(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        value = crc32c(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), start=value)
+        value = crc32c(tensor.view(torch.uint8).numpy(), start=value)
+    return f"{value:08x}"

@@ -1,0 +1,69 @@
+"""What a vLLM request carries for the keyed sampler: whose noise, from which position, over which distribution.
+
+It travels in `SamplingParams.extra_args`, which a server fills from a completion request's `vllm_xargs`, so it is one
+flat dictionary of JSON numbers, strings and lists. vLLM itself is asked for the greedy choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mopd_dataplane.rollout.engines.engine import Request
+
+LOWEST = -9999.0
+"""Stands for the log-prob of a repeated token outside the cut: vLLM's server knows no smaller one."""
+_KEY = "mopd_key"
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Orders for the sampler, for one request."""
+
+    key: int
+    """See sampling.sample_key."""
+    first: int
+    """Response position of the first token that the engine draws."""
+    again: tuple[int, ...]
+    """Tokens that must come first, whatever the noise says; their log-probs are those of the distribution."""
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @classmethod
+    def of(cls, request: Request, again: Sequence[int]) -> Ticket:
+        """Orders to go on behind a request's prefix, its newest tokens `again` drawn once more."""
+        first = len(request.prefix_ids) - len(again)
+        return cls(request.key, first, tuple(again), request.temperature, request.top_p, request.top_k)
+
+    def as_arguments(self) -> dict[str, Any]:
+        """As `extra_args` or `vllm_xargs`."""
+        return {
+            _KEY: f"{self.key:032x}",
+            "mopd_first": self.first,
+            "mopd_again": list(self.again),
+            "mopd_temperature": self.temperature,
+            "mopd_top_p": self.top_p,
+            "mopd_top_k": self.top_k,
+        }
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any] | None) -> Ticket | None:
+        """The ticket of a request; None when it has none. Raises ValueError when it is not a whole one."""
+        if not arguments or _KEY not in arguments:
+            return None
+        try:
+            ticket = cls(
+                int(str(arguments[_KEY]), 16),
+                int(arguments["mopd_first"]),
+                tuple(int(token) for token in arguments["mopd_again"]),
+                float(arguments["mopd_temperature"]),
+                float(arguments["mopd_top_p"]),
+                int(arguments["mopd_top_k"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"not a whole ticket of the keyed sampler: {error!r}") from None
+        if not (0 <= ticket.key < 1 << 128 and ticket.first >= 0 and 0 < ticket.top_p <= 1 and ticket.temperature >= 0):
+            raise ValueError(f"impossible ticket of the keyed sampler: {ticket}")
+        return ticket

@@ -1,0 +1,111 @@
+"""vLLM's sampler as a pure function of (logits, sample key, position): the one of sampling.py, as a logits processor.
+
+Runs inside vLLM. The processor chooses the token itself and leaves vLLM no choice: in a row that carries a ticket only
+the chosen token keeps a finite value, and that value is its log-prob. vLLM, asked for the greedy token and for
+`logprobs_mode = "processed_logits"`, returns both as they are. A server takes it with
+
+    --logits-processors mopd_dataplane.rollout.engines.vllm_sampler:KeyedSampler --logprobs-mode processed_logits
+
+Rows without a ticket are left alone. Logits that are not finite come back as a NaN log-prob, which the client refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+
+from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, Ticket
+from mopd_dataplane.rollout.engines.sampling import Floats, SlotNoise, draw, log_distribution
+
+_SAMPLE_VALUES = 1 << 18
+"""Logits turned into a distribution at a time, to stay in the processor's cache."""
+
+
+class _Row:
+    """One request in the batch."""
+
+    def __init__(self, ticket: Ticket, drawn: list[int], vocab: int) -> None:
+        self.ticket = ticket
+        self._drawn = drawn
+        """vLLM's own list: it grows with every token of the request."""
+        self._noise = SlotNoise(1, vocab)
+
+    @property
+    def repeats(self) -> int | None:
+        """The token that must come next, if it is known."""
+        done = len(self._drawn)
+        return self.ticket.again[done] if done < len(self.ticket.again) else None
+
+    def noise(self) -> Floats:
+        """[1, V]"""
+        position = np.array([self.ticket.first + len(self._drawn)])
+        return self._noise.rows(np.zeros(1, np.int64), position, [self.ticket.key])
+
+
+class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
+    """See the module."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._vocab = int(vllm_config.model_config.get_vocab_size())
+        self._rows: dict[int, _Row] = {}
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuse half a ticket before the request enters the batch."""
+        Ticket.read(sampling_params.extra_args)
+
+    def is_argmax_invariant(self) -> bool:
+        """It decides what the greedy token is."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """Follow the requests through vLLM's batch: removed, added, then moved."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self._rows.pop(index, None)
+        for index, params, _, drawn in batch_update.added:
+            ticket = Ticket.read(params.extra_args)
+            self._rows.pop(index, None)
+            if ticket is not None:
+                self._rows[index] = _Row(ticket, drawn, self._vocab)
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self._rows[source] = replaced
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, V] in place."""
+        indices = sorted(self._rows)
+        step = max(1, _SAMPLE_VALUES // logits.shape[1])
+        for first in range(0, len(indices), step):
+            part = indices[first : first + step]
+            rows = [self._rows[index] for index in part]
+            tokens, values = _drawn(logits[part].float().cpu().numpy(), rows)
+            where = torch.tensor(part, device=logits.device)
+            logits[where] = -torch.inf
+            logits[where, torch.from_numpy(tokens).to(logits.device)] = torch.from_numpy(values).to(logits)
+        return logits
+
+
+def _drawn(logits: NDArray[np.float32], rows: list[_Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Token [B] and its log-prob [B]; token 0 and NaN where logits are not finite."""
+    temperature = np.array([row.ticket.temperature for row in rows])
+    top_k = np.array([row.ticket.top_k for row in rows], np.int64)
+    top_p = np.array([row.ticket.top_p for row in rows])
+    good = np.isfinite(logits).all(axis=1)
+    logits[~good] = 0.0
+    log_q = log_distribution(logits, temperature, top_k, top_p)
+    tokens, logprobs = draw(log_q, np.concatenate([row.noise() for row in rows]), temperature)
+    for place, row in enumerate(rows):
+        repeated = row.repeats
+        if repeated is not None:
+            tokens[place], logprobs[place] = repeated, max(float(log_q[place, repeated]), LOWEST)
+    tokens[~good], logprobs[~good] = 0, np.nan
+    return tokens.astype(np.int64), logprobs

@@ -1,0 +1,155 @@
+"""The engine of a team's own vLLM server, reached by its URL: one streaming completion per live slot.
+
+With `noise = "keyed"` the server must run this package's sampler (see vllm_sampler.py); that is tried at the start,
+never assumed. With `noise = "seeded"` any vLLM server will do: it draws with its own generator, seeded per sample.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.errors import DeadlineError, EngineError, MismatchError
+from mopd_dataplane.models.hf import weights_digest
+from mopd_dataplane.models.vllm_server import VllmServer
+from mopd_dataplane.rollout.engines import call_timeout
+from mopd_dataplane.rollout.engines.completions import Completions
+from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, Ticket
+from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
+from mopd_dataplane.rollout.engines.token_streams import Stream
+from mopd_dataplane.rollout.engines.vllm import LOGPROBS_MODE, SAMPLER
+
+
+class ServerEngine(StreamingEngine):
+    """Decodes with a running vLLM server.
+
+    folder: the policy's folder here; its digest must be the server's (see VllmServer.serve). reload: whether the server
+    may be told to load another version. Raises InputError, EngineError when nobody answers, MismatchError when the
+    server has other weights, or does not run the sampler that `noise` needs.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        url: str,
+        slots: int,
+        policy_version: int = 0,
+        noise: Noise = "keyed",
+        reload: bool = False,
+    ) -> None:
+        super().__init__(Path(folder), slots=slots, noise=noise)
+        self._reload = reload
+        self._server = VllmServer(url)
+        self.context_length = min(self._server.context_length, self.context_length)
+        self.load_policy(Path(folder), policy_version)
+        self._cuts_reported = True
+        self._check_sampler(noise)
+        self._completions = Completions(self._server.url, self._server.headers, most=slots)
+
+    def _check_sampler(self, noise: Noise) -> None:
+        """Have the server draw two tokens and look at what it says of them."""
+        if noise == "seeded":
+            # The only token left by top_k = 1 has log-prob 0, unless the server reports the softmax before the cut.
+            self._cuts_reported = self._said_at_once(_probe(top_k=1), ())[1] == 0
+            return
+        # Of two tokens at one place top_k = 1 leaves at most one; the sampler repeats both, and says which is outside.
+        due = (self.vocab_size - 1, self.vocab_size - 2)
+        told = [self._said_at_once(_probe(token, top_k=1), (token,)) for token in due]
+        if tuple(token for token, _ in told) != due or min(logprob for _, logprob in told) != LOWEST:
+            raise MismatchError(
+                f"{self._server.url} does not run this package's sampler: start it with --logits-processors {SAMPLER} "
+                f'--logprobs-mode {LOGPROBS_MODE["keyed"]} and this package installed, or set engine.noise = "seeded"'
+            )
+
+    def _said_at_once(self, request: Request, again: tuple[int, ...]) -> tuple[int, float]:
+        """The first token of a request that is not streamed, and its log-prob."""
+        body = self._body(request, request.prompt_ids.tolist(), again) | {"stream": False, "max_tokens": 1}
+        choice = self._server.post("completions", body)["choices"][0]
+        return int(choice["token_ids"][0]), float(choice["logprobs"]["token_logprobs"][0])
+
+    def _body(self, request: Request, prompt: list[int], again: tuple[int, ...]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self._server.name,
+            "prompt": prompt,
+            "stream": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "ignore_eos": True,  # Streams ends a sample; a repeated prefix may hold end-of-sequence tokens
+            "add_special_tokens": False,
+            # A server takes what is not said here from the model's generation config.
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "min_p": 0.0,
+        }
+        if self.position_keyed:
+            ticket = Ticket.of(request, again).as_arguments()
+            return body | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "vllm_xargs": ticket}
+        settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
+        return body | settings | {"seed": native_seed(request)}
+
+    def _send(self, stream: Stream, prompt: list[int]) -> None:
+        body = self._body(stream.request, prompt, stream.again) | {"max_tokens": tokens_to_draw(stream)}
+        self._completions.start(stream.name, body)
+
+    def _check(self, request: Request) -> None:
+        """Raise MismatchError when the server cannot say the log-probs of this sampling."""
+        plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
+        if not plain and not self._cuts_reported:
+            raise MismatchError(
+                f"{self._server.url} reports log-probs before temperature and cuts, but samples with temperature "
+                f"{request.temperature:g}, top_p {request.top_p:g}, top_k {request.top_k}; start it with "
+                f"--logprobs-mode {LOGPROBS_MODE['seeded']}, or sample at temperature 1 without cuts"
+            )
+
+    def _waiting(self) -> bool:
+        return not self._completions.said.empty()
+
+    def _cancel(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._completions.stop(name)
+
+    def _listen(self) -> None:
+        """Take the next thing that some stream says. Raises EngineError when a stream broke, DeadlineError."""
+        try:
+            chunk = self._completions.said.get(timeout=call_timeout.DEADLINE_S)
+        except queue.Empty:
+            raise DeadlineError(
+                f"{self._server.url} has said nothing for {call_timeout.DEADLINE_S:g} s; every logged token is kept: "
+                "look at the server, then run again to continue"
+            ) from None
+        if chunk.error and self._streams.knows(chunk.name):
+            raise EngineError(
+                f"{self._server.url} broke off a completion ({chunk.error}); every logged token is kept: look at the "
+                "server, then run again to continue"
+            )
+        if chunk.token_ids:
+            self._streams.arrive(chunk.name, chunk.token_ids, chunk.logprobs)
+        else:
+            self._streams.end(chunk.name)
+
+    def load_policy(self, folder: Path, version: int) -> None:
+        """Make sure that the server has these weights, see VllmServer.serve; every slot must be free."""
+        self._require_free()
+        digest = weights_digest(folder)
+        self._server.serve(folder, digest, reload=self._reload)
+        self.policy_version, self.policy_digest = version, digest
+
+    def close(self) -> None:
+        """Leave the server; it goes on."""
+        self._completions.close()
+        self._server.close()
+
+
+def _probe(*prefix: int, top_k: int) -> Request:
+    """A request that only looks at what the server does."""
+    return Request(
+        uid="probe", prompt_ids=np.ones(1, np.int32), prefix_ids=np.array(prefix, np.int32), key=0, top_k=top_k,
+        max_new_tokens=len(prefix) + 1,
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""Records and segments of the token log as bytes.
+
+Segment header, 64 bytes little-endian, written and synced before the file gets its name:
+    magic 8s | version u32 | header bytes u32 | epoch u32 | algorithm u32 | log uuid 16s | segment u64 | first lsn u64 |
+    previous u32 (crc field of the CLOSE that ended the previous segment; 0 in the first) | masked crc32c u32
+
+Record, 32-byte header little-endian, then the body, then zeros up to a multiple of 8:
+    masked crc32c u32 | body bytes u32 | lsn u64 | synced lsn u64 | epoch u32 | kind u16 | flags u16 (0)
+The checksum covers salt + rest of the header + body, and the padding is compared with zeros: no byte is outside a
+check. salt = crc32c(log uuid + segment number), so bytes of another segment never pass for a record of this one.
+
+`synced lsn` is the durable watermark: the newest record known to be on disk when this one was written. A record that
+cannot be read but lies at or below a watermark was damaged; above every watermark it may just not have been written.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.errors import DamagedError
+
+MAGIC = b"MOPDWAL1"
+VERSION = 1
+CRC32C = 1
+"""Checksum algorithm id."""
+MAX_BODY = 1 << 20
+"""Largest record body in bytes."""
+
+_SEGMENT = struct.Struct("<8sIIII16sQQI")
+SEGMENT_HEADER = _SEGMENT.size + 4
+_RECORD = struct.Struct("<IQQIHH")
+RECORD_HEADER = _RECORD.size + 4
+_CRC = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """Identity of a segment."""
+
+    epoch: int
+    log_uuid: bytes
+    segment: int
+    first_lsn: int
+    previous: int
+
+    @property
+    def salt(self) -> int:
+        """Start value of every record checksum."""
+        return crc32c(self.log_uuid + self.segment.to_bytes(8, "little"))
+
+    def pack(self) -> bytes:
+        """The bytes at the head of the file."""
+        head = _SEGMENT.pack(
+            MAGIC,
+            VERSION,
+            SEGMENT_HEADER,
+            self.epoch,
+            CRC32C,
+            self.log_uuid,
+            self.segment,
+            self.first_lsn,
+            self.previous,
+        )
+        return head + _CRC.pack(_masked(crc32c(head)))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as read back."""
+
+    lsn: int
+    synced_lsn: int
+    kind: int
+    body: bytes
+    offset: int
+    end: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment file as read back: its good records up to the first that is not."""
+
+    path: Path
+    header: SegmentHeader
+    records: list[Record]
+    valid_end: int
+    """Offset behind the last good record."""
+    size: int
+    watermark: int
+    """Largest synced lsn that any good record of the file states, behind the first bad one too; 0 when none."""
+
+    @property
+    def next_lsn(self) -> int:
+        """lsn of the first record that is missing."""
+        return self.header.first_lsn + len(self.records)
+
+
+def pack_record(salt: int, lsn: int, synced_lsn: int, epoch: int, kind: int, body: bytes) -> bytes:
+    """Frame one record."""
+    if len(body) > MAX_BODY:
+        raise ValueError(f"record body of {len(body)} bytes; the limit is {MAX_BODY}")
+    rest = _RECORD.pack(len(body), lsn, synced_lsn, epoch, kind, 0)
+    crc = _masked(crc32c(rest, body, start=salt))
+    return b"".join((_CRC.pack(crc), rest, body, bytes(-len(body) % 8)))
+
+
+def read_segment(path: Path, *, limit: int | None = None) -> Segment:
+    """Read a segment, at most its first `limit` bytes. Raises DamagedError when its header is not what was written."""
+    data = path.read_bytes()[:limit]
+    header = _read_header(path, data)
+    salt = header.salt
+    records: list[Record] = []
+    offset = SEGMENT_HEADER
+    while True:
+        record = _record_at(data, offset, salt, header.epoch)
+        if record is None or record.lsn != header.first_lsn + len(records):
+            break
+        records.append(record)
+        offset = record.end
+    seen = [record.synced_lsn for record in records]
+    seen += [record.synced_lsn for record in _salvage(data, offset, salt, header.epoch)]
+    return Segment(path, header, records, offset, len(data), max(seen, default=0))
+
+
+def _read_header(path: Path, data: bytes) -> SegmentHeader:
+    if len(data) < SEGMENT_HEADER:
+        raise DamagedError(f"{path}: {len(data)} bytes, too short for a segment header of {SEGMENT_HEADER}")
+    (crc,) = _CRC.unpack_from(data, _SEGMENT.size)
+    fields = _SEGMENT.unpack_from(data)
+    magic, version, size, epoch, algorithm, log_uuid, segment, first_lsn, previous = fields
+    if magic == MAGIC and version != VERSION:
+        raise DamagedError(f"{path}: log format {version}, this release reads {VERSION}; use the one that wrote it")
+    known = (magic, version, size, algorithm) == (MAGIC, VERSION, SEGMENT_HEADER, CRC32C)
+    if not known or crc != _masked(crc32c(data[: _SEGMENT.size])):
+        raise DamagedError(f"{path}: the segment header is not what was written")
+    return SegmentHeader(epoch, log_uuid, segment, first_lsn, previous)
+
+
+def _record_at(data: bytes, offset: int, salt: int, epoch: int) -> Record | None:
+    """The good record at an offset, or None."""
+    start = offset + RECORD_HEADER
+    if start > len(data):
+        return None
+    (crc,) = _CRC.unpack_from(data, offset)
+    length, lsn, synced_lsn, of_epoch, kind, flags = _RECORD.unpack_from(data, offset + 4)
+    end = start + length
+    padded = end + -length % 8
+    if of_epoch != epoch or flags or length > MAX_BODY or padded > len(data) or any(data[end:padded]):
+        return None
+    if crc != _masked(crc32c(data[offset + 4 : end], start=salt)):
+        return None
+    return Record(lsn, synced_lsn, kind, data[start:end], offset, padded, crc)
+
+
+def _salvage(data: bytes, offset: int, salt: int, epoch: int) -> list[Record]:
+    """Good records behind the first bad one, read only for their watermarks."""
+    offset += -offset % 8
+    words = np.frombuffer(data, "<u4", count=max(0, len(data) - offset) // 4, offset=min(offset, len(data)))
+    rows = words[: len(words) // 2 * 2].reshape(-1, 2)
+    lengths, epochs = rows[:, 1], rows[3:, 0]
+    plausible = np.flatnonzero((epochs == epoch) & (lengths[: len(epochs)] <= MAX_BODY))
+    found = (_record_at(data, offset + 8 * int(row), salt, epoch) for row in plausible)
+    return [record for record in found if record is not None]
+
+
+def _masked(crc: int) -> int:
+    """A checksum that stays strong when the checked bytes contain checksums (the mask of LevelDB and Snappy)."""
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

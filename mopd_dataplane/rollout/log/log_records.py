@@ -1,0 +1,386 @@
+"""What the token log says: one class per record kind, each with its bytes.
+
+A sample is named by a handle, a number that is unique in one writer's log. Text fields travel as JSON, per-token
+fields as little-endian columns; log-probs as float32 bits, so what is read back is what was sampled, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
+
+
+class Message(Protocol):
+    """A record body."""
+
+    kind: ClassVar[int]
+
+    def encode(self) -> bytes:
+        """Bytes of the body."""
+
+
+_TEXT_FIELDS = tuple(name for name in Opening.__slots__ if name != "prompt_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sample is admitted, or carried into this segment by a checkpoint."""
+
+    kind: ClassVar[int] = 1
+    handle: int
+    opening: Opening
+    interruptions: int = 0
+    resume: str = "none"
+
+    def encode(self) -> bytes:
+        fields = {name: getattr(self.opening, name) for name in _TEXT_FIELDS}
+        prompt = np.array(self.opening.prompt_ids, "<i4")
+        fields |= {"interruptions": self.interruptions, "resume": self.resume}
+        text = json.dumps(fields).encode()
+        return struct.pack("<II", self.handle, len(text)) + text + prompt.tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Open:
+        handle, size = struct.unpack_from("<II", body)
+        fields = json.loads(body[8 : 8 + size])
+        interruptions, resume = fields.pop("interruptions"), fields.pop("resume")
+        fields["stop"] = tuple(fields["stop"])
+        prompt = tuple(np.frombuffer(body, "<i4", offset=8 + size).tolist())
+        return cls(handle, Opening(**fields, prompt_ids=prompt), interruptions, resume)
+
+
+_STEP = np.dtype([("handle", "<u4"), ("position", "<u4"), ("token", "<u4"), ("logprob", "<f4"), ("ended", "u1")])
+_STEP_TYPES = tuple(_STEP[name] for name in _STEP.names or ())
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One decode step: a token of each of B samples, column by column."""
+
+    kind: ClassVar[int] = 2
+    handles: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
+    tokens: NDArray[np.uint32]
+    logprobs: NDArray[np.float32]
+    ended: NDArray[np.uint8]
+
+    def encode(self) -> bytes:
+        columns = (self.handles, self.positions, self.tokens, self.logprobs, self.ended)
+        return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, _STEP_TYPES, strict=True))
+
+    @classmethod
+    def decode(cls, body: bytes) -> Step:
+        count = len(body) // _STEP.itemsize
+        if len(body) != count * _STEP.itemsize:
+            raise ValueError(f"step body of {len(body)} bytes is not a multiple of {_STEP.itemsize}")
+        columns = []
+        offset = 0
+        for name in _STEP.names or ():
+            columns.append(np.frombuffer(body, _STEP[name], count=count, offset=offset))
+            offset += columns[-1].nbytes
+        return cls(*columns)
+
+
+_SUPPORT_IDS = 1 << 15
+"""Token ids and rows of a SUPPORT record, from which on another one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Kept sets of tokens that a STEP or TOKENS record behind this one holds; without that record they say nothing.
+
+    ordinals: which of its sample's own tokens (environment tokens do not count) each set is of.
+    """
+
+    kind: ClassVar[int] = 14
+    handles: NDArray[np.uint32]
+    ordinals: NDArray[np.uint32]
+    kept: Kept
+
+    @classmethod
+    def records(cls, handles: NDArray[np.uint32], ordinals: NDArray[np.uint32], kept: Kept) -> Iterator[Support]:
+        """Rows [n] in as many records as their size asks for; one row has at most 65,536 ids."""
+        ends = np.cumsum(kept.sizes)
+        parts = (ends + np.arange(len(ends))) // _SUPPORT_IDS
+        for part in np.unique(parts):
+            rows = np.flatnonzero(parts == part)
+            begin = ends[rows[0]] - kept.sizes[rows[0]]
+            yield cls(handles[rows], ordinals[rows], Kept(kept.sizes[rows], kept.ids[begin : ends[rows[-1]]]))
+
+    def encode(self) -> bytes:
+        columns = (self.handles, self.ordinals, self.kept.sizes, self.kept.ids)
+        return struct.pack("<I", len(self.handles)) + b"".join(column.astype("<u4").tobytes() for column in columns)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Support:
+        (count,) = struct.unpack_from("<I", body)
+        handles, ordinals, sizes = (np.frombuffer(body, "<u4", count=count, offset=4 + 4 * count * n) for n in range(3))
+        ids = np.frombuffer(body, "<u4", offset=4 + 12 * count)
+        if sizes.sum(dtype=np.int64) != len(ids):
+            raise ValueError(f"support body holds {len(ids)} ids, its sizes say {sizes.sum(dtype=np.int64)}")
+        return cls(handles, ordinals, Kept(sizes.astype(np.int32), ids.astype(np.int32)))
+
+
+_ROUTED_IDS = 1 << 17
+"""Expert ids of a ROUTED record, from which on another one begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Experts that n tokens went to when they were read, those of one sample side by side.
+
+    What is known is known: the same position again, after a resume, says nothing new.
+    """
+
+    kind: ClassVar[int] = 15
+    handles: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
+    """[n] absolute: the prompt counts"""
+    ids: NDArray[np.int16]
+    """[n, W]"""
+
+    @classmethod
+    def records(
+        cls, handles: NDArray[np.uint32], positions: NDArray[np.uint32], ids: NDArray[np.int16]
+    ) -> Iterator[Routed]:
+        """Tokens [n] in as many records as their size asks for."""
+        step = max(1, _ROUTED_IDS // max(ids.shape[1], 1))
+        for start in range(0, len(ids), step):
+            part = slice(start, start + step)
+            yield cls(handles[part], positions[part], ids[part])
+
+    def encode(self) -> bytes:
+        columns = (self.handles.astype("<u4"), self.positions.astype("<u4"), self.ids.astype("<i2"))
+        return struct.pack("<II", *self.ids.shape) + b"".join(column.tobytes() for column in columns)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Routed:
+        count, width = struct.unpack_from("<II", body)
+        handles, positions = (np.frombuffer(body, "<u4", count=count, offset=8 + 4 * count * n) for n in range(2))
+        return cls(handles, positions, np.frombuffer(body, "<i2", offset=8 + 8 * count).reshape(count, width))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From `position` on, tokens come from this policy version."""
+
+    kind: ClassVar[int] = 3
+    handle: int
+    position: int
+    version: int
+    policy_digest: str
+
+    def encode(self) -> bytes:
+        return struct.pack("<IIi", self.handle, self.position, self.version) + self.policy_digest.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Span:
+        handle, position, version = struct.unpack_from("<IIi", body)
+        return cls(handle, position, version, body[12:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A run of tokens of one sample: what an environment said (mask 0), or a prefix carried by a checkpoint."""
+
+    kind: ClassVar[int] = 4
+    handle: int
+    position: int
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    loss_mask: NDArray[np.uint8]
+    ended: int = 0
+
+    def encode(self) -> bytes:
+        head = struct.pack("<IIIB3x", self.handle, self.position, len(self.tokens), self.ended)
+        columns = (self.tokens.astype("<i4"), self.logprobs.astype("<f4"), self.loss_mask.astype("u1"))
+        return head + b"".join(column.tobytes() for column in columns)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Tokens:
+        handle, position, count, ended = struct.unpack_from("<IIIB3x", body)
+        tokens = np.frombuffer(body, "<i4", count=count, offset=16)
+        logprobs = np.frombuffer(body, "<f4", count=count, offset=16 + 4 * count)
+        loss_mask = np.frombuffer(body, "u1", count=count, offset=16 + 8 * count)
+        return cls(handle, position, tokens, logprobs, loss_mask, ended)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """An interrupted sample continues; `drift` is max |new - logged log-prob| over the tokens scored again."""
+
+    kind: ClassVar[int] = 5
+    handle: int
+    exact: bool
+    drift: float
+
+    def encode(self) -> bytes:
+        return struct.pack("<I?3xd", self.handle, self.exact, self.drift)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Resume:
+        return cls(*struct.unpack("<I?3xd", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The sample is complete: n tokens with this digest."""
+
+    kind: ClassVar[int] = 6
+    handle: int
+    count: int
+    digest: int
+    reason: str
+
+    def encode(self) -> bytes:
+        return struct.pack("<III", self.handle, self.count, self.digest) + self.reason.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Finish:
+        handle, count, digest = struct.unpack_from("<III", body)
+        return cls(handle, count, digest, body[12:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """These samples are in the store and synced there; the log may forget them."""
+
+    kind: ClassVar[int] = 7
+    handles: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        return np.array(self.handles, "<u4").tobytes()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Commit:
+        return cls(tuple(np.frombuffer(body, "<u4").tolist()))
+
+
+ABANDON_REASONS = ("tool_in_doubt", "tool_diverged")
+"""Why a sample may be given up. None of them looks at what the sample says or how long it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The sample is given up for a reason that is blind to its content; FINISH follows, and it is committed as such."""
+
+    kind: ClassVar[int] = 8
+    handle: int
+    reason: str
+
+    def encode(self) -> bytes:
+        return struct.pack("<I", self.handle) + self.reason.encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Abandon:
+        (handle,) = struct.unpack_from("<I", body)
+        return cls(handle, body[4:].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """The sample's call of that ordinal: without a result the intent to dispatch it, with one what came of it."""
+
+    kind: ClassVar[int] = 13
+    handle: int
+    ordinal: int
+    call: Call
+
+    def encode(self) -> bytes:
+        return struct.pack("<II", self.handle, self.ordinal) + json.dumps(asdict(self.call)).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Tool:
+        handle, ordinal = struct.unpack_from("<II", body)
+        fields = json.loads(body[8:])
+        command = Command(tuple(fields["command"]["argv"]), fields["command"]["timeout_s"])
+        result = Result(**fields["result"]) if fields["result"] else None
+        return cls(handle, ordinal, Call(fields["position"], command, result))
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The checkpoint is complete: nothing before this segment is needed any more. `samples` are carried."""
+
+    kind: ClassVar[int] = 9
+    samples: int
+    next_handle: int
+
+    def encode(self) -> bytes:
+        return struct.pack("<II", self.samples, self.next_handle)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Base:
+        return cls(*struct.unpack("<II", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Carries the watermark when nothing else does."""
+
+    kind: ClassVar[int] = 10
+
+    def encode(self) -> bytes:
+        return b""
+
+    @classmethod
+    def decode(cls, body: bytes) -> Sync:
+        return cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """First record of an epoch: where the log before it ends. Bytes behind that place are void for ever.
+
+    epoch 0 means that there was no log before.
+    """
+
+    kind: ClassVar[int] = 11
+    epoch: int
+    segment: int
+    offset: int
+
+    def encode(self) -> bytes:
+        return struct.pack("<QQQ", self.epoch, self.segment, self.offset)
+
+    @classmethod
+    def decode(cls, body: bytes) -> Fence:
+        return cls(*struct.unpack("<QQQ", body))
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Last record of a segment that was ended on purpose."""
+
+    kind: ClassVar[int] = 12
+
+    def encode(self) -> bytes:
+        return b""
+
+    @classmethod
+    def decode(cls, body: bytes) -> Close:
+        return cls()
+
+
+_Sample = Open | Step | Support | Routed | Span | Tokens | Resume | Finish | Commit | Abandon | Tool
+Any = _Sample | Base | Sync | Fence | Close
+_KINDS: dict[int, type[Any]] = {message.kind: message for message in typing.get_args(Any)}
+
+
+def decode(kind: int, body: bytes) -> Any:
+    """The message of a record. Raises ValueError (struct.error, KeyError included) for what no writer wrote."""
+    try:
+        return _KINDS[kind].decode(body)
+    except (LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise ValueError(f"record kind {kind}: {error!r}") from None

@@ -1,0 +1,71 @@
+"""One writer per log: a lock for as long as the process lives, and an epoch number that is never used twice.
+
+The lock is flock, which the kernel drops at the death of the process, however it dies. (POSIX record locks are dropped
+by an unrelated close() of the same file.) The epoch is claimed with O_EXCL, so even where locks do not hold, two
+writers never share a file, and the older one notices.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.files import fsync
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.rollout.log.recovery import epoch_folders
+
+
+def take_lock(folder: Path) -> int:
+    """Lock a log folder; the descriptor that holds the lock. Raises ResourceError naming the holder."""
+    descriptor = os.open(folder / "LOCK", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise ResourceError(
+            f"process {holder} is writing the log {folder}; wait for it to end, or stop it, then run again"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def claim_epoch(folder: Path, *, above: int = 0) -> int:
+    """Claim the next epoch, durably; `above` is the newest that was claimed elsewhere."""
+    claims = folder / "epoch"
+    make_folder(claims)
+    claimed = [int(file.stem) for file in claims.glob("*.json") if file.stem.isdigit()]
+    epoch = max([above, *claimed, *epoch_folders(folder)]) + 1
+    owner = json.dumps({"pid": os.getpid(), "boot": _boot_id()}).encode()
+    while True:
+        path = claim_file(folder, epoch)
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        except FileExistsError:
+            epoch += 1
+            continue
+        with open(descriptor, "wb") as file:
+            file.write(owner)
+        checkpoint("wal.epoch.claimed")
+        fsync(path)
+        fsync(claims)
+        return epoch
+
+
+def claim_file(folder: Path, epoch: int) -> Path:
+    """Where an epoch is claimed."""
+    return folder / "epoch" / f"{epoch}.json"
+
+
+def make_folder(folder: Path) -> None:
+    """Make a private folder and sync its name into its parent."""
+    folder.mkdir(exist_ok=True, mode=0o700)
+    fsync(folder.parent)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

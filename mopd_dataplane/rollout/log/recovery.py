@@ -1,0 +1,134 @@
+"""From the bytes that a dead process left to the ledger it had.
+
+Recovery reads and never writes, so a second crash in the middle of it changes nothing. It finds the newest segment
+with a complete checkpoint (a BASE record), replays it, and then decides what the first unreadable record means:
+
+  * no readable record states a watermark at or above it: it was never promised. The log is cut there, at one point
+    for every sample alike; what follows is void even where it parses, so there are no holes.
+  * some record does: promised bytes are damaged. DamagedError; nothing is rewritten.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.framing import Segment, read_segment
+from mopd_dataplane.rollout.log.ledger import Ledger
+
+_EPOCH = re.compile(r"[0-9a-f]{8}")
+_SEGMENT = re.compile(r"[0-9a-f]{16}\.wal")
+
+
+@dataclass
+class Recovered:
+    """What a log holds."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    next_lsn: int = 1
+    fence: log_records.Fence = field(default_factory=lambda: log_records.Fence(0, 0, 0))
+    """Where the log ends; the next epoch begins by saying so."""
+    torn_bytes: int = 0
+    """Bytes behind the cut."""
+
+
+def recover(home: Path) -> Recovered:
+    """Read the log of one writer. Raises DamagedError when bytes that were promised are not what was written."""
+    epochs = epoch_folders(home)
+    unbased: list[Segment] = []
+    for epoch in sorted(epochs, reverse=True):
+        segments = _segments(epochs[epoch], _fence_on(epoch, unbased))
+        for index in reversed(range(len(segments))):
+            if _has_base(segments[index]):
+                return _replayed(segments[index], segments[index + 1 :], unbased)
+        unbased = segments + unbased
+    _check_never_based(unbased)
+    return Recovered(torn_bytes=sum(segment.size for segment in unbased))
+
+
+def epoch_folders(home: Path) -> dict[int, Path]:
+    """Epoch folders of a writer, by number."""
+    found = (folder for folder in home.glob("*") if _EPOCH.fullmatch(folder.name))
+    return {int(folder.name, 16): folder for folder in found}
+
+
+def segment_files(folder: Path) -> list[Path]:
+    """Segments of an epoch folder, in order."""
+    return sorted(file for file in folder.iterdir() if _SEGMENT.fullmatch(file.name))
+
+
+def _segments(folder: Path, fence: log_records.Fence | None) -> list[Segment]:
+    """The epoch's segments, up to the fence that a later epoch put behind it."""
+    read = []
+    for path in segment_files(folder):
+        number = int(path.stem, 16)
+        if fence is not None and number > fence.segment:
+            break
+        limit = fence.offset if fence is not None and number == fence.segment else None
+        read.append(read_segment(path, limit=limit))
+    return read
+
+
+def _fence_on(epoch: int, later: list[Segment]) -> log_records.Fence | None:
+    """The fence on an epoch, set by an epoch that died before its own checkpoint was complete; the first one rules."""
+    for segment in later:
+        if segment.records and segment.records[0].kind == log_records.Fence.kind:
+            fence = log_records.Fence.decode(segment.records[0].body)
+            if fence.epoch == epoch:
+                return fence
+    return None
+
+
+def _has_base(segment: Segment) -> bool:
+    return any(record.kind == log_records.Base.kind for record in segment.records)
+
+
+def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Recovered:
+    """Replay the base segment, and check that nothing behind it was promised."""
+    ledger = Ledger()
+    for record in base.records:
+        try:
+            ledger.apply(log_records.decode(record.kind, record.body))
+        except (ValueError, KeyError, OverflowError) as error:
+            raise DamagedError(f"{base.path}: record {record.lsn} at byte {record.offset}: {error!r}") from None
+    _check_tail(base)
+    for segment in after:
+        closed = base.records[-1].kind == log_records.Close.kind and base.valid_end == base.size
+        if not closed or segment.header.previous != base.records[-1].crc or segment.header.first_lsn != base.next_lsn:
+            raise DamagedError(
+                f"{base.path}: record {base.next_lsn} at byte {base.valid_end} is missing although "
+                f"{segment.path.name} follows; {_BY_HAND}"
+            )
+    for segment in [*after, *unbased]:
+        _check_tail(segment, promised_from=segment.header.first_lsn)
+    return Recovered(
+        ledger=ledger,
+        next_lsn=base.next_lsn,
+        fence=log_records.Fence(base.header.epoch, base.header.segment, base.valid_end),
+        torn_bytes=base.size - base.valid_end + sum(segment.size for segment in after),
+    )
+
+
+_BY_HAND = "nothing was changed; keep the folder and see docs/durability.md, 'Recovering by hand'"
+
+
+def _check_tail(segment: Segment, *, promised_from: int | None = None) -> None:
+    """Raise when a record at or above `promised_from` (default: the first missing one) was promised as durable."""
+    first = segment.next_lsn if promised_from is None else promised_from
+    if segment.watermark >= first:
+        raise DamagedError(
+            f"{segment.path}: record {segment.next_lsn} at byte {segment.valid_end} of {segment.size} cannot be read, "
+            f"but records up to {segment.watermark} were on disk; {_BY_HAND}"
+        )
+
+
+def _check_never_based(segments: list[Segment]) -> None:
+    """Without any checkpoint, the only innocent log is one whose very first opening was interrupted."""
+    for segment in segments:
+        _check_tail(segment, promised_from=segment.header.first_lsn)
+        fence = log_records.Fence.decode(segment.records[0].body) if segment.records else log_records.Fence(0, 0, 0)
+        if segment.header.segment > 0 or fence.epoch > 0:
+            raise DamagedError(f"{segment.path}: the log before this segment is missing; {_BY_HAND}")

@@ -1,0 +1,112 @@
+"""The file behind one segment: how it gets its name, what a full disk does to it, and what a failed sync means."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.files import fsync
+from mopd_dataplane.errors import ResourceError
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_SPACE_POLL_S = 0.2
+
+
+class SegmentFile:
+    """Append-only file.
+
+    A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`. A failed sync is
+    final: after it the kernel may call lost pages clean, so a second try would lie. Both raise ResourceError.
+    """
+
+    def __init__(
+        self, path: Path, header: bytes, *, syncs: bool, full_disk_wait_s: float, notice: Callable[[str], None]
+    ) -> None:
+        self.path = path
+        self.size = 0
+        self.sync_seconds: list[float] = []
+        self._syncs = syncs
+        self._full_disk_wait_s = full_disk_wait_s
+        self._notice = notice
+        staging = path.with_suffix(".tmp")
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = self._with_space(lambda: os.open(staging, flags, 0o600))
+        try:
+            self._publish(header, staging)
+        except BaseException:
+            self.close()
+            raise
+
+    def _publish(self, header: bytes, staging: Path) -> None:
+        """The file gets its name only when its header is on disk."""
+        self.write(header)
+        self.sync()
+        checkpoint("wal.segment.header")
+        staging.rename(self.path)
+        checkpoint("wal.segment.renamed")
+        if self._syncs:
+            fsync(self.path.parent)
+        checkpoint("wal.segment.named")
+
+    def write(self, data: bytes) -> None:
+        """Append all bytes, however many calls that takes."""
+        rest = memoryview(data)
+        while rest:
+            written = self._with_space(partial(os.write, self._descriptor, rest))
+            rest = rest[written:]
+            self.size += written
+
+    def _with_space(self, call: Callable[[], int]) -> int:
+        """What a system call returns, made again while the disk is full."""
+        full_since: float | None = None
+        while True:
+            try:
+                result = call()
+            except OSError as error:
+                if error.errno not in _NO_SPACE:
+                    raise ResourceError(
+                        f"cannot write {self.path}: {error.strerror}; what was synced is kept"
+                    ) from error
+                full_since = self._wait_for_space(full_since)
+                continue
+            if full_since is not None:
+                self._notice("the disk has space again: generation continues")
+            return result
+
+    def _wait_for_space(self, since: float | None) -> float:
+        now = time.monotonic()
+        if since is None:
+            since = now
+            self._notice(f"the disk under {self.path.parent} is full: generation pauses until there is space")
+        if now - since >= self._full_disk_wait_s:
+            raise ResourceError(
+                f"the disk under {self.path.parent} has been full for {self._full_disk_wait_s:g} s; "
+                "free some space and run again: every logged token is kept"
+            )
+        time.sleep(min(_SPACE_POLL_S, self._full_disk_wait_s))
+        return since
+
+    def sync(self) -> None:
+        """Put what is written on disk; nothing where the log does not sync."""
+        if not self._syncs:
+            return
+        began = time.perf_counter()
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise ResourceError(
+                f"cannot sync {self.path}: {error.strerror}; a failed sync is not tried again. "
+                "Check the disk, then run again: what was synced before is kept"
+            ) from error
+        self.sync_seconds.append(time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Close the descriptor, once."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,316 @@
+"""The token log of one engine replica: what is appended here survives the process that wrote it.
+
+    log, recovered = TokenLog.open(folder, settings)     # takes the lock, recovers, starts a new epoch
+    lsn = log.append(message)                            # `logged`: survives SIGKILL
+    log.wait_durable(lsn)                                # `durable`: survives power loss
+    log.append(Commit(handles))                          # `committed`: the log may forget them
+    if log.full:
+        log.rotate(ledger)                               # a new segment begins with a checkpoint; older ones go
+    log.close()
+
+Layout: `<folder>/LOCK`, `<folder>/epoch/<n>.json`, `<folder>/<epoch:08x>/<segment:016x>.wal`. Every segment begins with
+a checkpoint of the samples that are not committed, so only the newest complete segment is ever needed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
+from mopd_dataplane.job import sections
+from mopd_dataplane.rollout.log import log_records
+from mopd_dataplane.rollout.log.filesystem import Level, Mount, mount_of
+from mopd_dataplane.rollout.log.flusher import Flusher
+from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.log.ownership import claim_epoch, claim_file, make_folder, take_lock
+from mopd_dataplane.rollout.log.recovery import Recovered, epoch_folders, recover, segment_files
+from mopd_dataplane.rollout.log.remote_copy import LogCopy, NoCopy
+from mopd_dataplane.rollout.log.segment_file import SegmentFile
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Whatever the operating system refuses becomes a ResourceError that says which log it was."""
+    try:
+        yield
+    except MopdError:
+        raise
+    except OSError as error:
+        raise ResourceError(
+            f"token log {folder}: {error}; every logged token is kept, run again to continue"
+        ) from error
+
+
+def _recovered_or_unclaimed(folder: Path, epoch: int, accept: Callable[[Ledger], None]) -> Recovered:
+    """Recover; a log that cannot be recovered, or is not accepted, is left exactly as it was found."""
+    try:
+        recovered = recover(folder)
+        accept(recovered.ledger)
+        return recovered
+    except MopdError:
+        claim_file(folder, epoch).unlink()
+        raise
+
+
+class TokenLog:
+    """Writer of one log; `open` is the way to get one."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: sections.Wal,
+        recovered: Recovered,
+        *,
+        epoch: int,
+        lock: int,
+        notice: Callable[[str], None],
+        copy: LogCopy,
+    ) -> None:
+        self.folder = folder
+        self.epoch = epoch
+        self.mount: Mount = mount_of(folder)
+        self._settings = settings
+        self._syncs = settings.durability == "durable"
+        self._lock = lock
+        self._notice = notice
+        self._copy = copy
+        self._uuid = secrets.token_bytes(16)
+        self._segment = -1
+        self._next_lsn = recovered.next_lsn
+        self._last_crc = 0
+        self._stated = 0
+        self._appending = threading.Lock()
+        self._flusher = Flusher(settings.group_commit_ms / 1000, self._sync_file, self._state_watermark)
+        make_folder(self._epoch_folder)
+        checkpoint("wal.epoch")
+        self._begin_segment(previous=0)
+        try:
+            self._write(recovered.fence)
+            self._checkpoint(recovered.ledger)
+        except BaseException:
+            self._file.close()
+            raise
+        if self._syncs:
+            self._flusher.start()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        settings: sections.Wal,
+        *,
+        accept: Callable[[Ledger], None] = lambda ledger: None,
+        notice: Callable[[str], None] = lambda text: None,
+        copy: LogCopy | None = None,
+    ) -> tuple[TokenLog, Recovered]:
+        """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
+
+        accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
+        notice: told in one line when the disk is full and when it no longer is.
+        copy: keeps a copy elsewhere, from which a log that another node left is fetched first.
+        Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
+        """
+        with _named(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = take_lock(folder)
+            try:
+                elsewhere = copy or NoCopy()
+                # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
+                epoch = claim_epoch(folder, above=elsewhere.fetch(folder))
+                recovered = _recovered_or_unclaimed(folder, epoch, accept)
+                elsewhere.claim(epoch)
+                log = cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice, copy=elsewhere)
+                return log, recovered
+            except BaseException:
+                os.close(lock)
+                raise
+
+    @property
+    def level(self) -> Level:
+        """Best acknowledgement level this log can promise, on its file system and with its settings."""
+        return self.mount.level if self._syncs else "logged"
+
+    def level_of(self, lsn: int) -> Level:
+        """Level that an appended record has reached by now; of whole samples, Commit records say `committed`."""
+        return self.level if lsn <= self._flusher.synced else "logged"
+
+    @property
+    def synced_lsn(self) -> int:
+        """Newest record known to be on disk."""
+        return self._flusher.synced
+
+    @property
+    def appended_lsn(self) -> int:
+        """Newest record appended; SYNC records, which nobody waits for, do not count."""
+        return self._flusher.written
+
+    @property
+    def full(self) -> bool:
+        """Whether the segment has reached its size."""
+        return self._file.size >= self._settings.segment_bytes
+
+    @property
+    def sync_seconds(self) -> list[float]:
+        """Duration of every sync of the current segment."""
+        return self._file.sync_seconds
+
+    def append(self, message: log_records.Any) -> int:
+        """Write one record and return its lsn: it is `logged`.
+
+        A full disk pauses here until there is space again. Raises ResourceError when that takes longer than
+        `full_disk_wait_s`, or when the log is dead; a dead log takes nothing more.
+        """
+        with self._appending:
+            self._flusher.check()
+            checkpoint("wal.append")
+            lsn = self._write(message)
+            checkpoint("wal.appended")
+        self._flusher.wrote(lsn)
+        return lsn
+
+    def wait_durable(self, lsn: int) -> None:
+        """Return when a record is `durable`; at once where the settings leave syncing to the kernel.
+
+        Raises ResourceError when the log is dead, DeadlineError when the disk does not answer.
+        """
+        if self._syncs:
+            self._flusher.wait(lsn)
+
+    def rotate(self, ledger: Ledger) -> None:
+        """End the segment, begin the next with a checkpoint of the ledger, and delete what is no longer needed."""
+        with self._appending, self._flusher.paused():
+            self._flusher.check()
+            try:
+                with _named(self.folder):
+                    self._check_not_fenced()
+                    self._end_segment()
+                    self._begin_segment(previous=self._last_crc)
+                    self._checkpoint(ledger)
+            except ResourceError as failure:
+                self._flusher.fail(failure)
+                raise
+
+    def ship(self) -> None:
+        """Bring the copy elsewhere up to date; when that fails the log goes on without, and says so.
+
+        Raises ResourceError when another node has taken the log over.
+        """
+        try:
+            self._copy.ship(self.folder, self.epoch)
+        except (DeadlineError, InputError) as failure:
+            self._notice(f"the token log was not copied to the store, only this node can continue it: {failure}")
+
+    def close(self, *, forget: bool = False) -> None:
+        """End the log cleanly. forget: every sample is committed, so the segments go too."""
+        self._flusher.stop()
+        try:
+            self._flusher.check()
+            with _named(self.folder):
+                self._end_segment()
+                checkpoint("wal.closed")
+                if forget:
+                    shutil.rmtree(self._epoch_folder)
+        finally:
+            self._file.close()
+            os.close(self._lock)
+
+    def abort(self) -> None:
+        """Let go without writing another byte, as a dying process would."""
+        self._flusher.stop()
+        self._file.close()
+        os.close(self._lock)
+
+    @property
+    def _epoch_folder(self) -> Path:
+        return self.folder / f"{self.epoch:08x}"
+
+    def _begin_segment(self, *, previous: int) -> None:
+        self._segment += 1
+        header = SegmentHeader(self.epoch, self._uuid, self._segment, self._next_lsn, previous)
+        self._salt = header.salt
+        self._file = SegmentFile(
+            self._epoch_folder / f"{self._segment:016x}.wal",
+            header.pack(),
+            syncs=self._syncs,
+            full_disk_wait_s=self._settings.full_disk_wait_s,
+            notice=self._notice,
+        )
+
+    def _end_segment(self) -> None:
+        self._write(log_records.Close())
+        self._file.sync()
+        self._mark_synced()
+        self._file.close()
+
+    def _checkpoint(self, ledger: Ledger) -> None:
+        """Carry what is not committed into this segment; when that is durable, older segments may go."""
+        for message in ledger.checkpoint():
+            self._write(message)
+        checkpoint("wal.base")
+        self._file.sync()
+        self._mark_synced()
+        checkpoint("wal.base.synced")
+        self._write(log_records.Sync())
+        self._check_not_fenced()
+        self._retire()
+
+    def _retire(self) -> None:
+        for file in segment_files(self._epoch_folder):
+            if file != self._file.path:
+                file.unlink()
+                checkpoint("wal.retire")
+        for epoch, folder in sorted(epoch_folders(self.folder).items()):
+            if epoch < self.epoch:
+                shutil.rmtree(folder)
+                claim_file(self.folder, epoch).unlink(missing_ok=True)
+                checkpoint("wal.retire")
+
+    def _write(self, message: log_records.Any) -> int:
+        lsn = self._next_lsn
+        synced = self._flusher.synced
+        record = pack_record(self._salt, lsn, synced, self.epoch, message.kind, message.encode())
+        try:
+            self._file.write(record)
+        except ResourceError as failure:
+            self._flusher.fail(failure)
+            raise
+        self._last_crc = int.from_bytes(record[:4], "little")
+        self._next_lsn = lsn + 1
+        self._stated = synced
+        return lsn
+
+    def _sync_file(self) -> None:
+        checkpoint("wal.sync")
+        self._check_not_fenced()
+        self._file.sync()
+        checkpoint("wal.synced")
+
+    def _check_not_fenced(self) -> None:
+        """Where locks do not hold, a newer writer may have taken over: its fence has made our bytes void."""
+        mine, next_one = claim_file(self.folder, self.epoch), claim_file(self.folder, self.epoch + 1)
+        if next_one.exists() or not mine.exists():
+            raise ResourceError(
+                f"another process took over the log {self.folder} after epoch {self.epoch}; this one stops. "
+                "Its unsynced tokens are drawn again by the new owner, the same way"
+            )
+
+    def _mark_synced(self) -> None:
+        """Everything written is on disk, and says so."""
+        if self._syncs:
+            self._flusher.synced = self._flusher.written = self._next_lsn - 1
+
+    def _state_watermark(self) -> None:
+        """Write the watermark unless a record already has, or somebody is just writing one."""
+        if self._stated < self._flusher.synced and self._appending.acquire(blocking=False):
+            try:
+                self._write(log_records.Sync())
+            finally:
+                self._appending.release()

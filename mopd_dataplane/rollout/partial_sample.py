@@ -1,0 +1,169 @@
+"""A sample being written."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.records import Sample
+from mopd_dataplane.rollout.engines.engine import GOING, Request
+from mopd_dataplane.rollout.engines.sampling import sample_key
+from mopd_dataplane.rollout.mask_buffers import KeptSets
+from mopd_dataplane.rollout.tools.sandbox import Call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opening:
+    """Everything that is known of a sample before its first token; a resume needs nothing else."""
+
+    uid: str
+    prompt_id: str
+    group_id: str
+    group_index: int
+    generation: int
+    domain: str
+    effort: str
+    run: str
+    writer: str
+    writer_seq: int
+    policy: str
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    tokenizer: str
+    prompt_ids: tuple[int, ...]
+    support: bool = False
+    """Whether the kept sets of its tokens are recorded."""
+    experts: bool = False
+    """Whether the experts of its tokens are recorded."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Draft:
+    """The response so far: token, log-prob and mask of every position, and which policy version wrote it."""
+
+    opening: Opening
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    loss_mask: bytearray = field(default_factory=bytearray)
+    kept: KeptSets = field(default_factory=KeptSets)
+    """Of the tokens that the policy wrote; empty unless the opening asks for them."""
+    routes: bytearray = field(default_factory=bytearray)
+    """int16 expert ids of prompt and response, token after token; empty unless the opening asks for them"""
+    routes_width: int = 0
+    """Expert ids of one token over all layers; 0 until the first are known."""
+    spans: list[tuple[int, int, str]] = field(default_factory=list)
+    """(first position, policy version, digest of its weights) of each stretch by one policy"""
+    ended: int = GOING
+    """What the engine said of the last token: GOING, STOP or LENGTH."""
+    finish_reason: str = ""
+    """Empty until the FINISH record."""
+    calls: list[Call] = field(default_factory=list)
+    """Commands that its environment ran, in order."""
+    abandoned: str = ""
+    """Why it was given up; empty when it was not."""
+    interruptions: int = 0
+    resume: str = "none"
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def budget_left(self) -> int:
+        """Response tokens that may still be written."""
+        return self.opening.max_new_tokens - len(self.tokens)
+
+    @property
+    def response(self) -> NDArray[np.int32]:
+        """[R] tokens so far (a copy)."""
+        return np.array(self.tokens, np.int32)
+
+    @property
+    def turns(self) -> int:
+        """Assistant turns: runs of tokens that the policy wrote."""
+        mask = np.frombuffer(self.loss_mask, np.uint8)
+        return max(1, int((np.diff(mask, prepend=0) == 1).sum()))
+
+    def is_by(self, policy_digest: str) -> bool:
+        """Whether the newest span is of the policy with these weights."""
+        return bool(self.spans) and self.spans[-1][2] == policy_digest
+
+    @property
+    def routed(self) -> int:
+        """Tokens, prompt included, whose experts are known."""
+        return len(self.routes) // (2 * self.routes_width) if self.routes_width else 0
+
+    @property
+    def experts(self) -> NDArray[np.int16]:
+        """[L - 1, W] expert ids of every token but the last, which nothing has read (a copy)."""
+        read = max(len(self.opening.prompt_ids) + len(self) - 1, 0)
+        return np.frombuffer(self.routes, np.int16).reshape(-1, max(self.routes_width, 1))[:read].copy()
+
+    def digest(self) -> int:
+        """crc32c over tokens, log-prob bits, mask, and kept sets where they are recorded."""
+        columns = [self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask)]
+        if self.opening.support:
+            kept = self.kept.first(self.kept.drawn)
+            columns += [kept.sizes.tobytes(), kept.ids.tobytes()]
+        if self.opening.experts:
+            columns.append(self.experts.tobytes())
+        return crc32c(*columns)
+
+    def request(self) -> Request:
+        """What the engine needs to continue."""
+        opening = self.opening
+        return Request(
+            uid=opening.uid,
+            prompt_ids=np.array(opening.prompt_ids, np.int32),
+            prefix_ids=self.response,
+            key=sample_key(opening.uid),
+            temperature=opening.temperature,
+            top_p=opening.top_p,
+            top_k=opening.top_k,
+            max_new_tokens=opening.max_new_tokens,
+            stop=opening.stop,
+            support=opening.support,
+            experts=opening.experts,
+        )
+
+    def sample(self) -> Sample:
+        """The finished sample."""
+        opening = self.opening
+        kept = self.kept.first(self.kept.drawn) if opening.support else None
+        return Sample(
+            uid=opening.uid,
+            prompt_id=opening.prompt_id,
+            group_id=opening.group_id,
+            group_index=opening.group_index,
+            generation=opening.generation,
+            domain=opening.domain,
+            effort=opening.effort,
+            run=opening.run,
+            writer=opening.writer,
+            writer_seq=opening.writer_seq,
+            policy=opening.policy,
+            temperature=opening.temperature,
+            top_p=opening.top_p,
+            top_k=opening.top_k,
+            prompt_len=len(opening.prompt_ids),
+            tokens=np.concatenate([np.array(opening.prompt_ids, np.int32), self.response]),
+            logprobs=np.array(self.logprobs, np.float32),
+            loss_mask=np.array(self.loss_mask, np.uint8),
+            version_starts=np.array([start for start, _, _ in self.spans], np.int32),
+            versions=np.array([version for _, version, _ in self.spans], np.int32),
+            support_sizes=None if kept is None else kept.sizes,
+            support_ids=None if kept is None else kept.ids,
+            experts=self.experts if opening.experts else None,
+            turns=self.turns,
+            finish_reason=self.finish_reason,
+            interruptions=self.interruptions,
+            resume=self.resume,
+            abandoned=self.abandoned,
+            tokenizer=opening.tokenizer,
+        )

@@ -1,0 +1,77 @@
+"""Which policy version writes which token: what happens to samples in flight when the weights change.
+
+    pin    they finish on the version they began with; new samples begin on the new one
+    span   they go on with the new version from the next token; the log records where, for every sample
+
+Either way no key or value of the old weights is read by the new ones, and no sample is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.log.ledger import Ledger
+from mopd_dataplane.rollout.partial_sample import Draft
+
+Published = Callable[[], tuple[int, Path]]
+"""The newest policy there is: its version and its folder."""
+_LOOK_STEPS = 8
+"""Decode steps between two looks for a newer policy."""
+
+
+class WeightChange:
+    """Sees a newer policy during a rollout, and swaps it in when the rollout is ready for it."""
+
+    def __init__(self, rule: Literal["pin", "span"], published: Published | None) -> None:
+        self.pins = rule == "pin"
+        """Samples in flight finish on their own version."""
+        self.awaited = False
+        """A newer policy waits until it may be taken up."""
+        self._published = published
+        self._newest = -1
+        self._steps = 0
+
+    def look(self, version: int) -> bool:
+        """Whether there is a policy newer than `version`; asks every few calls."""
+        if self._published is not None and self._steps % _LOOK_STEPS == 0:
+            self._newest, _ = self._published()
+        self._steps += 1
+        self.awaited = self._newest > version
+        return self.awaited
+
+    def take_up(self, engine: Engine) -> None:
+        """Load the newest policy into an engine whose slots are free."""
+        if self._published is not None:
+            version, folder = self._published()
+            engine.load_policy(folder, version)
+        self.awaited = False
+
+
+def pinned(engine: Engine, ledger: Ledger) -> dict[int, list[int]]:
+    """Unfinished samples that other weights than the engine's began: handles by policy version, oldest first."""
+    behind: dict[int, list[int]] = {}
+    for handle, draft in ledger.unfinished().items():
+        if draft.spans and not draft.is_by(engine.policy_digest):
+            behind.setdefault(draft.spans[-1][1], []).append(handle)
+    return dict(sorted(behind.items()))
+
+
+def load_pinned(engine: Engine, policies: Callable[[int], Path] | None, version: int, draft: Draft) -> None:
+    """Load the version that a sample began with. Raises MismatchError when those weights are gone or are others."""
+    folder = policies(version) if policies is not None else None
+    if folder is None or not folder.is_dir():
+        raise MismatchError(
+            f"the log holds samples begun by policy version {version}, the engine has {engine.policy_version}, and "
+            f"version {version} is not at hand ({folder}); bring it back, or finish them on the current policy with "
+            'rollout.weight_change = "span"'
+        )
+    engine.load_policy(folder, version)
+    if not draft.is_by(engine.policy_digest):
+        raise MismatchError(
+            f"policy version {version} has weights {engine.policy_digest[:16]}, the log's samples were begun by "
+            f'{draft.spans[-1][2][:16]}; bring those weights back, or set rollout.weight_change = "span"'
+        )

@@ -1,0 +1,153 @@
+"""Commands that a sample runs in the world, each at most once however often the rollout dies.
+
+    intent durable  ->  dispatch  ->  result durable  ->  its tokens may enter the sample
+
+Calls of one sample are totally ordered. When a turn is played again after a crash, calls that have a result return it
+and execute nothing. A call with an intent but no result is *in doubt*: the sandbox is asked by the call's key. If it
+cannot tell, the sample is abandoned; a command is never sent on a guess. A call that differs from the logged one means
+that the environment is not a function of the conversation: the sample has diverged and is abandoned too.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.errors import DeadlineError, ResourceError
+from mopd_dataplane.records import Prompt
+
+OUTPUT_BYTES = 64 << 10
+"""Kept of stdout and of stderr, each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A program and its arguments; never a shell line."""
+
+    argv: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a command did. A time-out is a result, not an error: it is logged and replayed like any other."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    timed_out: bool = False
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a sample; no result yet means in doubt."""
+
+    position: int
+    """Response length when the call was made: the turn it belongs to."""
+    command: Command
+    result: Result | None = None
+
+
+class Sandbox(Protocol):
+    """Runs commands, and remembers by key what it ran."""
+
+    def run(self, sandbox: str, key: str, command: Command) -> Result | None:
+        """Run a command once per key in the named sandbox, or return what the run of that key gave.
+
+        None when the key's command was started but what came of it cannot be known.
+        """
+
+
+class Abandoned(Exception):
+    """The sample cannot go on; `reason` is one of messages.ABANDON_REASONS."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Turn:
+    """What an environment sees at the end of a policy's turn: the conversation, and a way to run commands."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        response: list[int],
+        *,
+        uid: str,
+        calls: Sequence[Call],
+        sandbox: Sandbox | None,
+        say: Callable[[Call, int], None],
+    ) -> None:
+        self.prompt = prompt
+        self.response = response
+        """Response tokens so far, all of them durable."""
+        self._uid = uid
+        self._calls = list(calls)
+        self._sandbox = sandbox
+        self._say = say
+        self._next = sum(call.position < len(response) for call in calls)
+
+    def run(self, argv: Sequence[str], *, timeout_s: float = 10.0) -> Result:
+        """Run a command in the sample's sandbox, at most once over all lives of this rollout.
+
+        The environment must ask for the same commands in the same order when the same turn is played again.
+        Raises ResourceError when the rollout was given no sandbox.
+        """
+        if self._sandbox is None:
+            raise ResourceError("this rollout has no sandbox; give run_rollout(sandbox=SubprocessSandbox(folder))")
+        command = Command(tuple(argv), timeout_s)
+        ordinal = self._next
+        self._next += 1
+        known = self._calls[ordinal] if ordinal < len(self._calls) else None
+        if known is not None and known.command != command:
+            raise Abandoned("tool_diverged")
+        if known is not None and known.result is not None:
+            return known.result
+        if known is None:
+            known = Call(len(self.response), command)
+            self._say(known, ordinal)
+        checkpoint("tool.dispatch")
+        result = self._sandbox.run(self._uid, f"{self._uid}-{ordinal}", command)
+        checkpoint("tool.executed")
+        if result is None:
+            raise Abandoned("tool_in_doubt")
+        self._say(Call(known.position, command, result), ordinal)
+        return result
+
+
+class SubprocessSandbox:
+    """One folder per sample; commands run there as plain processes with an empty environment.
+
+    Each command is started by an agent process (sandbox_agent.py) that outlives the rollout's death. The agent claims
+    the key with O_EXCL before it starts and writes the result durably after the end, so a key is never run twice.
+    This keeps order and count; it is no protection against hostile commands: use a container for those.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.resolve()
+
+    def run(self, sandbox: str, key: str, command: Command) -> Result | None:
+        """See Sandbox.run. Raises DeadlineError when the agent does not answer, ResourceError when it cannot start."""
+        workspace = self._folder / sandbox
+        workspace.mkdir(parents=True, exist_ok=True, mode=0o700)
+        task = {"workspace": str(workspace), "key": key, "output_bytes": OUTPUT_BYTES} | asdict(command)
+        agent = [sys.executable, "-m", "mopd_dataplane.rollout.tools.sandbox_agent"]
+        deadline = command.timeout_s + 60
+        try:
+            done = subprocess.run(
+                agent, input=json.dumps(task), capture_output=True, text=True, timeout=deadline, start_new_session=True
+            )
+        except subprocess.TimeoutExpired:
+            raise DeadlineError(f"the sandbox agent of {key} has not answered in {deadline:.0f} s") from None
+        if done.returncode:
+            raise ResourceError(f"the sandbox agent of {key} failed: {done.stderr.strip()[-400:]}")
+        answer: dict[str, Any] | None = json.loads(done.stdout)
+        return None if answer is None else Result(**answer)

@@ -1,0 +1,62 @@
+"""Checkpoints of a stage on their way to an object store and back; nothing happens for a store in a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.errors import DeadlineError
+from mopd_dataplane.run.work_folder import Work
+from mopd_dataplane.train.checkpoint import LATEST
+from mopd_dataplane.train.metrics import FILE as METRICS
+
+KEEP = 2
+"""Checkpoints kept in the store."""
+
+
+class StoredCheckpoints:
+    """The checkpoints that the trainer writes to `folder`, and those in the store."""
+
+    def __init__(self, work: Work, stage: str) -> None:
+        self._work = work
+        self._name = f"checkpoints/{stage}"
+        self.folder: Path = work.root / "checkpoints" / stage
+        self._published = ""
+
+    def fetch(self) -> None:
+        """Have the newest checkpoint here, with the metrics up to it, when another node wrote it."""
+        shelf = self._work.shelf
+        newest = max(shelf.names(self._name), default="") if shelf is not None else ""
+        if newest <= self._local():
+            return
+        (self.folder / METRICS).unlink(missing_ok=True)
+        self._work.fetch_file(f"{self._name}/{METRICS}")
+        self._work.fetch(f"{self._name}/{newest}")
+        publish_file(self.folder / LATEST, newest.encode())
+
+    def publish(self) -> None:
+        """Have the newest checkpoint in the store; one that is replaced meanwhile is left for the next call."""
+        shelf, newest = self._work.shelf, self._local()
+        if shelf is None or newest in ("", self._published):
+            return
+        try:
+            self._work.publish_file(f"{self._name}/{METRICS}")
+            self._work.publish(f"{self._name}/{newest}")
+        except FileNotFoundError:
+            return
+        self._published = newest
+        for old in shelf.names(self._name)[:-KEEP]:
+            shelf.drop(f"{self._name}/{old}")
+
+    def try_to_publish(self) -> str:
+        """Publish unless the store does not answer; why it was not, empty when it was."""
+        try:
+            self.publish()
+        except DeadlineError as failure:
+            return f"the checkpoint stays on this node for now: {failure}"
+        return ""
+
+    def _local(self) -> str:
+        """Name of the newest complete checkpoint here; names sort by step."""
+        pointer = self.folder / LATEST
+        return pointer.read_text().strip() if pointer.is_file() else ""

@@ -1,0 +1,64 @@
+"""A stage whose rollout, scoring and training run at once, each in a process of its own (see follow.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from mopd_dataplane.errors import EngineError, MopdError
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.run.context import Run
+
+PARTS = ("rollout", "score", "train")
+POLL_S = 0.2
+STOP_S = 60.0
+"""How long a part may take to save its state once it is asked to stop."""
+
+
+def run_overlapped(run: Run, stage: Stage) -> None:
+    """Run every part of a stage to its end; on an error or an interruption all of them stop politely.
+
+    Each continues where it stopped, so the same call continues after any kill. Raises the error of the first part that
+    failed.
+    """
+    command = [sys.executable, "-m", "mopd_dataplane"]
+    with tempfile.TemporaryDirectory(prefix="mopd-") as scratch, contextlib.ExitStack() as running:
+        job = Path(scratch) / "job.json"  # with the overrides of this call
+        job.write_text(run.job.model_dump_json())
+        where = [str(job), "--stage", stage.name, "--follow", "--json"]
+        parts = {part: running.enter_context(_part([*command, part, *where])) for part in PARTS}
+        while any(process.poll() is None for process in parts.values()):
+            for part, process in parts.items():
+                if process.poll():
+                    raise _error(stage, part, process.returncode)
+            time.sleep(POLL_S)
+        for part, process in parts.items():
+            if process.returncode:
+                raise _error(stage, part, process.returncode)
+
+
+@contextlib.contextmanager
+def _part(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A child process that ends with the block; its answer is not wanted, its progress goes to our stderr."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(STOP_S)
+
+
+def _error(stage: Stage, part: str, code: int) -> MopdError:
+    known = {kind.exit_code: kind for kind in MopdError.__subclasses__()}
+    kind = known.get(code, EngineError)
+    return kind(f"stage {stage.name!r}: {part} ended with exit code {code}; run the same command again to continue")

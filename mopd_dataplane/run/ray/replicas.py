@@ -1,0 +1,158 @@
+"""Engine replicas: a share of a generation each, through a token log of their own.
+
+A share is a set of uids and the name of the log it goes through. What a log holds unfinished belongs to that log, so
+those uids come first and under its name, whoever reads it now: on another worker, after a death, in another run. The
+logs lie in the store's folder; on several nodes that folder is shared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import count
+from pathlib import Path
+
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.records import sample_uid
+from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.log.recovery import recover
+from mopd_dataplane.rollout.rollout_report import RolloutReport
+from mopd_dataplane.run.context import Run, open_existing
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.ray.pool import Group, Task, drive
+from mopd_dataplane.run.samplers import Sampler, sampler_of
+from mopd_dataplane.run.stage_rows import stage_samples
+from mopd_dataplane.run.steps.rollout import Part, generation_prompts, open_engine, roll_out
+from mopd_dataplane.run.token_log_copy import StoredLog
+
+STEPS_OF_SLOTS = 2
+"""A share fills an engine's slots this often, at most: how much a replica that joins late can still take over."""
+
+
+def roll_out_on_replicas(run: Run, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
+    """Sample what is missing of a part on `scale.engines` replicas."""
+    shares = _shares(run, part, already)
+    busy: set[str] = set()
+    owners = {writer for writer, _ in shares if writer}
+
+    def take(group: Group) -> Task | None:
+        """The next share; a fresh one goes through a log that nobody uses."""
+        if not group.tasks:
+            return None
+        task = group.tasks.popleft()
+        writer, *rest = task.arguments
+        if not writer:
+            names = (f"{part.sampler.writers}{number}" for number in count())
+            writer = next(name for name in names if name not in busy | owners)
+            task.arguments = (writer, *rest)
+        busy.add(writer)
+        return task
+
+    total = RolloutReport(stage=part.stage.name, generation=part.generation)
+
+    def done(group: Group, task: Task, report: RolloutReport) -> None:
+        busy.discard(task.arguments[0])
+        owners.discard(task.arguments[0])
+        _add(total, report)
+
+    def tick() -> None:
+        rows, _ = stage_samples(run.store, part.stage, part.generation, ["uid"])
+        show(max(len(rows) - len(already), 0))
+
+    identity = (part.generation, part.sampler, part.version)
+    scale = run.job.scale
+    group = Group(
+        name=f"{part.stage.name} rollout",
+        worker=EngineReplica,
+        settings=(run.job.model_dump_json(), part.stage.name, *identity),
+        resources={"num_cpus": scale.engine_cpus, "num_gpus": scale.engine_gpus},
+        size=scale.engines,
+        tasks=deque(Task((writer, sorted(uids))) for writer, uids in shares),
+        take=take,
+    )
+    drive([group], done=done, tick=tick, say=lambda text: show(0, notice=text))
+    return total
+
+
+class EngineReplica:
+    """A worker that holds one policy."""
+
+    def __init__(self, job: str, stage: str, generation: int, sampler: Sampler, version: int) -> None:
+        parsed = Job.model_validate_json(job)
+        self._run = open_existing(parsed, Progress(quiet=True))
+        of = parsed.stage(stage)
+        prompts = generation_prompts(self._run, of, generation)
+        own = [p for p in prompts if sampler_of(parsed, of, p, generation) == sampler]
+        self._part = Part(of, generation, sampler, version, own)
+        self._engine: Engine | None = None
+
+    def ready(self) -> bool:
+        """Answers once the worker is placed."""
+        return True
+
+    def work(self, writer: str, uids: list[str]) -> RolloutReport:
+        """Sample a share through the log of `writer`, and finish what that log holds."""
+        if self._engine is None:
+            self._engine = open_engine(self._run, self._part)
+        _, stored = stage_samples(self._run.store, self._part.stage, self._part.generation, ["uid"])
+
+        def show(done: int, **facts: str) -> None:
+            if "notice" in facts:
+                print(f"{self._part.stage.name} rollout {writer}: {facts['notice']}", file=sys.stderr, flush=True)
+
+        already = set(stored["uid"].to_pylist())
+        return roll_out(self._run, self._engine, self._part, writer, already, show, share=set(uids))
+
+
+def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]]]:
+    """(writer, uids): what logs hold first, then the rest in admission order, under no name yet."""
+    missing = [uids for prompt in part.prompts if (uids := _uids(run, part, prompt.prompt_id) - already)]
+    open_uids = set().union(*missing)
+    owned: list[tuple[str, set[str]]] = []
+    for folder in _logs(run, part.stage):
+        held = {draft.opening.uid for draft in recover(folder).ledger.drafts.values()} & open_uids
+        if held:
+            owned.append((folder.name, held))
+            open_uids -= held
+    group_size = part.stage.rollout.group_size
+    even = -(-len(missing) // (2 * run.job.scale.engines))
+    size = max(1, min(even, STEPS_OF_SLOTS * run.job.engine.slots // group_size))
+    free = [uids & open_uids for uids in missing if uids & open_uids]
+    return [*owned, *(("", set().union(*free[at : at + size])) for at in range(0, len(free), size))]
+
+
+def _logs(run: Run, stage: Stage) -> list[Path]:
+    """Folders of the stage's logs, with those that other nodes have shipped to the object store."""
+    logs, files = run.root / "wal" / stage.name, run.work.files
+    logs.mkdir(parents=True, exist_ok=True)
+    if files is None:
+        return sorted(logs.iterdir())
+    for writer in files.children(f"wal/{stage.name}"):
+        (logs / writer).mkdir(exist_ok=True)
+        StoredLog(files, stage.name, writer).fetch(logs / writer)
+    return sorted(logs.iterdir())
+
+
+def _uids(run: Run, part: Part, prompt_id: str) -> set[str]:
+    seed, stage = run.job.seed, part.stage
+    return {
+        sample_uid(seed, stage.name, prompt_id, index, part.generation) for index in range(stage.rollout.group_size)
+    }
+
+
+def _add(total: RolloutReport, one: RolloutReport) -> None:
+    """Counts of replicas add up; the weakest log's level and the longest replica's time stand for all."""
+    for entry in fields(RolloutReport):
+        before, more = getattr(total, entry.name), getattr(one, entry.name)
+        if entry.name == "level":
+            total.level = more if more != "durable" else before
+        elif entry.name == "filesystem":
+            total.filesystem = more
+        elif entry.name == "max_drift":
+            total.max_drift = max(before, more)
+        elif isinstance(before, dict):
+            setattr(total, entry.name, {k: before.get(k, 0) + more.get(k, 0) for k in {*before, *more}})
+        elif entry.name not in ("stage", "generation"):
+            setattr(total, entry.name, before + more)

@@ -1,0 +1,55 @@
+"""Samples of one stage, by their place in `samples`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.dataset import Store
+
+Rows = NDArray[np.int64]
+
+
+def scan_stage(
+    store: Store,
+    stage: str,
+    generation: int | None,
+    columns: Sequence[str],
+    snapshot: Snapshot | None = None,
+    *,
+    first: int = 0,
+    limit: int | None = None,
+) -> Iterator[tuple[Rows, pa.RecordBatch]]:
+    """(rows, the asked columns of them) of some of a stage's samples at a time (of one generation, or of all).
+
+    Metadata is scanned whole, or from row `first` on as many as `limit`: `samples` is append-only, so a row's place in
+    the scan is its row number.
+    """
+    read = [*dict.fromkeys([*columns, "run", "generation"])]
+    for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
+        mask = pc.equal(batch["run"], stage)
+        if generation is not None:
+            mask = pc.and_(mask, pc.equal(batch["generation"], generation))
+        inside = mask.true_count
+        asked = batch.select(list(columns))
+        if inside == batch.num_rows:
+            yield rows, asked
+        elif inside:
+            yield rows[mask.to_numpy(zero_copy_only=False)], asked.filter(mask)
+
+
+def stage_samples(
+    store: Store, stage: Stage, generation: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
+) -> tuple[Rows, pa.Table]:
+    """Rows of a stage's samples (of one generation, or of all), and the asked columns of them, aligned."""
+    parts = list(scan_stage(store, stage.name, generation, columns, snapshot))
+    stored = store.dataset("samples", snapshot).schema
+    schema = pa.schema([stored.field(name) for name in columns])
+    rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])
+    return rows, pa.Table.from_batches([batch.cast(schema) for _, batch in parts], schema)

@@ -1,0 +1,93 @@
+"""`mopd teachers`: every teacher of a job on the same answers of a stage, domain by domain."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+from rich.console import Console
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.run.context import Run, open_run
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.stage_rows import stage_samples
+from mopd_dataplane.run.steps.evaluate import accuracy
+from mopd_dataplane.run.steps.score import teacher_pool
+from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
+from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.scorer import Scorable, model_input
+from mopd_dataplane.score.teacher_comparison import Answer, compare
+from mopd_dataplane.score.teacher_forward import Judge
+
+
+def compare_teachers(
+    job: Job, stage: Stage, *, samples: int = 200, topk: int = 16, console: Console | None = None
+) -> list[dict[str, Any]]:
+    """One row for each domain of the stage and teacher of the job, over the first generation's first answers.
+
+    Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: see
+    score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the domain where it was evaluated.
+    Raises InputError when the stage has no rewarded answers.
+    """
+    run = open_run(job, Progress(console))
+    answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
+    if not any(answers.values()):
+        raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
+    student = Judge((HfReader(load_model(run.policies.folder(stage, 0))),))
+    names = [name for name in job.teachers if _is_there(run, name)]
+    pool = teacher_pool(run, stage, names, engine="hf")
+    rows = []
+    total = len(names) * sum(map(len, answers.values()))
+    with run.progress.step(stage.name, "compare", total=total, unit="answers") as (advance, report):
+        done = 0
+        for name in names:
+            teacher = pool.judge(name)
+            for domain, chosen in answers.items():
+                if not chosen:
+                    continue
+                told = prompt_renderer(run, name, [sample for sample, _ in chosen])
+                read = [
+                    Answer(student=model_input(sample, None), teacher=model_input(sample, told), reward=reward)
+                    for sample, reward in chosen
+                ]
+                found = compare(student, teacher, read, k=topk)
+                rows.append(
+                    {"domain": domain, "teacher": name, **asdict(found), "accuracy": _accuracy(run, name, domain)}
+                )
+                done += len(chosen)
+                advance(done, teacher=name)
+        report.facts = {"teachers": str(len(names)), "answers": f"{sum(map(len, answers.values())):,}"}
+    return sorted(rows, key=lambda row: (list(answers).index(row["domain"]), list(job.teachers).index(row["teacher"])))
+
+
+_Rewarded = tuple[Scorable, float]
+
+
+def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[_Rewarded]:
+    """The first answers of a domain that have a reward, with it."""
+    every, table = stage_samples(run.store, stage, 0, ["domain"])
+    rewards = run.store.table("rewards", columns=["sample_row", "reward"])
+    value = dict(zip(rewards["sample_row"].to_pylist(), rewards["reward"].to_pylist(), strict=True))
+    inside = pc.equal(table["domain"], domain).to_numpy() & np.isin(every, rewards["sample_row"].to_numpy())
+    return [(sample, value[sample.sample_row]) for sample in stored_samples(run, every[inside][:count])]
+
+
+def _is_there(run: Run, teacher: str) -> bool:
+    """Whether a teacher's weights exist: a stage of this job has produced them, or they are a folder."""
+    sources = [run.job.teachers[member].source for member in run.job.members_of(teacher)]
+    names = [source.removeprefix("stage:") for source in sources if source.startswith("stage:")]
+    stages = {stage.name: stage for stage in run.job.stages}
+    return all(name in stages and run.policies.latest(stages[name]) for name in names)
+
+
+def _accuracy(run: Run, teacher: str, domain: str) -> float | None:
+    """Held-out accuracy of the stage that a teacher comes from, where it was evaluated."""
+    source = run.job.teachers[teacher].source
+    if not source.startswith("stage:"):
+        return None
+    stage = run.job.stage(source.removeprefix("stage:"))
+    return accuracy(run, stage.name, run.policies.latest(stage)).get(domain)

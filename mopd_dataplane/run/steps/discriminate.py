@@ -1,0 +1,116 @@
+"""The discriminator of a stage: learned online from what a teacher wrote and what the student answers (GAD).
+
+    window g:  rollout -> pairs (teacher text, student text) of each prompt -> version g + 1 -> its score is the reward
+
+Versions lie in `discriminators/<stage>/v<g>`. A version is a function of the one before and the window's samples, and
+the rewards of a window are one commit, so a run that was killed anywhere continues with the same bits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.models.hf import file_digest
+from mopd_dataplane.prompts import render
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.stage_rows import Rows, stage_samples
+from mopd_dataplane.score.discriminator import WEIGHTS, Discriminator, Pair
+
+
+def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Prompt]) -> list[Prompt]:
+    """Prompts that have a text of the teacher: the discriminator compares answers to one prompt.
+
+    Raises MismatchError when none has.
+    """
+    if source == "reference":
+        return prompts
+    _, samples = stage_samples(run.store, run.job.stage(source), None, ["prompt_id"])
+    answered = set(samples["prompt_id"].to_pylist())
+    found = [prompt for prompt in prompts if prompt.prompt_id in answered]
+    if not found:
+        raise MismatchError(
+            f"stage {stage.name!r}: discriminator.text = {source!r}, but that stage has answered no prompt of these "
+            f"domains; run it first: mopd run JOB --stage {source}"
+        )
+    return found
+
+
+def judge_text(run: Run, stage: Stage, window: int) -> dict[str, float]:
+    """Teach the discriminator with a window's samples, and reward them with it; nothing when that was done before.
+
+    Returns {"rewards": count, "loss", "accuracy"}.
+    """
+    settings = stage.discriminator
+    assert settings is not None
+    rows, samples = stage_samples(run.store, stage, window, ["uid", "prompt_id"])
+    judged = run.store.table("rewards", ["sample_row"], filter=f"verifier = '{stage.verifier}'")[
+        "sample_row"
+    ].to_numpy()
+    if np.isin(rows, judged).all():
+        return {"rewards": 0.0}
+    order = np.argsort(samples["uid"].to_pylist())
+    rows, prompt_ids = rows[order], [samples["prompt_id"][int(place)].as_py() for place in order]
+    students = _tokens(run, rows)
+    teachers = _teacher_texts(run, stage, settings.text)
+    pairs = [Pair(teachers[prompt], text) for prompt, text in zip(prompt_ids, students, strict=True)]
+    critic = Discriminator(run.policies.start(stage), settings, seed=run.job.seed)
+    before, after = (f"discriminators/{stage.name}/v{version}" for version in (window, window + 1))
+    epochs = settings.epochs + (0 if window else settings.warmup_epochs)
+    facts: dict[str, float] = {}
+    total = epochs * -(-len(pairs) // settings.batch_pairs)
+    with run.progress.step(stage.name, "discriminate", total=total, unit="updates") as (advance, report):
+        if run.work.fetch(after):
+            critic.load(run.root / after)
+        else:
+            if window:
+                run.work.fetch(before)
+                critic.load(run.root / before)
+            done = critic.steps
+            facts = critic.update(pairs, epochs=epochs, progress=lambda steps: advance(steps - done))
+            critic.save(run.root / after)
+            run.work.publish(after)
+        scores = critic.judge(students)
+        _store(run, stage, rows, [samples["uid"][int(place)].as_py() for place in order], scores, run.root / after)
+        report.facts = {name: f"{value:.3f}" for name, value in facts.items()}
+    for name, value in facts.items():
+        event = f"discriminator/{stage.name}/{window}/{name}"
+        run.store.add_event(event, stage.name, "discriminator", window, value, {"measure": name})
+    return {"rewards": float(len(rows)), **facts}
+
+
+def _store(run: Run, stage: Stage, rows: Rows, uids: list[str], scores: NDArray[np.float32], version: Path) -> None:
+    """One commit for the whole window: scores of one forward pass differ in their last bits from those of another."""
+    digest = file_digest(version / WEIGHTS)[:12]
+    said = {"verifier": stage.verifier, "verifier_version": f"{version.name}@{digest}"}
+    run.store.add_rewards(
+        {"uid": uid, "sample_row": int(row), "reward": float(score), **said}
+        for uid, row, score in zip(uids, rows, scores, strict=True)
+    )
+
+
+def _teacher_texts(run: Run, stage: Stage, source: str) -> dict[str, NDArray[np.int64]]:
+    """Prompt and teacher text of each prompt, as the student's tokens; of several answers the first by uid."""
+    if source != "reference":
+        rows, samples = stage_samples(run.store, run.job.stage(source), None, ["uid", "prompt_id"])
+        order = np.argsort(samples["uid"].to_pylist())[::-1]
+        texts = _tokens(run, rows[order])
+        return dict(zip([samples["prompt_id"][int(place)].as_py() for place in order], texts, strict=True))
+    tokenizer = run.tokenizer
+    found = {}
+    for prompt in run.store.prompts(split="train", domains=run.job.domains_of(stage)):
+        answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
+        ids = [*render(prompt.text, tokenizer, template=run.job.student.prompt_template), *answer]
+        found[prompt.prompt_id] = np.array([*ids, tokenizer.eos_token_id], np.int64)
+    return found
+
+
+def _tokens(run: Run, rows: Rows) -> list[NDArray[np.int64]]:
+    """[P + R] tokens of each sample."""
+    found = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
+    return [tokens.values.to_numpy().astype(np.int64) for tokens in found]

@@ -1,0 +1,172 @@
+"""Held-out evaluation: what a policy answers to prompts it is never trained on, and how far it is from its teacher."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.prompts import render
+from mopd_dataplane.records import Prompt, sample_uid
+from mopd_dataplane.rollout.engines.engine import FINISH_REASON, Engine, Request
+from mopd_dataplane.rollout.engines.sampling import sample_key
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.steps.score import decode, reward_function, teacher_pool
+from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.teacher_forward import Judge
+
+if TYPE_CHECKING:
+    import torch
+
+
+def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
+    """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once.
+
+    Returns accuracy by domain; empty when the job holds out no prompts.
+    """
+    prompts = run.store.prompts(split="eval", domains=list(run.job.domains))
+    label = policy_label(stage, version)
+    stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
+    known = set(stored["prompt_id"].to_pylist())
+    todo = [prompt for prompt in prompts if prompt.prompt_id not in known]
+    if todo:
+        folder = run.policies.folder(stage, version)
+        with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
+            answers = answer(run, stage, folder, version, todo)
+            distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
+            rows = []
+            for prompt, (ids, reason) in zip(todo, answers, strict=True):
+                response = decode(run, ids)
+                rows.append(
+                    {
+                        "policy": label,
+                        "policy_version": version,
+                        "prompt_id": prompt.prompt_id,
+                        "domain": prompt.domain,
+                        "reward": reward_function(run, prompt.domain)(prompt, response),
+                        "reverse_kl": distances.get(prompt.prompt_id),
+                        "response": response,
+                        "response_len": len(ids),
+                        "finish_reason": reason,
+                    }
+                )
+            run.store.add_evals(rows)
+            advance(len(todo))
+            report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
+            if distances:
+                report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
+        name = f"time/{label}/{version}/evaluate"
+        run.store.add_event(name, stage.name, "stage_time", version, report.seconds, {"action": "evaluate"})
+    return accuracy(run, label, version)
+
+
+def policy_label(stage: Stage, version: int) -> str:
+    """Name under which a policy is evaluated: version 0 belongs to where the stage starts."""
+    return stage.name if version else stage.start
+
+
+def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
+    """Mean reward by domain of one evaluated policy."""
+    table = run.store.table("evals", columns=["domain", "reward"], filter=_is_policy(label, version))
+    means = table.group_by("domain").aggregate([("reward", "mean")])
+    found = dict(zip(means["domain"].to_pylist(), means["reward_mean"].to_pylist(), strict=True))
+    return {domain: found[domain] for domain in run.job.domains if domain in found}
+
+
+def answer(
+    run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]
+) -> list[tuple[list[int], str]]:
+    """Response ids and finish reason of each prompt, decoded at the evaluation temperature."""
+    rollout, settings = stage.rollout, run.job.eval
+    requests = []
+    for prompt in prompts:
+        uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
+        ids = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+        requests.append(
+            Request(
+                uid=uid,
+                prompt_ids=np.array(ids, np.int32),
+                key=sample_key(uid),
+                temperature=settings.temperature,
+                max_new_tokens=settings.max_new_tokens or rollout.max_new_tokens,
+                stop=rollout.stop,
+            )
+        )
+    with run.engines.use(folder, version) as engine:
+        return generate(engine, requests)
+
+
+def generate(engine: Engine, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
+    """Run requests to their end on an engine, without a log: (response ids, finish reason) of each, in order."""
+    waiting = deque(enumerate(requests))
+    free = list(range(engine.slots))
+    running: dict[int, int] = {}
+    responses: list[list[int]] = [[] for _ in requests]
+    reasons = [""] * len(requests)
+    while waiting or running:
+        admitted = []
+        while waiting and free:
+            ordinal, request = waiting.popleft()
+            slot = free.pop()
+            running[slot] = ordinal
+            admitted.append((slot, request))
+        if admitted:
+            engine.admit(admitted)
+        output = engine.step()
+        for slot, token, finished in zip(
+            *(a.tolist() for a in (output.slots, output.token_ids, output.finished)), strict=True
+        ):
+            ordinal = running[slot]
+            responses[ordinal].append(token)
+            if finished:
+                reasons[ordinal] = FINISH_REASON[finished]
+                free.append(slot)
+                del running[slot]
+    return list(zip(responses, reasons, strict=True))
+
+
+def _reverse_kl(
+    run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt], answers: Sequence[tuple[list[int], str]]
+) -> dict[str, float]:
+    """Mean exact KL(student | teacher) over the response positions of each answer, by prompt id."""
+    import torch
+    from mopd_kernels import divergence
+
+    student = Judge((HfReader(load_model(folder)),))
+    found: dict[str, float] = {}
+    by_teacher: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.domain in run.job.domains_of(stage):
+            by_teacher.setdefault(run.job.teacher_of(stage, prompt.domain, prompt.effort), []).append(place)
+    pool = teacher_pool(run, stage, engine="hf")
+    for name, places in by_teacher.items():
+        teacher = pool.judge(name)
+        template = run.job.teachers[name].prompt_template or run.job.student.prompt_template
+        for place in places:
+            prompt, response = prompts[place], answers[place][0]
+            seen = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+            told = render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
+            with torch.no_grad():
+                rows = divergence(
+                    _response_states(student, seen, response),
+                    student.head,
+                    _response_states(teacher, told, response),
+                    teacher.head,
+                )
+            found[prompt.prompt_id] = float(rows.mean())
+    return found
+
+
+def _response_states(judge: Judge, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[R, D] states that predict each response token."""
+    positions = np.arange(len(prompt), len(prompt) + len(response))
+    return judge.states([np.array(prompt + response)], [positions]).float()
+
+
+def _is_policy(label: str, version: int) -> str:
+    return f"policy = '{label}' AND policy_version = {version}"

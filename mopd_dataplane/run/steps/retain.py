@@ -1,0 +1,94 @@
+"""The lifetime of hidden states: what has served is freed while training goes on.
+
+decide    rows trained on often enough, too old, or dropped for good; never rows of a window still to be trained
+record    an event `free` with the rows, before a byte goes: the planner and a continued run go by it
+free      every recorded row that still has its bytes, so a run killed in between continues here
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.records import PlanWindow, Snapshot
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.stage_rows import Rows, stage_samples
+from mopd_dataplane.run.steps.plan import window_tag
+
+
+def free_served(run: Run, stage: Stage) -> None:
+    """Free the hidden states of a stage that have served under the job's [retain]; nothing happens without one."""
+    settings = run.job.retain
+    if "hidden" not in run.job.objective(stage).signals or not (settings.hidden_passes or settings.hidden_versions):
+        return
+    latest = run.policies.latest(stage)
+    windows = [plan for number in run.store.plans(stage.name) if (plan := run.store.plan(stage.name, number))]
+    served = _served(run, stage, [plan for plan in windows if plan.window < latest], latest)
+    waiting = np.concatenate([np.empty(0, np.int64), *(plan.sample_rows for plan in windows if plan.window >= latest)])
+    fresh = np.setdiff1d(served, np.concatenate([waiting, freed_rows(run, stage)]))
+    if len(fresh):
+        done = np.concatenate([_rows_of(run, stage, "drop"), *(p.sample_rows for p in windows if p.window < latest)])
+        _record(run, stage, "drop", latest, np.setdiff1d(fresh, done), {"reason": "outlived"})
+        _record(run, stage, "free", latest, fresh, {})
+    rows = freed_rows(run, stage)
+    if not len(rows):
+        return
+    for plan in windows:
+        if plan.window < latest:
+            run.store.release(window_tag(stage, plan.window))
+    freed = 0
+    for teacher in run.job.teachers_of(stage):
+        try:
+            freed += run.store.free_hidden(teacher, rows, in_use=_unfinished(run)).bytes
+        except UnknownNameError:  # a teacher of the stage that has judged nothing yet
+            continue
+    if freed:
+        detail = {"rows_freed_so_far": len(rows)}
+        run.store.add_event(f"freed/{stage.name}/{latest}", stage.name, "freed", latest, float(freed), detail)
+
+
+def _record(run: Run, stage: Stage, kind: str, latest: int, rows: Rows, detail: dict[str, str]) -> None:
+    if len(rows):
+        name = f"{kind}/{stage.name}/{latest}/retain/{rows[0]}"
+        run.store.add_event(name, stage.name, kind, latest, float(len(rows)), {**detail, "rows": rows.tolist()})
+
+
+def freed_rows(run: Run, stage: Stage) -> Rows:
+    """Rows of samples whose hidden states are freed, or will be when a killed run continues."""
+    return _rows_of(run, stage, "free")
+
+
+def _served(run: Run, stage: Stage, finished: list[PlanWindow], latest: int) -> Rows:
+    """Rows that [retain] lets go."""
+    settings = run.job.retain
+    rows, samples = stage_samples(run.store, stage, None, ["policy_version_first"])
+    served = np.zeros(int(rows.max(initial=-1)) + 1, dtype=bool)
+    if settings.hidden_passes:
+        passes = np.zeros(len(served), dtype=np.int64)
+        for plan in finished:
+            passes += np.bincount(plan.sample_rows, minlength=len(served))
+        served |= passes >= settings.hidden_passes
+        served[_rows_of(run, stage, "drop")] = True
+    if settings.hidden_versions:
+        served[rows[latest - samples["policy_version_first"].to_numpy() > settings.hidden_versions]] = True
+    return np.flatnonzero(served)
+
+
+def _unfinished(run: Run) -> list[Snapshot]:
+    """Snapshots that windows still to be trained will read, of every stage."""
+    found: list[Snapshot] = []
+    for stage in run.job.stages:
+        latest = run.policies.latest(stage)
+        plans = (run.store.plan(stage.name, number) for number in run.store.plans(stage.name) if number >= latest)
+        found += [plan.snapshot for plan in plans if plan is not None]
+    return found
+
+
+def _rows_of(run: Run, stage: Stage, kind: str) -> Rows:
+    """Rows named by the stage's events of one kind."""
+    events = run.store.table("events", ["detail"], filter=f"kind = '{kind}' AND stage = '{stage.name}'")
+    rows = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64))

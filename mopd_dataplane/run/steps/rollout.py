@@ -1,0 +1,205 @@
+"""Rollout: the policy samples one iteration into the store, through the token log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.prompts import render
+from mopd_dataplane.records import Prompt, Sample, sample_uid
+from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.engines.hf import Partner
+from mopd_dataplane.rollout.rollout_report import RolloutReport
+from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.job_data import store_reference
+from mopd_dataplane.run.open_engine import start_engine
+from mopd_dataplane.run.prompt_order import iteration_prompts
+from mopd_dataplane.run.samplers import Sampler, sampler_of
+from mopd_dataplane.run.stage_rows import stage_samples
+from mopd_dataplane.run.steps.discriminate import answered_by_teacher
+from mopd_dataplane.run.token_log_copy import StoredLog
+from mopd_dataplane.store.dataset import Store
+
+
+def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) -> list[RolloutReport]:
+    """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
+
+    The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
+    published in the middle.
+    """
+    prompts = generation_prompts(run, stage, generation)
+    _, stored = stage_samples(run.store, stage, generation, ["uid"])
+    already = set(stored["uid"].to_pylist())
+    samplers = [sampler_of(run.job, stage, prompt, generation) for prompt in prompts]
+    reports = []
+    for sampler in dict.fromkeys(samplers):
+        own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
+        if sampler.policy == "reference":
+            store_reference(run, stage, own, generation=generation)
+        elif not already.issuperset(uids_of(run, stage, generation, own)):
+            reports.append(_sample(run, stage, generation, sampler, own, already, follow=follow))
+    if not reports:
+        return []
+    seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
+    name = f"time/{stage.name}/{generation}/rollout"
+    detail = {"action": "rollout", "log": "/".join(sorted(levels))}
+    run.store.add_event(name, stage.name, "stage_time", generation, seconds, detail)
+    return reports
+
+
+def _sample(
+    run: Run, stage: Stage, generation: int, sampler: Sampler, prompts: list[Prompt], already: set[str], *, follow: bool
+) -> RolloutReport:
+    """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
+    version = run.policies.latest(stage) if follow else generation
+    before = len(already.intersection(uids_of(run, stage, generation, prompts)))
+    with run.progress.step(stage.name, "rollout", total=len(prompts) * stage.rollout.group_size, unit="samples") as (
+        advance,
+        report,
+    ):
+
+        def show(done: int, **facts: str) -> None:
+            if "notice" in facts:
+                run.progress.say(f"{stage.name:<16} rollout  {facts['notice']}")
+            else:
+                advance(before + done, **facts)
+
+        part = Part(stage, generation, sampler, version, prompts)
+        if run.fleet is not None:
+            done = run.fleet.roll_out(part, already, show)
+        else:
+            folder = sampling_policy(run, stage, sampler.policy, version)
+            with run.engines.use(folder, version, partner=_partner(run, part)) as engine:
+                done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
+        report.facts = _facts(done)
+    return done
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one policy answers in one iteration of a stage."""
+
+    stage: Stage
+    generation: int
+    sampler: Sampler
+    version: int
+    """Policy version that samples."""
+    prompts: list[Prompt]
+    """In admission order."""
+
+
+def open_engine(run: Run, part: Part) -> Engine:
+    """A new engine that holds the part's policy."""
+    folder = sampling_policy(run, part.stage, part.sampler.policy, part.version)
+    return start_engine(run.job, folder, part.version, partner=_partner(run, part))
+
+
+def roll_out(
+    run: Run,
+    engine: Engine,
+    part: Part,
+    writer: str,
+    already: set[str],
+    show: Callable[..., None],
+    *,
+    follow: bool = False,
+    share: Collection[str] | None = None,
+) -> RolloutReport:
+    """Sample a part, or a share of it, into the store through the token log of `writer`; or finish what it holds."""
+    stage, sampler = part.stage, part.sampler.policy
+
+    def commit(samples: list[Sample]) -> object:
+        record_abandoned(run.store, samples)
+        return run.store.commit_samples(samples, writer=writer)
+
+    def newest() -> tuple[int, Path]:
+        latest = run.policies.latest(stage)
+        return latest, sampling_policy(run, stage, sampler, latest)
+
+    def as_the_student_reads_it(prompt: Prompt) -> list[int]:
+        return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+
+    return run_rollout(
+        engine,
+        part.prompts,
+        stage=stage.name,
+        generation=part.generation,
+        seed=run.job.seed,
+        rollout=stage.rollout.model_copy(update={"policy": sampler}),
+        wal=run.job.wal,
+        wal_dir=run.root / "wal",
+        commit=commit,
+        render=as_the_student_reads_it,
+        already=already,
+        share=share,
+        progress=show,
+        policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
+        published=newest if follow and sampler == "self" else None,
+        writer=writer,
+        copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
+    )
+
+
+def _partner(run: Run, part: Part) -> Partner | None:
+    """The teacher that is mixed into every draw."""
+    if not part.sampler.mixed_in:
+        return None
+    return Partner(run.policies.teacher(part.sampler.mixed_in, part.stage), part.stage.rollout.teacher_mix)
+
+
+def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
+    """Prompts of one iteration, in admission order."""
+    prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
+    if stage.discriminator:
+        prompts = answered_by_teacher(run, stage, stage.discriminator.text, prompts)
+    return iteration_prompts(
+        prompts,
+        count=stage.rollout.prompts_per_iteration,
+        generation=generation,
+        seed=run.job.seed,
+        stage=stage.name,
+    )
+
+
+def generation_uids(run: Run, stage: Stage, generation: int) -> list[str]:
+    """uids that one iteration is made of: known before anything is sampled."""
+    return uids_of(run, stage, generation, generation_prompts(run, stage, generation))
+
+
+def uids_of(run: Run, stage: Stage, generation: int, prompts: Sequence[Prompt]) -> list[str]:
+    """uids of the samples of some prompts, in admission order."""
+    return [
+        sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, generation)
+        for prompt in prompts
+        for index in range(stage.rollout.group_size)
+    ]
+
+
+def sampling_policy(run: Run, stage: Stage, sampler: str, version: int) -> Path:
+    """Weights that sample: the stage's own policy of that version (`self`), or a teacher (off-policy data)."""
+    return run.policies.folder(stage, version) if sampler == "self" else run.policies.teacher(sampler, stage)
+
+
+def record_abandoned(store: Store, samples: list[Sample]) -> None:
+    """Record each sample that was given up, and why; before it is committed, so that none goes unrecorded."""
+    for sample in samples:
+        if sample.abandoned:
+            name, detail = f"abandon/{sample.uid}", {"reason": sample.abandoned, "uid": sample.uid}
+            store.add_event(name, sample.run, "abandon", sample.generation, float(sample.response_len), detail)
+
+
+def _facts(done: RolloutReport) -> dict[str, str]:
+    facts = {
+        "samples": f"{done.samples:,}",
+        "tokens": f"{done.tokens:,}",
+        "rate": f"{done.tokens_per_s:,.0f} tokens/s",
+        "log": f"{done.level} ({done.filesystem})",
+    }
+    if done.resumed:
+        facts["resumed"] = f"{done.resumed} ({done.exact} exact)"
+    if done.weight_changes:
+        facts["newer policies"] = f"{done.weight_changes}"
+    return facts

@@ -1,0 +1,238 @@
+"""Score and reward: what teachers and verifiers say of stored samples. Only what is missing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.records import Signal
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.quantised_teachers import check_precision, record_rounding
+from mopd_dataplane.run.stage_rows import Rows, stage_samples
+from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
+from mopd_dataplane.score.reward import Reward, resolve_reward
+from mopd_dataplane.score.scorer import score_samples
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
+from mopd_dataplane.score.topk_source import StudentSupport
+
+ALWAYS = ("logprob",)
+"""Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
+CHUNK = 512
+"""Samples read, judged and committed together: what a kill can cost."""
+
+
+@dataclass(frozen=True)
+class JudgeTask:
+    """Samples that one teacher reads once."""
+
+    teacher: str
+    kinds: tuple[str, ...]
+    rows: Rows
+    """Rows of `samples`."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What became of a task."""
+
+    teacher: str
+    signals: int
+    """That are new in the store."""
+    loss_tokens: int
+
+
+def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
+    """Compute and commit every missing signal of a stage's samples (of one generation, or of all).
+
+    Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
+    tokenizer, weights or quantisation do not fit.
+    """
+    check_precision(run, (*run.job.teachers_of(stage), *_reference(run, stage)))
+    work = _missing(run, stage, generation)
+    total = sum(len(rows) for rows in work.values())
+    counts = {"signals": 0.0, "loss_tokens": 0.0}
+    if not total:
+        return counts
+    pool = register_teachers(run, stage)
+    tasks = [
+        JudgeTask(teacher, tuple(kinds), chunk)
+        for teacher in dict.fromkeys(teacher for teacher, _ in work)
+        for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
+        for chunk in _chunks(rows)
+    ]
+    record_rounding(run, stage, pool, ((task.teacher, task.rows) for task in tasks))
+    step = run.progress.step(stage.name, "score", total=total, unit="signals")
+    with closing(pool), step as (advance, report):
+
+        def count(judged: Judged) -> None:
+            counts["signals"] += judged.signals
+            counts["loss_tokens"] += judged.loss_tokens
+            advance(int(counts["signals"]), teacher=judged.teacher)
+
+        if run.fleet is not None:
+            run.fleet.judge(stage, tasks, count)
+        else:
+            student = student_support(run, stage)
+            for task in tasks:
+                count(judge(run, stage, pool, student, task))
+        report.facts = {
+            "signals": f"{int(counts['signals']):,}",
+            "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
+        }
+    _record_time(run, stage, generation, "score", report.seconds)
+    return counts
+
+
+def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
+    """Verify every sampled answer of a stage that has no reward yet. Returns {"rewards": count, "mean": value}."""
+    every, samples = stage_samples(run.store, stage, generation, ["uid", "prompt_id"])
+    rows = every[~np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())]
+    identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
+    if not len(rows):
+        return {"rewards": 0.0, "mean": float("nan")}
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(domains=run.job.domains_of(stage))}
+    values: list[float] = []
+    with run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report):
+        for chunk in _chunks(rows):
+            records = []
+            for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
+                uid, prompt_id = identity[row]
+                function = reward_function(run, prompts[prompt_id].domain)
+                values.append(function(prompts[prompt_id], response))
+                verifier = {"verifier": function.name, "verifier_version": function.version}
+                records.append({"uid": uid, "sample_row": row, "reward": values[-1], **verifier})
+            run.store.add_rewards(records)
+            advance(len(values))
+        report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
+    _record_time(run, stage, generation, "reward", report.seconds)
+    return {"rewards": float(len(values)), "mean": float(np.mean(values))}
+
+
+def reward_function(run: Run, domain: str) -> Reward:
+    """The verifier that the job names for a domain."""
+    return resolve_reward(run.job.domains[domain].reward)
+
+
+def decode(run: Run, ids: list[int]) -> str:
+    """Response text without special tokens: what a verifier reads."""
+    return str(run.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def register_teachers(run: Run, stage: Stage) -> TeacherPool:
+    """The teachers a stage routes to (and the reference policy of its objective), checked and known to the store.
+
+    Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit.
+    """
+    pool = teacher_pool(run, stage)
+    for teacher in dict.fromkeys((*run.job.teachers_of(stage), *_reference(run, stage))):
+        known = run.work.fetch_file(f"heads/{teacher}.safetensors")
+        record = pool.register(teacher, run.root)
+        if not known:
+            run.work.publish_file(record.head_file)
+        run.store.add_teacher(record)
+    return pool
+
+
+def teacher_pool(
+    run: Run, stage: Stage, judges: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None
+) -> TeacherPool:
+    """Teachers as a stage scores with them, and those they are blends of; none is loaded yet.
+
+    judges: default those that judge the stage's samples. engine: what runs them; default what the job says.
+    """
+    judges = judges or (*run.job.teachers_of(stage), *_reference(run, stage))
+    names = dict.fromkeys([*judges, *(member for teacher in judges for member in run.job.members_of(teacher))])
+    specs = {}
+    for name in names:
+        settings = run.job.teachers[name]
+        specs[name] = TeacherSpec(None if settings.blend else run.policies.teacher(name, stage), settings)
+    return TeacherPool(
+        specs,
+        student_tokenizer=run.tokenizer_digest,
+        max_resident=stage.score.max_resident,
+        engine=engine or stage.score.engine,
+        reads=stage.score.reads,
+        options=stage.score.options,
+    )
+
+
+def student_support(run: Run, stage: Stage) -> StudentSupport:
+    """The policies that sampled, for signals on their likeliest tokens."""
+    return StudentSupport(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
+
+
+def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, task: JudgeTask) -> Judged:
+    """Compute and commit the signals of one task; those the store has already are left alone."""
+    new = positions = 0
+    for kind, signals in _judge(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
+        new += run.store.commit_signals(task.teacher, kind, signals)
+        positions += sum(_positions(signal) for signal in signals)
+    return Judged(task.teacher, new, positions)
+
+
+def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:
+    """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
+    objective = run.job.objective(stage)
+    rows, samples = stage_samples(run.store, stage, generation, ["domain", "effort"])
+    wanted: dict[tuple[str, str], Rows] = {}
+    if objective.signals:
+        pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
+        routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
+        kinds = dict.fromkeys((*objective.signals, *ALWAYS)) if stage.data != "reference" else objective.signals
+        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in kinds}
+    wanted |= {(teacher, "logprob"): rows for teacher in _reference(run, stage)}
+    missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
+    return {key: rows for key, rows in missing.items() if len(rows)}
+
+
+def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
+    term = run.job.objective(stage).policy_gradient
+    return (term.reference,) if term and term.reference else ()
+
+
+def _judge(
+    run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, teacher: str, kinds: list[str], rows: Rows
+) -> dict[str, list[Signal]]:
+    samples = list(stored_samples(run, rows))
+    signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
+    renderer = prompt_renderer(run, teacher, samples)
+    for signal in score_samples(pool, teacher, kinds, samples, stage.score, render_prompt=renderer, student=student):
+        signals[signal.kind].append(signal)
+    return signals
+
+
+def _responses(run: Run, rows: Rows) -> Iterator[str]:
+    prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
+    tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
+    for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
+        yield decode(run, ids.as_py()[prompt_len:])
+
+
+def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
+    """Kinds that miss exactly the same rows share one forward pass."""
+    groups: dict[bytes, tuple[list[str], Rows]] = {}
+    for kind, rows in work.items():
+        groups.setdefault(rows.tobytes(), ([], rows))[0].append(kind)
+    return list(groups.values())
+
+
+def _chunks(rows: Rows) -> list[Rows]:
+    return [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+
+
+def _positions(signal: Signal) -> int:
+    for rows in (signal.hidden, signal.topk_ids, signal.logprob):
+        if rows is not None:
+            return len(rows)
+    return 0
+
+
+def _record_time(run: Run, stage: Stage, generation: int | None, action: str, seconds: float) -> None:
+    ordinal = -1 if generation is None else generation
+    name = f"time/{stage.name}/{ordinal}/{action}"
+    run.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action})

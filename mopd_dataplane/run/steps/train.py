@@ -1,0 +1,259 @@
+"""Train planned windows: a loader process and the trainer's processes, alive from window to window.
+
+One trainer process reads the loader's socket; several ([scale] ranks) are started and watched by torchrun's agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.sections import Scale
+from mopd_dataplane.load.launch import start_server
+from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.records import PlanWindow, StepMetrics
+from mopd_dataplane.run.checkpoint_copy import StoredCheckpoints
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.progress import Advance
+from mopd_dataplane.run.steps.retain import free_served
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.train.checkpoint import latest_checkpoint
+from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.node_agent import node_count, node_rank
+from mopd_dataplane.train.spec import HeadFile, TrainSpec
+
+POLL_S = 0.1
+STOP_S = 30.0
+"""How long an interrupted trainer may take to write its last checkpoint."""
+PATIENCE_S = 7 * 86400.0
+"""A trainer waits for its next window as long as this process lives; the loader ends with it, and tells."""
+
+
+class Training:
+    """The training of one stage. Processes start with the first window that has to be trained, and end with the block.
+
+    with Training(run, stage) as training:
+        version = training.train(plan)
+    """
+
+    def __init__(self, run: Run, stage: Stage, *, samples: int = 0) -> None:
+        """samples: of the whole stage, where a window is a fixed amount of them; 0 where it is a whole iteration."""
+        self._run = run
+        self._stage = stage
+        self._samples = samples
+        self._checkpoints = StoredCheckpoints(run.work, stage.name)
+        self._trainer: subprocess.Popen[bytes] | None = None
+        self._resources = contextlib.ExitStack()
+
+    def train(self, plan: PlanWindow) -> int:
+        """Train a recorded window unless its policy version exists; returns that version.
+
+        Continues from the last checkpoint. Raises the trainer's error under its own exit code, EngineError when it
+        died without one.
+        """
+        run, stage, version = self._run, self._stage, plan.window + 1
+        if run.policies.latest(stage) < version:
+            steps = len(plan.step_starts) - 1
+            with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
+                trainer = self._trainer or self._start()
+                self._watch(trainer, plan, version, advance)
+                self._publish()
+                done = [m for m in self._metrics() if m.window == plan.window]
+                report.facts = _summary(done)
+            name = f"time/{stage.name}/{plan.window}/train"
+            run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
+        self._record_steps()
+        free_served(run, stage)
+        return version
+
+    def take_part(self, versions: int | None) -> None:
+        """On a node besides the first: train beside it until it has published that many versions, or, where nobody
+        knows how many there will be, until the plan log is closed."""
+        trainer = self._start()
+        while trainer.poll() is None and (versions is None or self._run.policies.latest(self._stage) < versions):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(POLL_S)
+        if trainer.returncode:
+            self._died(trainer.returncode)
+
+    def __enter__(self) -> Training:
+        if node_rank() == 0:  # what a killed run, here or on another node, left undone
+            self._publish()
+            self._checkpoints.fetch()
+            self._record_steps()
+            free_served(self._run, self._stage)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+        self._trainer = None
+        if node_rank() == 0:
+            self._publish_checkpoint()
+
+    def _publish(self) -> None:
+        """Have checkpoint and policies in the store, in this order: whoever finds a policy can also go on from it."""
+        self._checkpoints.publish()
+        self._run.policies.publish(self._stage)
+
+    def _record_steps(self) -> None:
+        if metrics := self._metrics():
+            self._run.store.add_steps(metrics)
+
+    def _publish_checkpoint(self) -> None:
+        if why_not := self._checkpoints.try_to_publish():
+            self._run.progress.say(f"{self._stage.name:<16} train    {why_not}")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        run, stage = self._run, self._stage
+        run.policies.folder(stage, run.policies.latest(stage))
+        check_cursor(run.store, stage.name, self._folder)
+        scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
+        # A micro-batch holds all its packs at once, and the next one is read meanwhile.
+        load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
+        sources = {"topk_support": stage.score.topk_support, "verifier": stage.verifier}
+        load_spec = LoadSpec.for_stage(stage.name, load, run.job.objective(stage), **sources)
+        publish_file(scratch / "train.json", self._spec(scratch).model_dump_json().encode())
+        trainer = self._trainer = _trainer(scratch / "train.json", ranks_here(run.job.scale))
+        # Both start at once, the trainer waits for the loader; the trainer must end first, or it would miss its loader.
+        try:
+            self._resources.enter_context(start_server(run.store.uri, scratch / "loader.sock", load_spec))
+        except BaseException:
+            _stop(trainer)
+            raise
+        self._resources.callback(_stop, trainer)
+        return trainer
+
+    def _spec(self, scratch: Path) -> TrainSpec:
+        run, stage = self._run, self._stage
+        teachers = run.job.teachers_of(stage)
+        known = run.store.teachers()
+        for name in teachers:
+            if name in known:
+                run.work.fetch_file(known[name].head_file)
+        return TrainSpec(
+            stage=stage.name,
+            start=str(run.policies.start(stage)),
+            policy_dir=str(run.policies.stage_folder(stage)),
+            checkpoint_dir=str(self._folder),
+            socket=str(scratch / "loader.sock"),
+            train=stage.train,
+            objective=run.job.objective(stage),
+            heads={
+                name: HeadFile(path=str(run.root / known[name].head_file), digest=known[name].head_digest)
+                for name in teachers
+                if name in known
+            },
+            teachers=teachers,
+            total_steps=self._steps_expected(),
+            seed=run.job.seed,
+            dtype=run.job.student.dtype,
+            temperature=stage.rollout.temperature or 1.0,
+            max_new_tokens=stage.rollout.max_new_tokens,
+            deadline_s=run.job.load.deadline_s,
+            patience_s=PATIENCE_S,
+            context_parallel=run.job.scale.context_parallel,
+            rank_deadline_s=run.job.scale.rank_deadline_s,
+            rendezvous=str(scratch / "rendezvous") if node_count() == 1 else "",
+        )
+
+    @property
+    def _folder(self) -> Path:
+        return self._checkpoints.folder
+
+    def _steps_expected(self) -> int:
+        """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every window."""
+        first = self._run.store.plan(self._stage.name, 0)
+        if first is None:
+            return 0
+        trained = self._samples * self._stage.train.epochs
+        windows = math.ceil(trained / len(first.sample_rows)) if trained else self._stage.iterations
+        return (len(first.step_starts) - 1) * windows
+
+    def _metrics(self) -> list[StepMetrics]:
+        return read_metrics(self._folder)
+
+    def _watch(self, trainer: subprocess.Popen[bytes], plan: PlanWindow, version: int, advance: Advance) -> None:
+        """Follow the metrics file until the window's policy is published."""
+        while self._run.policies.latest(self._stage) < version:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trainer.wait(POLL_S)
+                if self._run.policies.latest(self._stage) < version:
+                    self._died(trainer.returncode)
+            done = [m for m in self._metrics() if m.window == plan.window]
+            if done:
+                advance(len(done), **_summary(done[-1:]))
+            self._publish_checkpoint()
+
+    def _died(self, code: int) -> None:
+        where = f"stage {self._stage.name!r}: the trainer"
+        for kind in MopdError.__subclasses__():
+            if kind.exit_code == code:
+                raise kind(f"{where} stopped with the error above; mend it and run the same command again to continue")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise EngineError(f"{where} {how}; run the same command again to continue from its last checkpoint")
+
+
+def check_cursor(store: Store, stage: str, folder: Path) -> None:
+    """Refuse a checkpoint of a plan that the store did not record: another run left it, and would wait for ever.
+
+    Plans are recorded before they are used, so a checkpoint's own is always there. Raises MismatchError.
+    """
+    saved = latest_checkpoint(folder)
+    if saved is None:
+        return
+    position, identity = saved
+    near = (store.plan(stage, window) for window in (position.window - 1, position.window) if window >= 0)
+    if identity.plan_digest not in {plan.digest for plan in near if plan is not None}:
+        raise MismatchError(
+            f"the checkpoint in {folder} belongs to plan {identity.plan_digest[:16]}, near window {position.window}, "
+            f"which {store.uri} has not recorded: another run left it; delete the folder to train the stage anew"
+        )
+
+
+def ranks_here(scale: Scale) -> int:
+    """Trainer processes of this node. Raises InputError when the nodes cannot have equally many."""
+    nodes = node_count()
+    if scale.ranks % nodes:
+        raise InputError(f"scale.ranks = {scale.ranks} is no multiple of the {nodes} nodes (PET_NNODES); change one")
+    return scale.ranks // nodes
+
+
+def _trainer(spec: Path, ranks: int) -> subprocess.Popen[bytes]:
+    """The trainer, or the agent of its ranks: out of the terminal's reach, so that Ctrl-C comes to each rank once."""
+    if ranks * node_count() == 1:
+        return subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec)])
+    command = [sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), str(ranks)]
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def _stop(trainer: subprocess.Popen[bytes]) -> None:
+    """Ask a running trainer to checkpoint and leave; kill it when it does not."""
+    if trainer.poll() is None:
+        os.kill(trainer.pid, signal.SIGTERM)
+        try:
+            trainer.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            trainer.kill()
+            trainer.wait(STOP_S)
+
+
+def _summary(steps: list[StepMetrics]) -> dict[str, str]:
+    if not steps:
+        return {}
+    facts = {"steps": str(len(steps)), "loss": f"{steps[-1].loss:.4f}"}
+    if steps[-1].reverse_kl == steps[-1].reverse_kl:
+        facts["reverse_kl"] = f"{sum(m.reverse_kl for m in steps) / len(steps):.4f}"
+    wait = sum(m.data_wait_s for m in steps) / max(sum(m.step_time_s for m in steps), 1e-9)
+    return {**facts, "data_wait": f"{100 * wait:.1f} %", "staleness": f"{max(m.staleness_max for m in steps)}"}

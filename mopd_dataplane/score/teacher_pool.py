@@ -1,0 +1,270 @@
+"""The teacher pool: any number of teachers on disk, a bounded number in memory."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from mopd_dataplane.base.files import fsync
+from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.job import sections
+from mopd_dataplane.models import hf
+from mopd_dataplane.records import Teacher
+from mopd_dataplane.score.quantise import quantisation_of, quantise
+from mopd_dataplane.score.readers import HfReader, Reader
+from mopd_dataplane.score.teacher_forward import Judge, blended_head
+
+if TYPE_CHECKING:
+    from mopd_kernels import Head
+    from transformers import PreTrainedModel
+
+    from mopd_dataplane.score.vllm_logprobs import LogprobReader
+
+
+@dataclass(frozen=True)
+class TeacherSpec:
+    """Where a teacher's weights lie and how the pool holds it."""
+
+    folder: Path | None
+    """None for a blend, whose members have folders of their own."""
+    settings: sections.Teacher
+
+
+class TeacherPool:
+    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used.
+
+    student_tokenizer: digest every teacher's tokenizer must have. Used as
+
+        pool = TeacherPool({"math": TeacherSpec(folder, settings)}, student_tokenizer=digest)
+        record = pool.register("math", store_root)      # checks, then writes heads/math.safetensors once
+        judge = pool.judge("math")
+
+    engine: what runs the teachers; reads: what vLLM is asked for; options: EngineArgs for vLLM started here. close()
+    ends what is running.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, TeacherSpec],
+        *,
+        student_tokenizer: str,
+        max_resident: int = 1,
+        device: str = "cpu",
+        engine: Literal["hf", "vllm"] = "hf",
+        reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states",
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._specs = dict(specs)
+        self._student_tokenizer = student_tokenizer
+        self._max_resident = max_resident
+        self._device = device
+        self._engine = engine
+        self._reads = reads
+        self._options = options or {}
+        for name, spec in specs.items():
+            if engine == "vllm" and spec.settings.quantisation != "none":
+                raise MismatchError(
+                    f"teacher {name!r} has quantisation = {spec.settings.quantisation!r}, which the Hugging Face "
+                    'scorer applies; set score.engine = "hf", or quantisation = "none"'
+                )
+        self._resident: OrderedDict[str, Reader | LogprobReader] = OrderedDict()
+        self.loads: dict[str, int] = {}
+        """How often each teacher was read from disk."""
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Teachers in memory, least recently used first."""
+        return tuple(self._resident)
+
+    def judge(self, name: str) -> Judge:
+        """The teacher ready to judge. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
+        may be in memory at once."""
+        blend = self._spec(name).settings.blend or {name: 1.0}
+        if len(blend) > self._max_resident:
+            raise MismatchError(
+                f"teacher {name!r} blends {len(blend)} teachers, score.max_resident = {self._max_resident} may be in "
+                f"memory at once; set it to at least {len(blend)}"
+            )
+        return Judge(tuple(self.reader(member) for member in blend), tuple(blend.values()))
+
+    def model(self, name: str) -> PreTrainedModel:
+        """A teacher's own transformers model, in evaluation mode. Raises UnknownNameError, MismatchError."""
+        reader = self.reader(name)
+        if not isinstance(reader, HfReader):
+            raise MismatchError(f"teacher {name!r} runs in vLLM; only a transformers model can be had")
+        return reader.model
+
+    def reader(self, name: str) -> Reader:
+        """A teacher, ready to give states, in its own dtype. Raises UnknownNameError, MismatchError, EngineError."""
+        found: Reader = self._held(name)  # type: ignore[assignment]
+        return found
+
+    def as_stored(self, name: str) -> Reader:
+        """A teacher with the weights of its folder, whatever its quantisation. The pool drops what it holds first, and
+        does not keep this one. Raises UnknownNameError, MismatchError."""
+        self.close()
+        return self._hf_reader(self._checked(name), self._spec(name).settings.dtype)
+
+    def logprob_reader(self, name: str) -> LogprobReader:
+        """The same, for a pool of vLLM teachers that give log-probs of text."""
+        found: LogprobReader = self._held(name)  # type: ignore[assignment]
+        return found
+
+    def close(self) -> None:
+        """Drop every teacher in memory, and end the engines that run them."""
+        while self._resident:
+            self._resident.popitem()[1].close()
+
+    def _held(self, name: str) -> Reader | LogprobReader:
+        if name not in self._resident:
+            spec, folder = self._spec(name), self._checked(name)
+            while len(self._resident) >= self._max_resident:
+                self._resident.popitem(last=False)[1].close()
+                gc.collect()
+            self._resident[name] = self._open(folder, spec.settings)
+            self.loads[name] = self.loads.get(name, 0) + 1
+        self._resident.move_to_end(name)
+        return self._resident[name]
+
+    def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
+        if self._engine == "hf":
+            reader = self._hf_reader(folder, settings.dtype)
+            quantise(reader.model, settings.quantisation)
+            return reader
+        if self._reads == "prompt_logprobs":
+            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, VllmLogprobs
+
+            if settings.url:
+                return ServerLogprobs(folder, hf.weights_digest(folder), url=settings.url)
+            return VllmLogprobs(folder, dtype=settings.dtype, options=self._options)
+        from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
+
+        head = hf.load_head(folder, dtype="float32")
+        if self._reads == "extract_hidden_states":
+            from mopd_dataplane.score.vllm_extract import ExtractingReader
+
+            return ExtractingReader(folder, head, dtype=settings.dtype, options=self._options)
+        if settings.url:
+            return ServerReader(folder, hf.weights_digest(folder), head, url=settings.url)
+        return VllmReader(folder, head, dtype=settings.dtype, options=self._options)
+
+    def _hf_reader(self, folder: Path, dtype: str) -> HfReader:
+        return HfReader(hf.load_model(folder, dtype=dtype, device=self._device))
+
+    def _head(self, name: str) -> Head:
+        """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
+        if self._engine == "hf":
+            return self.judge(name).head
+        blend = self._spec(name).settings.blend or {name: 1.0}
+        heads = [hf.load_head(self._checked(one), dtype=self._spec(one).settings.dtype) for one in blend]
+        return blended_head(heads, list(blend.values()))
+
+    def register(self, name: str, root: Path) -> Teacher:
+        """Check a teacher and write its LM head to `root/heads/<name>.safetensors` unless it is there.
+
+        Returns the row for `teachers`. Raises MismatchError, with nothing written, when the tokenizer differs from
+        the student's or a head of other weights has the name; UnknownNameError for an unknown name or folder.
+        """
+        spec = self._spec(name)
+        weights = self._digest(name)
+        file = root / "heads" / f"{name}.safetensors"
+        if not file.is_file():
+            write_head(file, self._head(name), weights)
+        shape, metadata = _read_header(file)
+        if metadata["weights_digest"] != weights:
+            raise MismatchError(
+                f"{file} is the head of weights {metadata['weights_digest'][:16]}, teacher {name!r} now has "
+                f"{weights[:16]}; signals of both cannot share a name: give the new teacher another name"
+            )
+        return Teacher(
+            name=name,
+            source=spec.settings.source or _words(spec.settings.blend),
+            weights_digest=weights,
+            tokenizer_digest=self._student_tokenizer,
+            vocab_size=shape[0],
+            hidden_size=shape[1],
+            dtype=spec.settings.dtype,
+            norm_placement=metadata["norm_placement"],
+            logit_softcap=float(metadata["logit_softcap"]),
+            logit_scale=float(metadata["logit_scale"]),
+            quantisation=quantisation_of(
+                self._spec(one).settings.quantisation for one in spec.settings.blend or (name,)
+            ),
+            head_file=str(file.relative_to(root)),
+            head_digest=hf.file_digest(file),
+        )
+
+    def _digest(self, name: str) -> str:
+        """Digest of the weights a teacher judges with: the stored ones and how they are rounded; of a blend, over its
+        members' digests and weights."""
+        settings = self._spec(name).settings
+        if settings.blend:
+            return _digest_of("+".join(f"{self._digest(m)}*{weight!r}" for m, weight in settings.blend.items()))
+        stored = hf.weights_digest(self._checked(name))
+        return stored if settings.quantisation == "none" else _digest_of(f"{stored} as {settings.quantisation}")
+
+    def _spec(self, name: str) -> TeacherSpec:
+        if name not in self._specs:
+            raise UnknownNameError(f"no teacher {name!r} in the pool: {nearest(name, self._specs)}")
+        return self._specs[name]
+
+    def _checked(self, name: str) -> Path:
+        """Folder of a teacher whose tokenizer is the student's."""
+        folder = self._spec(name).folder
+        if folder is None:
+            raise MismatchError(f"teacher {name!r} is a blend: it has no weights of its own; name one of its members")
+        digest = hf.tokenizer_digest(hf.load_tokenizer(folder))
+        hf.check_same_tokenizer(self._student_tokenizer, digest, name=name)
+        return folder
+
+
+def _digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _words(blend: Mapping[str, float]) -> str:
+    signed = (f"{'-' if weight < 0 else '+'} {abs(weight):g} {name}" for name, weight in blend.items())
+    return " ".join(signed).removeprefix("+ ")
+
+
+def write_head(file: Path, head: Head, weights: str) -> None:
+    """Write an LM head durably, under a temporary name first: a half-written head never has the name.
+
+    Tensors `weight` [V, D] and `bias` [V] if any, in the head's dtype; what the architecture does to its logits is
+    in the file's metadata, so the file alone says how to turn stored hidden states into logits.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {"weight": head.weight.detach().cpu().contiguous()}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.detach().cpu().contiguous()
+    metadata = {
+        "weights_digest": weights,
+        "norm_placement": "post",
+        "logit_softcap": repr(head.softcap or 0.0),
+        "logit_scale": repr(head.logit_scale),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    staging = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    save_file(tensors, staging, metadata=metadata)
+    fsync(staging)
+    staging.replace(file)
+    fsync(file.parent)
+
+
+def _read_header(file: Path) -> tuple[tuple[int, int], dict[str, str]]:
+    """[V, D] and the metadata of a head file. Raises DamagedError when it is not one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as stored:
+            rows, width = stored.get_slice("weight").get_shape()
+            return (int(rows), int(width)), dict(stored.metadata() or {})
+    except SafetensorError as error:
+        raise DamagedError(f"{file} is not a readable head file ({error}); delete it and score again") from None

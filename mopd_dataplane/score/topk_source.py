@@ -1,0 +1,70 @@
+"""Whose likeliest tokens a teacher is asked about: the student's top-k, from the policy version that wrote the token.
+
+Axes: R response tokens, M loss-masked response tokens, k stored tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from mopd_kernels import topk_logprobs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mopd_dataplane.models import hf
+from mopd_dataplane.score.states import predicting_states
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from mopd_dataplane.score.scorer import Scorable
+
+
+class StudentSupport:
+    """The k likeliest tokens of a stage's policy, one version in memory at a time.
+
+    folder(version): the weights of a version of the stage's policy.
+    """
+
+    def __init__(self, folder: Callable[[int], Path], *, dtype: str = "float32", device: str = "cpu") -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._device = device
+        self._version = -1
+        self._model: PreTrainedModel | None = None
+
+    def ids(self, samples: Sequence[Scorable], k: int) -> Tensor:
+        """[sum of M, k] int64 on the CPU, likeliest first, sample after sample; k is at most the vocabulary.
+
+        Raises UnknownNameError when the weights of a version are gone.
+        """
+        written_by = [sample.versions[sample.loss_mask.astype(bool)] for sample in samples]
+        every = np.concatenate(written_by)
+        parts: list[tuple[NDArray[np.int64], Tensor]] = []
+        for version in np.unique(every).tolist():
+            model = self._load(version)
+            head = hf.lm_head(model)
+            chosen = [(sample, by == version) for sample, by in zip(samples, written_by, strict=True)]
+            chosen = [(sample, mine) for sample, mine in chosen if mine.any()]
+            states = predicting_states(
+                model,
+                [sample.tokens.astype(np.int64) for sample, _ in chosen],
+                [np.flatnonzero(sample.loss_mask)[mine] + sample.prompt_len for sample, mine in chosen],
+            )
+            found, _ = topk_logprobs(states, head, min(k, len(head.weight)))
+            parts.append((np.flatnonzero(every == version), found.cpu()))
+        ids = torch.zeros(len(every), parts[0][1].shape[1] if parts else k, dtype=torch.int64)
+        for places, found in parts:
+            ids[torch.from_numpy(places)] = found
+        return ids
+
+    def _load(self, version: int) -> PreTrainedModel:
+        if self._model is None or self._version != version:
+            self._model = None
+            self._model = hf.load_model(self._folder(version), dtype=self._dtype, device=self._device)
+            self._version = version
+        return self._model

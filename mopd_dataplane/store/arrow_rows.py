@@ -1,0 +1,227 @@
+"""Records <-> Arrow rows. Shapes and values are checked here, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.checksum import payload_crc
+from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
+from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
+from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
+
+PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
+RECORDED = ("support_sizes", "support_ids", "experts")
+"""Columns of `tokens` in the order of payload_crc; those of RECORDED have no part in it where they are null."""
+
+
+def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
+    """Arrow rows of a light table; `created_at` is filled in, missing nullable columns are null.
+
+    Raises InputError naming the column that is unknown, missing, or of another type.
+    """
+    now = datetime.now(UTC)
+    filled = [{"created_at": now, **record} if "created_at" in spec.schema.names else record for record in records]
+    for name in set().union(*filled) - set(spec.schema.names):
+        raise InputError(f"table {spec.name!r} has no column {name!r}: {nearest(name, spec.schema.names)}")
+    try:
+        rows = pa.Table.from_pylist(filled, schema=spec.schema)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise InputError(f"table {spec.name!r}: {error}") from error
+    for field, column in zip(spec.schema, rows.columns, strict=True):
+        if column.null_count and not field.nullable:
+            record = filled[column.is_null().to_pylist().index(True)]
+            raise InputError(f"table {spec.name!r} needs a value in column {field.name!r}, row {record!r:.200}")
+    return rows
+
+
+def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.ListArray:
+    """A list column out of one numpy array per row (None is null), in one copy."""
+    lengths = [0 if array is None else len(array) for array in arrays]
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise InputError(f"{offsets[-1]} values in one batch exceed 2^31 - 1: commit fewer rows at once")
+    dtype = kind.value_type.to_pandas_dtype()
+    present = [np.asarray(array, dtype) for array in arrays if array is not None]
+    values = np.concatenate(present) if present else np.empty(0, dtype)
+    nulls = pa.array([array is None for array in arrays]) if any(array is None for array in arrays) else None
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)), pa.array(values, kind.value_type), type=kind, mask=nulls
+    )
+
+
+def check_sample(sample: Sample) -> None:
+    """Raise MismatchError for lengths and names that do not fit, EngineError for impossible log-probs."""
+    where = f"sample {sample.uid}"
+    if len(sample.uid) != 32 or set(sample.uid) - set("0123456789abcdef"):
+        raise MismatchError(f"sample uid {sample.uid!r:.80} is not 32 hex digits; use records.sample_uid")
+    length = sample.response_len
+    if not 0 <= sample.prompt_len <= len(sample.tokens):
+        raise MismatchError(f"{where}: prompt_len {sample.prompt_len} outside 0 to {len(sample.tokens)} tokens")
+    for name, array in (("loss_mask", sample.loss_mask), ("logprobs", sample.logprobs)):
+        if array is not None and len(array) != length:
+            raise MismatchError(f"{where}: {name} has {len(array)} values, the response has {length} tokens")
+    starts = np.asarray(sample.version_starts)
+    if len(starts) != len(sample.versions) or len(starts) == 0 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+        raise MismatchError(
+            f"{where}: version_starts {starts.tolist()} and versions {list(sample.versions)} must be of one length, "
+            "the first start 0, then rising"
+        )
+    if starts[-1] > max(length - 1, 0):
+        raise MismatchError(f"{where}: a version span starts at {starts[-1]}, past the {length} response tokens")
+    for name, value, allowed in (
+        ("finish_reason", sample.finish_reason, FINISH_REASONS),
+        ("resume", sample.resume, RESUME_KINDS),
+    ):
+        if value not in allowed:
+            raise MismatchError(f"{where}: {name} {value!r}: {nearest(value, allowed)}")
+    if sample.logprobs is not None:
+        bad = ~np.isfinite(sample.logprobs) | (sample.logprobs > 0)
+        if bad.any():
+            place = int(np.argmax(bad))
+            raise EngineError(
+                f"{where}: log-prob {sample.logprobs[place]} at response position {place}; allowed: finite and <= 0; "
+                "the engine's logits are not to be trusted"
+            )
+    _check_support(sample, where)
+    experts, read = sample.experts, max(len(sample.tokens) - 1, 0)
+    if experts is not None and (experts.ndim != 2 or len(experts) != read or (experts < 0).any()):
+        raise MismatchError(
+            f"{where}: experts has shape {list(experts.shape)}; a row of ids, at least 0, for each of the "
+            f"{len(sample.tokens)} tokens but the last"
+        )
+
+
+def _check_support(sample: Sample, where: str) -> None:
+    sizes, ids = sample.support_sizes, sample.support_ids
+    if sizes is None and ids is None:
+        return
+    if sizes is None or ids is None or len(sizes) != sample.loss_tokens or (sizes < 0).any() or sizes.sum() != len(ids):
+        said = [None if array is None else len(array) for array in (sizes, ids)]
+        raise MismatchError(
+            f"{where}: support_sizes and support_ids have {said[0]} and {said[1]} values; a size for each of the "
+            f"{sample.loss_tokens} loss tokens, at least 0, and as many ids as they sum to"
+        )
+    if (ids < 0).any():
+        raise MismatchError(f"{where}: support_ids holds {ids.min()}; token ids are at least 0")
+    drawn = sample.tokens[sample.prompt_len :][np.asarray(sample.loss_mask, bool)]
+    if not (good := Kept(sizes, ids).holds(drawn)).all():
+        place = int(np.argmin(good))
+        raise MismatchError(f"{where}: loss token {place} is id {drawn[place]}, which its kept set does not hold")
+
+
+def sample_crc(sample: Sample) -> int:
+    """payload_crc of the arrays of a sample, in the dtypes they are stored in."""
+    arrays = [_typed(getattr(sample, name), name) for name in (*PAYLOAD, *RECORDED)]
+    return tokens_crc(arrays)
+
+
+def tokens_crc(arrays: Sequence[NDArray[Any] | None]) -> int:
+    """payload_crc of the columns PAYLOAD and RECORDED of one row of `tokens`."""
+    fixed = len(PAYLOAD)
+    return payload_crc(*arrays[:fixed], *(array for array in arrays[fixed:] if array is not None))
+
+
+def _typed(array: NDArray[Any] | None, column: str) -> NDArray[Any] | None:
+    if array is None:
+        return None
+    return np.asarray(array, TOKENS.schema.field(column).type.value_type.to_pandas_dtype()).reshape(-1)
+
+
+def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
+    """One numpy view per row of a list column; None where it is null."""
+    views: list[NDArray[Any] | None] = []
+    for chunk in column.chunks:
+        values = chunk.values.to_numpy()
+        offsets = chunk.offsets.to_numpy()
+        valid = chunk.is_valid().to_numpy(zero_copy_only=False)
+        views += [
+            values[low:high] if there else None
+            for low, high, there in zip(offsets[:-1], offsets[1:], valid, strict=True)
+        ]
+    return views
+
+
+def token_rows(samples: Sequence[Sample]) -> pa.Table:
+    """Rows of `tokens`."""
+    columns = {"uid": pa.array([sample.uid for sample in samples], pa.string())}
+    for name in (*PAYLOAD, *RECORDED):
+        columns[name] = list_column([_typed(getattr(s, name), name) for s in samples], TOKENS.schema.field(name).type)
+    return pa.table(columns, schema=TOKENS.schema)
+
+
+def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs: Sequence[int]) -> pa.Table:
+    """Rows of `samples`: everything but the payload, and where the payload lies."""
+    records = []
+    for sample, payload_row, crc in zip(samples, payload_rows.tolist(), crcs, strict=True):
+        mask = np.asarray(sample.loss_mask, bool)
+        mean = None if sample.logprobs is None or not mask.any() else float(np.mean(sample.logprobs[mask]))
+        same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}
+        records.append(
+            same
+            | {
+                "policy_version_first": int(sample.versions[0]),
+                "policy_version_last": int(sample.versions[-1]),
+                "response_len": sample.response_len,
+                "total_len": len(sample.tokens),
+                "loss_tokens": sample.loss_tokens,
+                "mean_logprob": mean,
+                "experts_width": None if sample.experts is None else sample.experts.shape[1],
+                "version_spans": len(sample.versions),
+                "support_len": None if sample.support_ids is None else len(sample.support_ids),
+                "payload_row": payload_row,
+                "payload_crc": crc,
+                "schema_version": FORMAT_VERSION,
+            }
+        )
+    return to_rows(SAMPLES, records)
+
+
+def plan_record(plan: PlanWindow) -> dict[str, Any]:
+    """Row of `plans`."""
+    return {
+        "stage": plan.stage,
+        "window": plan.window,
+        "digest": plan.digest,
+        "seed": plan.seed,
+        "settings": json.dumps(plan.settings, sort_keys=True),
+        "snapshot": json.dumps({"uri": plan.snapshot.uri, "versions": plan.snapshot.versions}, sort_keys=True),
+        "teachers": plan.teachers,
+        "sample_rows": plan.sample_rows,
+        "pack_starts": plan.pack_starts,
+        "pack_teachers": plan.pack_teachers,
+        "step_starts": plan.step_starts,
+        "stats": json.dumps(plan.stats, sort_keys=True),
+    }
+
+
+def plan_of(row: pa.Table) -> PlanWindow:
+    """The plan a single row of `plans` holds."""
+
+    def array(name: str) -> NDArray[Any]:
+        return np.asarray(row[name].combine_chunks()[0].values.to_numpy())
+
+    plain = row.drop_columns(["sample_rows", "pack_starts", "pack_teachers", "step_starts"]).to_pylist()[0]
+    snapshot = json.loads(plain["snapshot"])
+    return PlanWindow(
+        stage=plain["stage"],
+        window=plain["window"],
+        seed=plain["seed"],
+        settings=json.loads(plain["settings"]),
+        snapshot=Snapshot(uri=snapshot["uri"], versions=snapshot["versions"]),
+        sample_rows=array("sample_rows"),
+        pack_starts=array("pack_starts"),
+        pack_teachers=array("pack_teachers"),
+        step_starts=array("step_starts"),
+        teachers=plain["teachers"],
+        stats=json.loads(plain["stats"]),
+        digest=plain["digest"],
+    )

@@ -1,0 +1,250 @@
+"""A durable key-value queue beside the tables of a store: what another framework puts through this store.
+
+Rows are only ever appended, and the last row of a key is its value; clearing appends a row that says so. So any
+number of processes may put, get and clear at once, and a kill leaves what was acknowledged. Bytes come back file by
+file: a step's values are put and cleared together, so its files go together, and what outlives them is written anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
+from mopd_dataplane.store.lance_errors import is_overtaken, reading, writing
+from mopd_dataplane.store.lock import committing
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.table import ATTEMPTS, BACKOFF_S, Table
+
+CLEARED = "cleared"
+KEEP = timedelta(minutes=10)
+"""Versions younger than this keep their files: a reader may be at work on them."""
+SWEEP_EVERY = 64
+"""Clears between looks for files that nobody needs."""
+
+MOVE_BELOW = 0.25
+"""Share of a file's rows below which its values are written anew, so that the file can go."""
+
+PINS = 4
+
+Key = tuple[int, str]
+"""(sample, field)"""
+
+
+@dataclass(frozen=True)
+class Value:
+    """Bytes and what they are: `kind` tensor with dtype and shape, or msgpack."""
+
+    kind: str
+    data: bytes
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
+class Queue:
+    """One queue, at queues/<name> of a store; made on first use."""
+
+    def __init__(self, uri: str, name: str, storage_options: dict[str, str] | None = None) -> None:
+        self._place = Place(uri, storage_options)
+        self._table = Table(self._place, f"queues/{name}")
+        self._clears = 0
+        if not self._table.exists():
+            self._table.create()
+
+    def put(self, keys: Sequence[Key], values: Sequence[Value]) -> None:
+        """Set values, durable and visible to every process on return. All of one call become visible together."""
+        self._append(keys, values)
+
+    def get(self, keys: Sequence[Key]) -> list[Value]:
+        """Values in the asked order. Raises UnknownNameError naming the first key without one, DamagedError."""
+        found = self._last_rows(keys, self._table.open())
+        values = []
+        for key in keys:
+            row = found.get(key)
+            if row is None or row["kind"] == CLEARED:
+                raise UnknownNameError(
+                    f"{self._table.uri}: sample {key[0]} has no field {key[1]!r}; it was cleared, or never put"
+                )
+            if crc32c(row["value"]) != row["crc"]:
+                raise DamagedError(f"{self._table.uri}: field {key[1]!r} of sample {key[0]} fails its checksum")
+            values.append(_value(row))
+        return values
+
+    def clear(self, keys: Sequence[Key]) -> None:
+        """Forget values, durably; keys without one are left alone."""
+        held = {key for key, kind in self._kinds(keys).items() if kind != CLEARED}
+        gone = [key for key in dict.fromkeys(keys) if key in held]
+        if gone:
+            self._append(gone, [Value(CLEARED, b"")] * len(gone))
+        self._clears += 1
+        if self._clears % SWEEP_EVERY == 0:
+            self.sweep()
+
+    def keys(self) -> list[Key]:
+        """Every key that has a value, in the order of its last put."""
+        return [key for key, kind in self._kinds(None).items() if kind != CLEARED]
+
+    def pin(self, name: str) -> None:
+        """Keep what there is now for `restore`, whatever happens to it; the newest PINS are kept."""
+        dataset = self._table.open()
+        dataset.tags.create(name, dataset.version)
+        held = sorted(dataset.tags.list().items(), key=lambda item: item[1]["version"], reverse=True)
+        for old, _ in held[PINS:]:
+            dataset.tags.delete(old)
+        self._table.make_durable(dataset)
+
+    def restore(self, name: str) -> None:
+        """Have what there was at a pin, and nothing else. Raises UnknownNameError when it is not kept any more."""
+        if name not in self._table.open().tags.list():
+            raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
+        before, now = self._contents(self._table.open(name)), self._contents(self._table.open())
+        self.clear([key for key in now if key not in before])
+        lost = [key for key, what in before.items() if now.get(key) != what]
+        if lost:
+            self._append(lost, [_value(row) for row in self._last_rows(lost, self._table.open(name)).values()])
+
+    def sweep(self) -> int:
+        """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
+        process writes at that moment. Their bytes leave the disk KEEP later."""
+        with committing(self._place, self._table.name):
+            return self._sweep(self._table.open())
+
+    def _sweep(self, dataset: lance.LanceDataset) -> int:
+        if moving := _Needed(dataset).to_move():
+            with reading(dataset.uri):
+                rows = dataset.take(moving)
+            moved = self._table.append_on(dataset, rows)
+            if moved is None:
+                return 0
+            self._table.make_durable(moved)
+            dataset = moved
+        unneeded = _Needed(dataset).unneeded()
+        if unneeded:
+            operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
+            with writing(self._table.uri):
+                try:
+                    dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
+                except OSError as error:
+                    if not is_overtaken(error):
+                        raise
+                    return 0
+            self._table.make_durable(dataset)
+        dataset.cleanup_old_versions(older_than=KEEP, error_if_tagged_old_versions=False)
+        return len(unneeded)
+
+    def _append(self, keys: Sequence[Key], values: Sequence[Value]) -> None:
+        now = datetime.now(UTC)
+        rows = pa.table(
+            {
+                "sample": [sample for sample, _ in keys],
+                "field": [field for _, field in keys],
+                "kind": [value.kind for value in values],
+                "dtype": [value.dtype for value in values],
+                "shape": [list(value.shape) for value in values],
+                "value": [value.data for value in values],
+                "crc": [crc32c(value.data) for value in values],
+                "put_at": [now] * len(keys),
+            },
+            schema=self._table.schema,
+        )
+        with committing(self._place, self._table.name):
+            self._table.make_durable(self._appended(rows))
+
+    def _appended(self, rows: pa.Table) -> lance.LanceDataset:
+        """An append is refused when files were moved at that moment; it is then repeated."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._table.append(rows)[1]
+            except OSError as error:
+                if not is_overtaken(error):
+                    raise
+            time.sleep(BACKOFF_S * (attempt + 1))
+        raise ResourceError(f"{self._table.uri}: {ATTEMPTS} puts in a row were overtaken; stop other writers or retry")
+
+    def _last_rows(self, keys: Sequence[Key], dataset: lance.LanceDataset) -> dict[Key, dict[str, Any]]:
+        """The last row of each key that has one, in the asked order."""
+        with reading(dataset.uri):
+            rows = dataset.to_table(filter=_filter(set(keys))).to_pylist() if keys else []
+        found = {(row["sample"], row["field"]): row for row in rows}
+        return {key: found[key] for key in keys if key in found}
+
+    def _contents(self, dataset: lance.LanceDataset) -> dict[Key, tuple[Any, ...]]:
+        """What tells the value of each key from another one, without reading it."""
+        columns = ["sample", "field", "kind", "dtype", "shape", "crc"]
+        with reading(dataset.uri):
+            rows = dataset.to_table(columns=columns).to_pylist()
+        last = {(row["sample"], row["field"]): (row["kind"], row["dtype"], row["shape"], row["crc"]) for row in rows}
+        return {key: what for key, what in last.items() if what[0] != CLEARED}
+
+    def _kinds(self, keys: Sequence[Key] | None) -> dict[Key, str]:
+        """Kind of each key's last row; of every key when none are given."""
+        dataset = self._table.open()
+        wanted = None if keys is None else _filter(set(keys))
+        with reading(dataset.uri):
+            rows = dataset.to_table(columns=["sample", "field", "kind"], filter=wanted) if keys != [] else None
+        found: dict[Key, str] = {}
+        for sample, field, kind in zip(*rows.to_pydict().values(), strict=True) if rows is not None else ():
+            found.pop((sample, field), None)
+            found[sample, field] = kind
+        return found
+
+
+def _value(row: dict[str, Any]) -> Value:
+    return Value(row["kind"], row["value"], row["dtype"], tuple(row["shape"]))
+
+
+def _filter(keys: Iterable[Key]) -> str:
+    """Lance predicate of some keys: one clause a field."""
+    clauses = []
+    for field, group in groupby(sorted(keys, key=itemgetter(1, 0)), key=itemgetter(1)):
+        quoted = field.replace("'", "''")
+        clauses.append(f"(field = '{quoted}' AND sample IN ({', '.join(str(sample) for sample, _ in group)}))")
+    return " OR ".join(clauses)
+
+
+class _Needed:
+    """Which rows of a version are needed: a key's value; or its clearing, while an older row of it is kept."""
+
+    def __init__(self, dataset: lance.LanceDataset) -> None:
+        fragments = dataset.get_fragments()
+        table = dataset.to_table(columns=["sample", "field", "kind"])
+        self._fragments = [fragment.fragment_id for fragment in fragments]
+        self._owner = np.repeat(self._fragments, [fragment.count_rows() for fragment in fragments])
+        fields = table["field"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        pairs = np.stack([table["sample"].to_numpy(), fields], axis=1)
+        _, self._key = np.unique(pairs, axis=0, return_inverse=True)
+        place = np.arange(len(self._key))
+        last = np.full(self._key.max(initial=-1) + 1, -1)
+        np.maximum.at(last, self._key, place)
+        is_cleared = table["kind"].to_numpy() == CLEARED
+        self._last = last[self._key] == place
+        self._value = self._last & ~is_cleared
+        self._clearing = self._last & is_cleared
+
+    def to_move(self) -> list[int]:
+        """Rows with a value, in files of which they are the smaller part by MOVE_BELOW."""
+        sizes = {number: (self._owner == number).sum() for number in self._fragments}
+        values = {number: self._value[self._owner == number].sum() for number in self._fragments}
+        sparse = [number for number in self._fragments if 0 < values[number] < MOVE_BELOW * sizes[number]]
+        rows: list[int] = np.flatnonzero(self._value & np.isin(self._owner, sparse)).tolist()
+        return rows
+
+    def unneeded(self) -> list[int]:
+        """Files without a row that is needed."""
+        kept = set(self._owner[self._value].tolist())
+        while True:
+            older_kept = np.unique(self._key[~self._last & np.isin(self._owner, list(kept))])
+            more = set(self._owner[self._clearing & np.isin(self._key, older_kept)].tolist()) - kept
+            if not more:
+                return [number for number in self._fragments if number not in kept]
+            kept |= more
