@@ -28,6 +28,7 @@ retire.py          hidden states that have served are freed
 snapshot.py        pinned versions
 maintain.py        counts, compaction, clean-up
 verify.py          the audit
+queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
 sql.py             one read-only SQL statement at pinned versions
 dataset.py         Store: the front door
 """

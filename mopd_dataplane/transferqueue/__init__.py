@@ -4,7 +4,6 @@
     transfer_queue.init(OmegaConf.create({"backend": {
         "storage_backend": "MopdStore", "MopdStore": {"store": "runs/demo", "queue": "train"}}}))
 
-queue.py     the durable key-value queue: one dataset beside the tables of a store
 codec.py     values ↔ bytes, without pickle
 backend.py   the classes TransferQueue asks for; importing this package registers them
 

@@ -21,8 +21,8 @@ from transfer_queue.utils.logging_utils import get_logger
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.store.queue import Key, Queue
 from mopd_dataplane.transferqueue.codec import decode, encode
-from mopd_dataplane.transferqueue.queue import Key, Queue
 
 NAME = "MopdStore"
 CLIENT = "MopdStorageClient"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mopd_dataplane.errors import DamagedError, InputError
-from mopd_dataplane.transferqueue.queue import Value
+from mopd_dataplane.store.queue import Value
 
 _TENSOR, _ARRAY, _TUPLE = 1, 2, 3
 

@@ -14,8 +14,8 @@ STAGES = {"rollout", "store", "score", "plan", "load", "train", "query"}
 NEIGHBOURS_ALLOWED = {("load", "store"), ("load", "plan"), ("query", "store")}
 """The loader process reads the store and deals packs with the planner's pure function; queries read the store. No
 other stage knows another; a process's __main__ puts its parts together."""
-LANCE_ALLOWED = {"store", "transferqueue", "bench"}
-"""The store; a queue with a dataset of its own beside it; and measurements of Lance itself."""
+LANCE_ALLOWED = {"store", "bench"}
+"""The store, and measurements of Lance itself."""
 UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}
 WAITS = {"wait": 0, "join": 0, "result": 0, "communicate": 0, "acquire": 0, "get": 0, "wait_for": 1}

@@ -30,7 +30,8 @@ def compare_teachers(
     """One row for each domain of the stage and teacher of the job, over the first generation's first answers.
 
     Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: see
-    score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the domain where it was evaluated.
+    score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the
+    domain where it was evaluated.
     Raises InputError when the stage has no rewarded answers.
     """
     run = open_run(job, Progress(console))
