@@ -23,11 +23,12 @@ _SUPPLY = 50
 def load_prompts(name: str, domain: Domain) -> list[Prompt]:
     """Training and held-out prompts of one domain, distinct in text, the same for the same settings.
 
-    Held-out prompts are drawn first, so that asking for more training prompts never moves them.
+    Evaluation prompts are drawn first and tuning prompts last, so that asking for more of the others never moves the
+    first, and asking for tuning prompts moves nothing.
     Raises PromptError when the source is empty, unreadable or has too few distinct prompts.
     """
     entries = _entries(name, domain)
-    wanted = [("eval", domain.eval), ("train", domain.train)]
+    wanted = [("eval", domain.eval), ("train", domain.train), ("tune", domain.tune)]
     prompts: list[Prompt] = []
     seen: set[str] = set()
     for split, count in wanted:
@@ -36,7 +37,8 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
             if entry is None:
                 raise PromptError(
                     f"domain {name!r}: {domain.source} {domain.dataset} has {len(seen)} distinct prompts, "
-                    f"{domain.eval} eval + {domain.train} train were asked for; lower them or widen the source"
+                    f"{domain.eval} eval + {domain.train} train + {domain.tune} tune were asked for; lower them or "
+                    "widen the source"
                 )
             text, answer, verifier_data, context = entry
             prompts.append(
@@ -108,7 +110,7 @@ def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
         raise PromptError(
             f"domain {name!r}: no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}"
         )
-    size = _SUPPLY * (domain.train + domain.eval)
+    size = _SUPPLY * (domain.train + domain.eval + domain.tune)
     try:
         dataset = reasoning_gym.create_dataset(domain.dataset, seed=domain.seed, size=size, **domain.args)
     except (TypeError, AssertionError) as error:

@@ -53,7 +53,7 @@ PROMPTS = TableSpec(
         [
             _field("prompt_id", _STRING, "unique name of the prompt"),
             _field("domain", _STRING, "routes samples to their teacher"),
-            _field("split", _STRING, "train, eval or import"),
+            _field("split", _STRING, "train, eval, tune or import"),
             _field("effort", _STRING, "reasoning-effort mode; empty when unused"),
             _field("source", _STRING, "where the prompt came from"),
             _field("text", _STRING, "what the student sees, before the tokenizer's template"),
@@ -282,6 +282,7 @@ REWARDS = TableSpec(
             _field("reward", pa.float32(), "value, by convention in [0, 1]"),
             _field("detail", _STRING, "what the verifier said", null=True),
             _field("created_at", _TIME, "wall clock, informative only"),
+            _field("correct", pa.bool_(), "entirely right; null where the reward is no verifier", null=True),
         ]
     ),
     key=("uid", "verifier"),
@@ -347,12 +348,13 @@ EVALS = TableSpec(
             _field("policy_version", pa.int32(), "its version"),
             _field("prompt_id", _STRING, "held-out prompt"),
             _field("domain", _STRING, "domain of the prompt"),
-            _field("reward", pa.float32(), "verifier's value", null=True),
+            _field("reward", pa.float32(), "what the reward function said, partial credit included", null=True),
             _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
             _field("response", _STRING, "decoded answer"),
             _field("response_len", pa.int32(), "R", unit="tokens"),
             _field("finish_reason", _STRING, "stop or length"),
             _field("created_at", _TIME, "wall clock, informative only"),
+            _field("correct", pa.bool_(), "entirely right; null where the reward is no verifier", null=True),
         ]
     ),
     key=("policy", "policy_version", "prompt_id"),

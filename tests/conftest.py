@@ -120,7 +120,7 @@ def _iteration(store: Store, questions: list[Prompt], generation: int, noise: np
         store.commit_signals(f"{domain}-expert", "hidden", [_hidden(s, rows[s.uid], noise) for s in own])
     store.add_rewards([
         {"uid": s.uid, "sample_row": rows[s.uid], "verifier": "reasoning-gym", "verifier_version": "0.1",
-         "reward": float(noise.random() < 0.3 + 0.2 * generation)}
+         "reward": float(right := noise.random() < 0.3 + 0.2 * generation), "correct": right}
         for s in samples
     ])  # fmt: skip
     plan = _plan(store, list(rows.values()), generation)
@@ -202,6 +202,7 @@ def _answer(question: Prompt, policy: str, version: int, rate: float, noise: np.
     share = (int(question.prompt_id.rpartition("-")[2]) + 0.5) / 8
     return {
         "policy": policy, "policy_version": version, "prompt_id": question.prompt_id, "domain": question.domain,
-        "reward": float(share % 1 < rate), "reverse_kl": None if policy.startswith("sft") else kl, "response": HOSTILE,
+        "reward": float(share % 1 < rate) or 0.5, "correct": share % 1 < rate,
+        "reverse_kl": None if policy.startswith("sft") else kl, "response": HOSTILE,
         "response_len": len(HOSTILE), "finish_reason": "stop",
     }  # fmt: skip

@@ -220,6 +220,7 @@ def print_accuracy(store: str) -> None:
     note(section.empty or section.text)
     for grid in section.grids:
         print_grid(grid)
+        note(grid.caption)
 
 
 def present(result: Any, *, as_json: bool) -> None:

@@ -74,13 +74,19 @@ class Domain(Section):
     train: int = Field(default=1000, ge=1)
     """Distinct training prompts."""
     eval: int = Field(default=0, ge=0)
-    """Held-out prompts, disjoint in text from the training prompts."""
+    """Held-out prompts, disjoint in text from the training prompts: what published figures are measured on."""
+    tune: int = Field(default=0, ge=0)
+    """Further held-out prompts, disjoint from both: what settings are chosen on (`eval.split = "tune"`)."""
     seed: int = 0
     effort: str = ""
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
     reward: str = "reasoning-gym"
-    """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a float."""
+    """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a bool, a float,
+    or both as (float, bool); score/reward.py says what each means."""
+    right: Literal["reward", "reference"] = "reward"
+    """Which answers count as entirely right: those the reward calls so, or of those only the reference answer itself,
+    where a verifier also pays near misses in full."""
 
 
 class Teacher(Section):
@@ -369,6 +375,8 @@ class Eval(Section):
 
     every: int = Field(default=1, ge=0)
     """Iterations between evaluations of a stage's policy; 0 evaluates only its last version."""
+    split: Literal["eval", "tune"] = "eval"
+    """Which held-out prompts are answered: `tune` while settings are chosen, `eval` for the final figure."""
     temperature: float = Field(default=0.0, ge=0)
     max_new_tokens: int = Field(default=0, ge=0)
     """0 takes the rollout's."""

@@ -6,6 +6,8 @@ lineage.py        what led to a sample or a step, and what used it
 report.py         the HTML page
 sections.py       its sections
 measures.py       its numbers, one SQL statement each
+answers.py        held-out answers of every policy, prompt by prompt
+statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG
 decode.py         token ids as text
 text.py           text for people: model output made harmless, numbers made readable

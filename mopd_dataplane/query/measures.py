@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mopd_dataplane.query.answers import HeldOut, Values, held_out, paired
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.statistics import recover, share, standard_error
 from mopd_dataplane.store.sql import sql_name
 
 if TYPE_CHECKING:
@@ -20,16 +24,6 @@ CURVE_POINTS = 400
 LENGTH_BINS = 24
 
 QUERIES: dict[str, str] = {
-    "accuracy": """
-        with latest as (select policy, max(policy_version) as policy_version, min(created_at) as since
-                        from evals group by policy)
-        select policy, policy_version, domain, avg(reward)::double as accuracy, count(reward) as answers
-        from evals join latest using (policy, policy_version)
-        group by policy, policy_version, domain, since having count(reward) > 0 order by since, policy, domain""",
-    "accuracy_by_version": """
-        select policy, policy_version, domain, avg(reward)::double as accuracy, count(reward) as answers
-        from evals group by policy, policy_version, domain having count(reward) > 0
-        order by policy_version, policy, domain""",
     "heldout_kl": """
         select policy, policy_version, domain, avg(reverse_kl)::double as reverse_kl, count(*) as answers
         from evals where not isnan(reverse_kl) group by policy, policy_version, domain
@@ -104,7 +98,7 @@ QUERIES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Every number of a report. Each field after the first four is the answer of the query of that name."""
+    """Every number of a report. The fields after `accuracy_by_version` are answers of the queries of their names."""
 
     name: str
     """Name of the job, or of the store's folder."""
@@ -112,8 +106,14 @@ class Measures:
     snapshot: Snapshot
     rows: dict[str, int]
     """Rows of each table."""
+    starts: dict[str, str]
+    """Stage -> policy it starts from."""
+    held_out: HeldOut
     accuracy: Rows
+    """Newest version of every policy: `accuracy` with its interval `low`, `high`, `answers`, and the mean `reward` with
+    its standard error `reward_error`. Accuracy is None where the reward is no verifier, reward where none is known."""
     accuracy_by_version: Rows
+    """The same of every version."""
     heldout_kl: Rows
     routing: Rows
     teacher_kl: Rows
@@ -138,7 +138,9 @@ class Measures:
             "digest": self.snapshot.digest,
             "rows": self.rows,
         }
-        return {**facts, **{name: getattr(self, name) for name in QUERIES}, "recovery": recovery(self)}
+        accuracies = {"split": self.held_out.split, "accuracy": self.accuracy}
+        accuracies["accuracy_by_version"] = self.accuracy_by_version
+        return {**facts, **accuracies, **{name: getattr(self, name) for name in QUERIES}, "recovery": recovery(self)}
 
 
 def measure(store: Store) -> Measures:
@@ -150,10 +152,39 @@ def measure(store: Store) -> Measures:
     rows = {row["name"]: row["n"] for row in store.sql(counts, snapshot=snapshot).to_pylist()}
     answers = {name: store.sql(query, snapshot=snapshot).to_pylist() for name, query in QUERIES.items()}
     job = remembered_job(store)
-    for name in ("accuracy_by_version", "heldout_kl"):
-        answers[name] = from_the_start(answers[name], stage_starts(job))
+    starts = stage_starts(job)
+    found = held_out(store, snapshot)
+    by_version = accuracies(found)
+    answers["heldout_kl"] = from_the_start(answers["heldout_kl"], starts)
     name = job.get("name") or store.uri.rstrip("/").rpartition("/")[2]
-    return Measures(name=name, uri=store.uri, snapshot=snapshot, rows=rows, **answers)
+    return Measures(
+        name=name, uri=store.uri, snapshot=snapshot, rows=rows, starts=starts, held_out=found,
+        accuracy=newest(by_version), accuracy_by_version=from_the_start(by_version, starts), **answers,
+    )  # fmt: skip
+
+
+def accuracies(found: HeldOut) -> Rows:
+    """Accuracy and mean reward of every (policy, version, domain), versions of a policy rising."""
+    rows = []
+    for (policy, version), answers in found.policies.items():
+        for domain in answers.prompts:
+            if domain not in answers.correct and domain not in answers.reward:
+                continue
+            right = share(answers.correct[domain]) if domain in answers.correct else None
+            paid = answers.reward.get(domain)
+            rows.append({
+                "policy": policy, "policy_version": version, "domain": domain,
+                "accuracy": right and right.value, "low": right and right.low, "high": right and right.high,
+                "answers": len(answers.prompts[domain]), "reward": None if paid is None else float(paid.mean()),
+                "reward_error": None if paid is None else standard_error(paid),
+            })  # fmt: skip
+    return rows
+
+
+def newest(rows: Rows) -> Rows:
+    """Rows of every policy's newest version."""
+    last = {row["policy"]: row["policy_version"] for row in rows}  # rows rise by version
+    return [row for row in rows if row["policy_version"] == last[row["policy"]]]
 
 
 def from_the_start(rows: Rows, starts: dict[str, str]) -> Rows:
@@ -185,21 +216,48 @@ def teacher_policies(measures: Measures) -> dict[str, str]:
 
 
 def recovery(measures: Measures) -> Rows:
-    """Share of each domain teacher's held-out accuracy that a student reaches on that domain.
+    """How much of each domain teacher's lead over the start a student has, on held-out prompts that all three answered.
 
-    One row per (student run, domain): `policy`, `domain`, `teacher`, `accuracy`, `teacher_accuracy`, `recovery`
-    (None where the teacher's own accuracy is 0). The domain's teacher is the one that scored the run's samples most.
+    One row per (student stage, domain), and one of domain `mean` over those: `policy`, `domain`, `teacher` (of the mean
+    all of them), `base`, their accuracies, `recovery` = (student - base) / (teacher - base) with `low` and `high`, None
+    where the teacher's lead is within its own interval, and `warning`, which then says so. A domain's teacher is the
+    one that scored most of the stage's samples. Stages whose start or teacher was not evaluated have no rows.
     """
-    accuracy = {(row["policy"], row["domain"]): row["accuracy"] for row in measures.accuracy}
     policy_of = teacher_policies(measures)
-    rows = []
-    for route in measures.routing:
-        own = accuracy.get((route["run"], route["domain"]))
-        theirs = accuracy.get((policy_of.get(route["teacher"], ""), route["domain"]))
-        if own is None or theirs is None or policy_of[route["teacher"]] == route["run"]:
+    rows: Rows = []
+    for stage, routes in grouped_routes(measures).items():
+        student, base_name = measures.held_out.newest(stage), measures.starts.get(stage, "")
+        base = measures.held_out.newest(base_name)
+        if student is None or base is None:
             continue
-        rows.append({
-            "policy": route["run"], "domain": route["domain"], "teacher": route["teacher"], "accuracy": own,
-            "teacher_accuracy": theirs, "recovery": own / theirs if theirs else None,
-        })  # fmt: skip
+        parts: dict[str, dict[str, dict[str, Values]]] = {}
+        for domain, teacher in routes.items():
+            judge = measures.held_out.newest(policy_of.get(teacher, ""))
+            if judge is None or policy_of[teacher] == stage:
+                continue
+            found = paired({"base": base, "teacher": judge, "student": student}, [domain])
+            if domain in found["student"]:
+                parts[domain] = found
+                rows.append(_recovered(stage, domain, teacher, base_name, found))
+        if parts:
+            whole = {who: {d: part[who][d] for d, part in parts.items()} for who in ("base", "teacher", "student")}
+            rows.append(_recovered(stage, "mean", ", ".join(routes[d] for d in parts), base_name, whole))
     return rows
+
+
+def grouped_routes(measures: Measures) -> dict[str, dict[str, str]]:
+    """Stage -> domain -> teacher."""
+    routes: dict[str, dict[str, str]] = {}
+    for route in measures.routing:
+        routes.setdefault(route["run"], {})[route["domain"]] = route["teacher"]
+    return routes
+
+
+def _recovered(stage: str, domain: str, teacher: str, base: str, found: dict[str, dict[str, Values]]) -> dict[str, Any]:
+    result = recover(found["base"], found["teacher"], found["student"])
+    means = {who: float(np.mean([values.mean() for values in found[who].values()])) for who in found}
+    return {
+        "policy": stage, "domain": domain, "teacher": teacher, "base": base, "accuracy": means["student"],
+        "teacher_accuracy": means["teacher"], "base_accuracy": means["base"], "recovery": result.value,
+        "low": result.low, "high": result.high, "answers": result.n, "warning": result.warning,
+    }  # fmt: skip

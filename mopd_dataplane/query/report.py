@@ -32,11 +32,11 @@ _MOST_DIFFERENT = f"""
 _ANSWERS = f"""
     with latest as (select policy, max(policy_version) as policy_version from evals group by policy
                     order by max(created_at) desc, policy limit 1)
-    select domain, policy, policy_version, reward >= 0.5 as correct, reward, response, text as prompt, answer
+    select domain, policy, policy_version, correct, reward, response, text as prompt, answer
     from evals join latest using (policy, policy_version) join prompts using (prompt_id, domain)
     where reward is not null
-    qualify row_number() over (partition by domain, reward >= 0.5 order by prompt_id) = 1
-    order by domain, correct desc limit {2 * EXCERPT_DOMAINS}"""
+    qualify row_number() over (partition by domain, correct order by prompt_id) = 1
+    order by domain, correct desc nulls last limit {2 * EXCERPT_DOMAINS}"""
 
 
 @dataclass(frozen=True, kw_only=True)

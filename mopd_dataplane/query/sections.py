@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mopd_dataplane.query.measures import Measures, Rows, recovery, teacher_policies
 from mopd_dataplane.query.plots import Line, Plot, bars, grouped, histogram, line_plot
+from mopd_dataplane.query.statistics import mean_share
 from mopd_dataplane.query.text import count, duration, number, percent, size
 from mopd_dataplane.tables import TABLES
 
@@ -27,6 +28,9 @@ class Cell:
     note: str = ""
     """Small print below the text."""
     marked: bool = False
+
+
+NOTHING = Cell(text="–")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +72,11 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
         ("response tokens", count(totals["response_tokens"]), ""),
         ("optimizer steps", count(trained), _plural(len(measures.training), "stage")),
     ]
-    recovered = [row["recovery"] for row in recovery(measures) if row["recovery"] is not None]
+    recovered = [row for row in recovery(measures) if row["domain"] == "mean" and row["recovery"] is not None]
     if recovered:
-        mean = sum(recovered) / len(recovered)
-        shown.append(("recovery", percent(mean), "student accuracy over each domain teacher's, mean over domains"))
+        last = recovered[-1]
+        remark = f"{last['policy']}, of its teachers' lead over {last['base']}; 95 %: {_span(last)}"
+        shown.append(("recovered", percent(last["recovery"]), remark))
     seconds = sum(row["seconds"] for row in measures.training)
     if seconds:
         waiting = sum(row["data_wait_s"] for row in measures.training) / seconds
@@ -80,43 +85,93 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
 
 
 def seesaw(measures: Measures) -> Section:
-    """Domain × policy: held-out accuracy of every policy's last version, and recovery against each domain's teacher."""
+    """Domain × policy: what share of the held-out prompts every policy's newest version answers entirely right, what of
+    its teachers' lead a student has recovered, and the mean reward."""
     title = "Accuracy by domain and policy"
     rows = measures.accuracy
     if not rows:
         return Section(key="accuracy", title=title, empty="No held-out answers with a reward are recorded.")
     policies = {row["policy"]: row["policy_version"] for row in rows}
     domains = sorted({row["domain"] for row in rows})
-    at = {(row["policy"], row["domain"]): row for row in rows}
-    recovered = {(row["policy"], row["domain"]): row for row in recovery(measures)}
     own = {(policy, row["domain"]) for row in measures.routing for teacher, policy in teacher_policies(measures).items()
            if teacher == row["teacher"]}  # fmt: skip
-    body = [
-        [Cell(text=domain), *(_accuracy_cell(at.get((p, domain)), recovered.get((p, domain)), (p, domain) in own)
-                              for p in policies)]
-        for domain in domains
-    ]  # fmt: skip
-    body.append([Cell(text="mean"), *(_mean_cell(rows, recovered, policy) for policy in policies)])
+    recovered = recovery(measures)
     head = ["domain", *(f"{policy} v{version}" for policy, version in policies.items())]
-    caption = "Outlined: the domain's teacher. Small print: the share of its accuracy that the student reaches."
-    text = "Verified accuracy on held-out prompts, last version of every policy."
-    return Section(key="accuracy", title=title, text=text, grids=[Grid(head=head, rows=body, caption=caption)])
+    grids = [
+        Grid(head=head, rows=_accuracy_rows(measures, domains, policies, recovered, own), caption=_reading(recovered)),
+        Grid(head=head, rows=_reward_rows(rows, domains, policies, own), caption=MEAN_REWARD),
+    ]
+    asked = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
+    text = f"Share of {asked} that is answered entirely right, with its 95 % interval; newest version of every policy."
+    return Section(key="accuracy", title=title, text=text, grids=grids)
 
 
-def _accuracy_cell(row: dict[str, Any] | None, recovered: dict[str, Any] | None, own: bool) -> Cell:
-    if row is None:
-        return Cell(text="–")
-    compared = recovered is not None and recovered["recovery"] is not None
-    note = f"{percent(recovered['recovery'])} of {recovered['teacher']}" if recovered and compared else ""
-    return Cell(text=percent(row["accuracy"]), heat=row["accuracy"], note=note, marked=own)
+MEAN_REWARD = "Mean reward of the same answers, partial credit included, ± its standard error."
 
 
-def _mean_cell(rows: Rows, recovered: dict[tuple[str, str], dict[str, Any]], policy: str) -> Cell:
-    values = [row["accuracy"] for row in rows if row["policy"] == policy]
-    shares = [r["recovery"] for (name, _), r in recovered.items() if name == policy and r["recovery"] is not None]
-    mean = sum(values) / len(values)
-    note = f"{percent(sum(shares) / len(shares))} recovered" if shares else ""
-    return Cell(text=percent(mean), heat=mean, note=note)
+def _accuracy_rows(
+    measures: Measures, domains: Sequence[str], policies: Iterable[str], recovered: Rows, own: set[tuple[str, str]]
+) -> list[list[Cell]]:
+    at = {(row["policy"], row["domain"]): row for row in measures.accuracy if row["accuracy"] is not None}
+    notes = {(row["policy"], row["domain"]): _recovery_note(row) for row in recovered}
+    body = []
+    for domain in domains:
+        cells = [Cell(text=domain)]
+        for policy in policies:
+            row, note, marked = at.get((policy, domain)), notes.get((policy, domain), ""), (policy, domain) in own
+            cells.append(Cell(text=_share(row), heat=row["accuracy"], note=note, marked=marked) if row else NOTHING)
+        body.append(cells)
+    means = [Cell(text="mean")]
+    for policy in policies:
+        right = measures.held_out.policies[policy, _version(measures.accuracy, policy)].correct
+        if not right:
+            means.append(NOTHING)
+            continue
+        found = mean_share(right)
+        text = _share({"accuracy": found.value, "low": found.low, "high": found.high})
+        means.append(Cell(text=text, heat=found.value, note=notes.get((policy, "mean"), "")))
+    return [*body, means] if len(domains) > 1 else body
+
+
+def _reward_rows(
+    rows: Rows, domains: Sequence[str], policies: Iterable[str], own: set[tuple[str, str]]
+) -> list[list[Cell]]:
+    at = {(row["policy"], row["domain"]): row for row in rows if row["reward"] is not None}
+    body = []
+    for domain in domains:
+        found = [(policy, at.get((policy, domain))) for policy in policies]
+        cells = [
+            Cell(text=f"{row['reward']:.3f} ± {row['reward_error']:.3f}", marked=(policy, domain) in own)
+            if row else NOTHING for policy, row in found
+        ]  # fmt: skip
+        body.append([Cell(text=domain), *cells])
+    return body
+
+
+def _share(row: dict[str, Any]) -> str:
+    """Share and interval in percent."""
+    return f"{percent(row['accuracy'])} ({100 * row['low']:.0f}–{100 * row['high']:.0f})"
+
+
+def _recovery_note(row: dict[str, Any]) -> str:
+    return "recovered –" if row["recovery"] is None else f"recovered {percent(row['recovery'])} ({_span(row)})"
+
+
+def _span(row: dict[str, Any]) -> str:
+    return f"{100 * row['low']:.0f} to {100 * row['high']:.0f} %"
+
+
+def _reading(recovered: Rows) -> str:
+    """How to read the table, and a warning for every figure that could not be given."""
+    parts = ["In bold: the domain's teacher."]
+    if recovered:
+        parts.append("Recovered: (student − start) / (teacher − start), with its 95 % interval.")
+    parts += [f"{row['policy']}, {row['domain']}: – because {row['warning']}." for row in recovered if row["warning"]]
+    return " ".join(parts)
+
+
+def _version(rows: Rows, policy: str) -> int:
+    return next(int(row["policy_version"]) for row in rows if row["policy"] == policy)
 
 
 def learning(measures: Measures) -> Section:
@@ -124,7 +179,8 @@ def learning(measures: Measures) -> Section:
     title = "Learning curves"
     plots: Plots = []
     theirs = {(r["policy"], r["domain"]): r["teacher_accuracy"] for r in recovery(measures)}
-    for policy, rows in grouped(measures.accuracy_by_version, "policy").items():
+    known = [row for row in measures.accuracy_by_version if row["accuracy"] is not None]
+    for policy, rows in grouped(known, "policy").items():
         if not _is_curve(rows):
             continue
         lines = [

@@ -34,10 +34,11 @@ def ensure_prompts(job: Job, store: Store) -> None:
         stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
         if stored == 0:
             store.add_prompts(load_prompts(name, domain))
-        elif stored != domain.train + domain.eval:
+        elif stored != domain.train + domain.eval + domain.tune:
             raise PromptError(
                 f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "
-                f"{domain.train} train + {domain.eval} eval; prompts are fixed once a store exists: use another store"
+                f"{domain.train} train + {domain.eval} eval + {domain.tune} tune; prompts are fixed once a store "
+                "exists: use another store"
             )
 
 

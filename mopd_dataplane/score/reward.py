@@ -1,10 +1,14 @@
 """Outcome rewards: one plug-in point for anything that turns (prompt, response) into a number.
 
-| name | reward |
-|---|---|
-| `reasoning-gym` | the verifier of the dataset the prompt came from |
-| `exact` | 1 when the stripped response is the stripped answer, else 0 |
-| `mine.judge:score` | any function (prompt, response) -> float that can be imported |
+| name | reward | entirely right |
+|---|---|---|
+| `reasoning-gym` | the verifier of the dataset the prompt came from, partial credit included | reward 1 |
+| `exact` | 1 when the stripped response is the stripped answer, else 0 | reward 1 |
+| `mine.judge:score` | any function (prompt, response) -> bool that can be imported | true |
+| | the same -> (float, bool) | the bool |
+| | the same -> float: no verifier | not known, so there is no accuracy |
+
+Accuracy is the share of answers that are entirely right. A float alone does not say that; no threshold is made up.
 """
 
 from __future__ import annotations
@@ -21,13 +25,22 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
 
 _log = logging.getLogger(__name__)
 _BUILT_IN = ("reasoning-gym", "exact")
+
+
+class Outcome(NamedTuple):
+    """What a reward function says of one response."""
+
+    reward: float
+    """By convention in [0, 1]."""
+    correct: bool | None
+    """Whether the response is entirely right; None where the function does not say."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +51,24 @@ class Reward:
     """As the job file writes it; `rewards.verifier` in the store."""
     version: str
     """Version of the package it comes from; `rewards.verifier_version` in the store."""
-    score: Callable[[Prompt, str], float]
+    score: Callable[[Prompt, str], float | tuple[float, bool]]
+    """Says a bool (right or wrong), a number (not known), or both as (number, bool)."""
 
-    def __call__(self, prompt: Prompt, response: str) -> float:
-        """Reward of one response, by convention in [0, 1]. Raises EngineError when it is not a finite number."""
-        value = self.score(prompt, response)
-        if not isinstance(value, int | float) or not math.isfinite(value):
+    def __call__(self, prompt: Prompt, response: str) -> Outcome:
+        """Reward of one response, and whether it is entirely right.
+
+        Raises EngineError when the reward is not a finite number, or what stands beside it is not a bool.
+        """
+        said = self.score(prompt, response)
+        value, correct = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+        if isinstance(said, bool):
+            correct = said
+        if not isinstance(value, int | float) or not math.isfinite(value) or not isinstance(correct, bool | None):
             raise EngineError(
-                f"reward {self.name!r} returned {value!r} for prompt {prompt.prompt_id!r}; a finite number is needed"
+                f"reward {self.name!r} returned {said!r} for prompt {prompt.prompt_id!r}; a bool, a finite number, or "
+                "both as (number, bool) is needed"
             )
-        return float(value)
+        return Outcome(float(value), correct)
 
 
 @cache
@@ -60,7 +81,7 @@ def resolve_reward(name: str) -> Reward:
         _require_reasoning_gym()
         return Reward(name, importlib.metadata.version("reasoning-gym"), _reasoning_gym)
     if name == "exact":
-        return Reward(name, importlib.metadata.version("mopd-dataplane"), _exact)
+        return Reward(name, importlib.metadata.version("mopd-dataplane"), is_reference)
     module_name, separator, function_name = name.partition(":")
     if not separator:
         raise UnknownNameError(f"no reward {name!r}; use {', '.join(_BUILT_IN)} or package.module:function")
@@ -74,19 +95,21 @@ def resolve_reward(name: str) -> Reward:
     return Reward(name, _version(module), lambda prompt, response: function(prompt.text, response))
 
 
-def _exact(prompt: Prompt, response: str) -> float:
-    return float(response.strip() == prompt.answer.strip())
+def is_reference(prompt: Prompt, response: str) -> bool:
+    """Whether a response is the prompt's reference answer, white space around either aside."""
+    return response.strip() == prompt.answer.strip()
 
 
-def _reasoning_gym(prompt: Prompt, response: str) -> float:
+def _reasoning_gym(prompt: Prompt, response: str) -> tuple[float, bool]:
     data = _verifier_data(prompt)
     verifier = _verifier(data["dataset"])
     try:
-        return float(verifier(response.strip(), data["entry"]))
+        value = float(verifier(response.strip(), data["entry"]))
     except Exception as error:
         # The response is hostile text: some verifiers parse it and raise. What cannot be parsed is a wrong answer.
         _log.warning("verifier %s refused a response to %s: %r", data["dataset"], prompt.prompt_id, error)
-        return 0.0
+        value = 0.0
+    return value, value >= 1
 
 
 def _verifier_data(prompt: Prompt) -> dict[str, Any]:

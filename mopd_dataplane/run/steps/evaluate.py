@@ -16,7 +16,7 @@ from mopd_dataplane.records import Prompt, sample_uid
 from mopd_dataplane.rollout.engines.engine import FINISH_REASON, Engine, Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.steps.score import decode, reward_function, teacher_pool
+from mopd_dataplane.run.steps.score import decode, teacher_pool, verify
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.teacher_forward import Judge
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
     """Answer every held-out prompt of the job with one policy version and verify it; results go to `evals` once.
 
-    Returns accuracy by domain; empty when the job holds out no prompts.
+    Returns accuracy by domain; empty when the job holds out no prompts, or no reward says what is right.
     """
-    prompts = run.store.prompts(split="eval", domains=list(run.job.domains))
+    prompts = run.store.prompts(split=run.job.eval.split, domains=list(run.job.domains))
     label = policy_label(stage, version)
     stored = run.store.table("evals", columns=["prompt_id"], filter=_is_policy(label, version))
     known = set(stored["prompt_id"].to_pylist())
@@ -48,7 +48,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
                         "policy_version": version,
                         "prompt_id": prompt.prompt_id,
                         "domain": prompt.domain,
-                        "reward": reward_function(run, prompt.domain)(prompt, response),
+                        **verify(run, prompt, response)._asdict(),
                         "reverse_kl": distances.get(prompt.prompt_id),
                         "response": response,
                         "response_len": len(ids),
@@ -58,6 +58,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
             run.store.add_evals(rows)
             advance(len(todo))
             report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}
+            report.facts["reward"] = f"{np.mean([row['reward'] for row in rows]):.3f}"
             if distances:
                 report.facts["reverse_kl"] = f"{np.mean(list(distances.values())):.4f}"
         name = f"time/{label}/{version}/evaluate"
@@ -71,11 +72,18 @@ def policy_label(stage: Stage, version: int) -> str:
 
 
 def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
-    """Mean reward by domain of one evaluated policy."""
-    table = run.store.table("evals", columns=["domain", "reward"], filter=_is_policy(label, version))
-    means = table.group_by("domain").aggregate([("reward", "mean")])
-    found = dict(zip(means["domain"].to_pylist(), means["reward_mean"].to_pylist(), strict=True))
-    return {domain: found[domain] for domain in run.job.domains if domain in found}
+    """Share of one evaluated policy's answers that are entirely right, by domain.
+
+    Of the split that the job evaluates on; a domain whose reward is no verifier has none.
+    """
+    columns = ["prompt_id", "domain", "correct"]
+    table = run.store.table("evals", columns=columns, filter=f"{_is_policy(label, version)} AND correct IS NOT NULL")
+    split = {prompt.prompt_id for prompt in run.store.prompts(split=run.job.eval.split)}
+    right: dict[str, list[bool]] = {}
+    for prompt_id, domain, correct in zip(*(table[name].to_pylist() for name in columns), strict=True):
+        if prompt_id in split:
+            right.setdefault(domain, []).append(correct)
+    return {domain: sum(right[domain]) / len(right[domain]) for domain in run.job.domains if domain in right}
 
 
 def answer(

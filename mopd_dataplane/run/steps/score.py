@@ -10,12 +10,12 @@ from typing import Literal
 import numpy as np
 
 from mopd_dataplane.job.job import Stage
-from mopd_dataplane.records import Signal
+from mopd_dataplane.records import Prompt, Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.quantised_teachers import check_precision, record_rounding
 from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
-from mopd_dataplane.score.reward import Reward, resolve_reward
+from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentSupport
@@ -102,10 +102,11 @@ def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str
             records = []
             for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
                 uid, prompt_id = identity[row]
-                function = reward_function(run, prompts[prompt_id].domain)
-                values.append(function(prompts[prompt_id], response))
+                prompt = prompts[prompt_id]
+                function, outcome = reward_function(run, prompt.domain), verify(run, prompt, response)
+                values.append(outcome.reward)
                 verifier = {"verifier": function.name, "verifier_version": function.version}
-                records.append({"uid": uid, "sample_row": row, "reward": values[-1], **verifier})
+                records.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
             run.store.add_rewards(records)
             advance(len(values))
         report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
@@ -116,6 +117,14 @@ def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str
 def reward_function(run: Run, domain: str) -> Reward:
     """The verifier that the job names for a domain."""
     return resolve_reward(run.job.domains[domain].reward)
+
+
+def verify(run: Run, prompt: Prompt, response: str) -> Outcome:
+    """What the domain's verifier says of a response, and whether it is right as the domain means it."""
+    outcome = reward_function(run, prompt.domain)(prompt, response)
+    if run.job.domains[prompt.domain].right == "reference" and outcome.correct is not None:
+        return outcome._replace(correct=outcome.correct and is_reference(prompt, response))
+    return outcome
 
 
 def decode(run: Run, ids: list[int]) -> str:

@@ -109,7 +109,7 @@ def test_show_json_has_every_token(demo_store: Store) -> None:
 
 def test_report_writes_the_page_and_can_print_its_numbers(demo_store: Store, tmp_path: Path) -> None:
     numbers = answered("report", demo_store.uri, "-o", tmp_path / "deep" / "r.html", "--json")
-    assert [row["policy"] for row in numbers["recovery"]] == ["student"] * 3
+    assert [row["policy"] for row in numbers["recovery"]] == ["student"] * 4
     assert (tmp_path / "deep" / "r.html").read_text().startswith("<!doctype html>")
     assert mopd("report", demo_store.uri).exit_code == 2
 

@@ -10,11 +10,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mopd_dataplane import Store, create_store
+from mopd_dataplane import Prompt, Store, create_store
 from mopd_dataplane.query.measures import Measures, from_the_start, measure, recovery
 from mopd_dataplane.query.plots import MOST_SERIES, Line, bars, histogram, line_plot
 from mopd_dataplane.query.report import write_report
 from mopd_dataplane.query.sections import sections
+
+DOMAINS = ("chain_sum", "number_sorting", "spell_backward")
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +62,94 @@ class Outline(HTMLParser):
 def test_accuracy_and_recovery_are_those_of_the_tables(demo_store: Store, measures: Measures) -> None:
     rows = demo_store.table("evals").to_pylist()
 
-    def mean(policy: str, version: int, domain: str) -> float:
-        own = [
-            r["reward"] for r in rows if (r["policy"], r["policy_version"], r["domain"]) == (policy, version, domain)
-        ]
+    def mean(policy: str, version: int, domain: str, of: str = "correct") -> float:
+        own = [r[of] for r in rows if (r["policy"], r["policy_version"], r["domain"]) == (policy, version, domain)]
         return sum(own) / len(own)
 
-    found = recovery(measures)
-    assert [(row["policy"], row["domain"]) for row in found] == [
-        ("student", "chain_sum"), ("student", "number_sorting"), ("student", "spell_backward"),
-    ]  # fmt: skip
-    for row in found:
-        expected = mean("student", 4, row["domain"]) / mean(f"sft-{row['domain']}", 1, row["domain"])
-        assert row["recovery"] == pytest.approx(expected)
-        assert row["teacher"] == f"{row['domain']}-expert"
+    for row in measures.accuracy:
+        place = row["policy"], row["policy_version"], row["domain"]
+        assert row["accuracy"] == mean(*place)
+        assert row["reward"] == mean(*place, of="reward") > row["accuracy"] - 1e-9
+        assert row["low"] <= row["accuracy"] <= row["high"]
+    found = {row["domain"]: row for row in recovery(measures)}
+    assert list(found) == [*sorted(DOMAINS), "mean"]
+    gains = []
+    for domain in DOMAINS:
+        base, teacher = mean("base", 1, domain), mean(f"sft-{domain}", 1, domain)
+        gains.append((mean("student", 4, domain) - base, teacher - base))
+        assert found[domain]["recovery"] == pytest.approx(gains[-1][0] / gains[-1][1])
+        assert found[domain]["teacher"] == f"{domain}-expert"
+        assert (found[domain]["base"], found[domain]["warning"]) == ("base", "")
+    assert found["mean"]["recovery"] == pytest.approx(sum(gain for gain, _ in gains) / sum(lead for _, lead in gains))
+
+
+def test_partial_credit_is_never_called_accuracy(measures: Measures, page: str) -> None:
+    """The store pays every wrong answer half: what is shown as accuracy knows nothing of it."""
+    section = next(section for section in sections(measures) if section.key == "accuracy")
+    accuracy, reward = section.grids
+    base = [row["policy"] for row in measures.accuracy].index("base") // len(DOMAINS) + 1
+    assert accuracy.rows[0][base].text.startswith("25.0 %")
+    assert reward.rows[0][base].text.startswith("0.625")
+    assert "Mean reward" in reward.caption
+    assert "partial credit" in reward.caption
+
+
+def test_a_student_that_learnt_nothing_recovers_nothing_and_a_teacher_without_a_lead_has_none_to_give(
+    make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = make_store(tmp_path / "store", prompts=8)
+    ids = {d: [p.prompt_id for p in store.prompts(split="eval", domains=[d])] for d in DOMAINS}
+
+    def answers(policy: str, version: int, right: dict[str, int]) -> None:
+        store.add_evals(
+            {"policy": policy, "policy_version": version, "prompt_id": name, "domain": domain, "reward": 1.0,
+             "correct": place < right[domain], "response": "x", "response_len": 1, "finish_reason": "stop"}
+            for domain, names in ids.items() for place, name in enumerate(names)
+        )  # fmt: skip
+
+    answers("base", 9, {"chain_sum": 2, "number_sorting": 7, "spell_backward": 2})
+    answers("student", 9, {"chain_sum": 2, "number_sorting": 7, "spell_backward": 2})
+    answers("sft-number_sorting", 9, {"chain_sum": 2, "number_sorting": 8, "spell_backward": 2})
+    found = {row["domain"]: row for row in recovery(measure(store))}
+    assert found["chain_sum"]["recovery"] == found["mean"]["recovery"] == 0.0
+    assert found["number_sorting"]["recovery"] is None
+    assert "nothing to recover" in found["number_sorting"]["warning"]
+    section = next(section for section in sections(measure(store)) if section.key == "accuracy")
+    assert "number_sorting: – because the teacher's lead over the base" in section.grids[0].caption
+
+
+def test_a_reward_that_is_no_verifier_has_no_accuracy(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", prompts=2)
+    prompt = Prompt(prompt_id="style-eval-0", domain="style", text="write", answer="", split="eval")
+    store.add_prompts([prompt])
+    store.add_evals([
+        {"policy": "base", "policy_version": 1, "prompt_id": prompt.prompt_id, "domain": "style", "reward": 0.97,
+         "response": "x", "response_len": 1, "finish_reason": "stop"}
+    ])  # fmt: skip
+    measures = measure(store)
+    row = next(row for row in measures.accuracy if row["domain"] == "style")
+    assert (row["accuracy"], row["reward"]) == (None, pytest.approx(0.97))
+    accuracy, reward = next(section for section in sections(measures) if section.key == "accuracy").grids
+    shown = {row[0].text: {cell.text for cell in row[1:]} for row in accuracy.rows}
+    assert shown["style"] == {"–"}
+    assert any(cell.text.startswith("0.970") for row in reward.rows if row[0].text == "style" for cell in row)
+
+
+def test_figures_are_of_the_evaluation_split_as_soon_as_there_is_one(
+    make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = create_store(str(tmp_path / "tuned"))
+    for split, right in (("tune", True), ("eval", False)):
+        prompt = Prompt(prompt_id=f"d-{split}-0", domain="d", text=split, answer="", split=split)
+        store.add_prompts([prompt])
+        store.add_evals([
+            {"policy": "p", "policy_version": 1, "prompt_id": prompt.prompt_id, "domain": "d", "reward": 1.0,
+             "correct": right, "response": "x", "response_len": 1, "finish_reason": "stop"}
+        ])  # fmt: skip
+        found = measure(store)
+        assert (found.held_out.split, found.accuracy[0]["accuracy"]) == (split, float(right))
+        text = sections(found)[0].text
+        assert ("tuning prompts" in text) == (split == "tune")
 
 
 def test_learning_curve_starts_where_the_stage_starts(measures: Measures) -> None:

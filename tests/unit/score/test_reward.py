@@ -24,8 +24,10 @@ def gym_prompt(dataset: str, seed: int = 1) -> Prompt:
 @pytest.mark.parametrize("dataset", ["chain_sum", "spell_backward", "number_sorting"])
 def test_reasoning_gym_pays_the_right_answer_and_not_a_wrong_one(dataset: str) -> None:
     reward, prompt = resolve_reward("reasoning-gym"), gym_prompt(dataset)
-    assert reward(prompt, f" {prompt.answer}\n") == 1.0
-    assert reward(prompt, "certainly not") < 0.5
+    assert reward(prompt, f" {prompt.answer}\n") == (1.0, True)
+    wrong = reward(prompt, "certainly not")
+    assert wrong.reward < 0.5
+    assert wrong.correct is False
     assert reward.version == metadata.version("reasoning-gym")
 
 
@@ -33,7 +35,16 @@ def test_reasoning_gym_pays_the_right_answer_and_not_a_wrong_one(dataset: str) -
 def test_hostile_responses_earn_nothing_and_break_nothing(response: str) -> None:
     reward = resolve_reward("reasoning-gym")
     for dataset in ("chain_sum", "number_sorting"):
-        assert reward(gym_prompt(dataset), response) < 0.5
+        assert reward(gym_prompt(dataset), response).reward < 0.5
+        assert reward(gym_prompt(dataset), response).correct is False
+
+
+def test_partial_credit_is_not_right() -> None:
+    prompt = gym_prompt("spell_backward")
+    almost = prompt.answer[:-1] + "#"
+    found = resolve_reward("reasoning-gym")(prompt, almost)
+    assert 0.5 < found.reward < 1
+    assert found.correct is False
 
 
 def test_a_prompt_without_an_entry_is_named() -> None:
@@ -43,7 +54,7 @@ def test_a_prompt_without_an_entry_is_named() -> None:
 
 def test_exact_compares_stripped_text() -> None:
     reward, prompt = resolve_reward("exact"), Prompt(prompt_id="p", domain="d", text="3 + 4 =", answer=" 7")
-    assert (reward(prompt, "7 \n"), reward(prompt, "7.0"), reward(prompt, "")) == (1.0, 0.0, 0.0)
+    assert [reward(prompt, text) for text in ("7 \n", "7.0", "")] == [(1.0, True), (0.0, False), (0.0, False)]
 
 
 @pytest.fixture
@@ -51,6 +62,9 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "my_rewards.py").write_text(
         "def length(prompt, response):\n    return len(response) / len(prompt)\n"
         "def broken(prompt, response):\n    return float('nan')\n"
+        "def verified(prompt, response):\n    return response == 'ab'\n"
+        "def partial(prompt, response):\n    return 0.9, False\n"
+        "def mixed_up(prompt, response):\n    return 0.9, 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
@@ -59,13 +73,22 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_any_importable_function_of_prompt_and_response_is_a_reward(plugin: str) -> None:
     reward = resolve_reward(f"{plugin}:length")
-    assert reward(Prompt(prompt_id="p", domain="d", text="abcd"), "ab") == 0.5
+    assert reward(Prompt(prompt_id="p", domain="d", text="abcd"), "ab") == (0.5, None)
     assert len(reward.version) == 12  # a loose file has no version: its digest stands in
 
 
 def test_a_reward_that_is_not_a_number_is_refused(plugin: str) -> None:
     with pytest.raises(EngineError, match="nan for prompt 'p'"):
         resolve_reward(f"{plugin}:broken")(Prompt(prompt_id="p", domain="d", text="abcd"), "ab")
+
+
+def test_a_function_says_itself_what_is_right(plugin: str) -> None:
+    prompt = Prompt(prompt_id="p", domain="d", text="abcd")
+    assert resolve_reward(f"{plugin}:verified")(prompt, "ab") == (1.0, True)
+    assert resolve_reward(f"{plugin}:verified")(prompt, "ba") == (0.0, False)
+    assert resolve_reward(f"{plugin}:partial")(prompt, "ab") == (0.9, False)
+    with pytest.raises(EngineError, match=r"\(number, bool\)"):
+        resolve_reward(f"{plugin}:mixed_up")(prompt, "ab")
 
 
 @pytest.mark.parametrize("name", ["exakt", "no_such_module:f", "json:no_such_function"])

@@ -1,0 +1,89 @@
+"""Where a published figure comes from: commit, settings, sampler, machine, versions. Goes into every committed JSON."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.job.job import Job
+
+PACKAGES = ("mopd-dataplane", "torch", "transformers", "tokenizers", "pylance", "numpy", "reasoning-gym")
+
+
+def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
+    """What a reader needs to get the same figures again.
+
+    stages: those that the figures depend on; default all of the job. Needs the package's own folder to be a git
+    checkout for `commit`; empty where it is none.
+    """
+    return {
+        "commit": commit(),
+        "settings": settings_digest(job, stages),
+        "sampler": sampler_digest(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "host": {"processor": _processor(), "cores": os.cpu_count(), "machine": platform.machine()},
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
+    """16 hex digits over everything of a job that its figures depend on; not where its store is, nor its seed."""
+    content = job.model_dump(mode="json", exclude={"store", "work", "seed", "shows", "source", "name", "scale"})
+    if stages:
+        content["stages"] = [stage for stage in content["stages"] if stage["name"] in stages]
+        named = {stage["objective"] for stage in content["stages"]}
+        content["objectives"] = {name: value for name, value in content["objectives"].items() if name in named}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sampler_digest() -> str:
+    """16 hex digits over the noise that sampling draws with: another digest, other samples from the same logits."""
+    from mopd_dataplane.rollout.engines.sampling import gumbel, sample_key
+
+    drawn = [gumbel(sample_key(f"{index:032x}"), index, 1, 64) for index in range(4)]
+    return hashlib.sha256(b"".join(np.round(noise, 4).tobytes() for noise in drawn)).hexdigest()[:16]
+
+
+def commit() -> str:
+    """Commit of the checkout this package runs from, with `+` behind it when files differ; empty outside of git."""
+    folder = Path(__file__).parent
+    try:
+        found = _git(folder, "rev-parse", "HEAD").strip()[:12]
+        return found + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ":/").strip() else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments], check=True, capture_output=True, text=True, timeout=30
+    ).stdout
+
+
+def _processor() -> str:
+    """Model name of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

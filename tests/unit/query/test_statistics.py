@@ -1,0 +1,167 @@
+"""Every figure of query/statistics.py against another way to it: fractions, enumeration, printed tables, mpmath."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from fractions import Fraction
+
+import mpmath
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mopd_dataplane.query.statistics import (
+    compare,
+    mcnemar,
+    mean,
+    mean_share,
+    over_runs,
+    recover,
+    share,
+    student_quantile,
+)
+
+Z = float(mpmath.sqrt(2) * mpmath.erfinv(0.95))
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 5), (1, 7), (66, 200), (174, 200), (200, 200)])
+def test_wilson_bounds_solve_the_score_equation(right: int, n: int) -> None:
+    """Each bound p is where the observed share lies just z standard errors of a true share p away."""
+    found = share([True] * right + [False] * (n - right))
+    assert found.value == right / n
+    assert found.error == pytest.approx(math.sqrt(found.value * (1 - found.value) / n))
+    for bound in {found.low, found.high} - {0.0, 1.0, found.value}:
+        assert abs(found.value - bound) == pytest.approx(Z * math.sqrt(bound * (1 - bound) / n), rel=1e-9)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+    assert found.high > found.low, "even a clean sweep is uncertain"
+
+
+def test_wilson_covers_the_truth_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(3)
+    for truth in (0.05, 0.5, 0.9):
+        counts = draw.binomial(200, truth, 2000)
+        found = {int(c): share(np.arange(200) < c) for c in np.unique(counts)}
+        covered = np.mean([found[int(c)].low <= truth <= found[int(c)].high for c in counts])
+        assert 0.93 <= covered <= 0.975
+
+
+def test_bootstrap_interval_is_that_of_every_possible_resample() -> None:
+    """Four prompts have 256 resamples; the interval of all of them, weighed alike, is the bootstrap's."""
+    values = [0.1, 0.4, 0.4, 0.9]
+    every = sorted(statistics.mean(drawn) for drawn in itertools.product(values, repeat=4))
+    found = mean(values)
+    assert found.low == pytest.approx(np.quantile(every, 0.025), abs=0.02)
+    assert found.high == pytest.approx(np.quantile(every, 0.975), abs=0.02)
+    assert found.error == pytest.approx(statistics.stdev(values) / 2)
+
+
+def test_paired_bootstrap_agrees_with_the_normal_law_where_prompts_are_many() -> None:
+    draw = np.random.default_rng(0)
+    a = draw.random(2000) < 0.6
+    b = np.where(draw.random(2000) < 0.8, a, draw.random(2000) < 0.8)
+    found = compare({"x": a}, {"x": b}, binary=True)
+    gaps = [int(y) - int(x) for x, y in zip(a, b, strict=True)]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    assert found.value == pytest.approx(statistics.mean(gaps))
+    assert found.error == pytest.approx(error)
+    assert found.low == pytest.approx(found.value - Z * error, abs=error / 10)
+    assert found.high == pytest.approx(found.value + Z * error, abs=error / 10)
+    assert found.only_a == sum(gap < 0 for gap in gaps)
+    assert found.only_b == sum(gap > 0 for gap in gaps)
+
+
+def test_pairing_is_what_makes_a_small_difference_visible() -> None:
+    """A beats B nowhere and loses on 8 of 200 prompts: paired it shows, unpaired it would not."""
+    a = np.arange(200) < 100
+    b = np.arange(200) < 108
+    found = compare({"x": a}, {"x": b}, binary=True)
+    assert found.found
+    assert found.p == pytest.approx(2 / 2**8)
+    unpaired = math.sqrt(share(a).error ** 2 + share(b).error ** 2)
+    assert found.error < unpaired / 3
+    assert found.value < Z * unpaired
+
+
+@pytest.mark.parametrize("pair", [(0, 0), (0, 1), (3, 9), (9, 3), (40, 40), (300, 410), (700, 800), (2000, 1800)])
+def test_mcnemar_is_the_exact_binomial_test(pair: tuple[int, int]) -> None:
+    n, least = sum(pair), min(pair)
+    exact = mpmath.mpf(2) * mpmath.fsum(mpmath.binomial(n, k) for k in range(least + 1)) / mpmath.mpf(2) ** n
+    assert mcnemar(*pair) == pytest.approx(min(1.0, float(exact)), rel=1e-9)
+    if n < 100:
+        tail = sum(Fraction(math.comb(n, k), 2**n) for k in range(least + 1))
+        assert mcnemar(*pair) == pytest.approx(float(min(Fraction(1), 2 * tail)))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=60))
+def test_a_policy_does_not_differ_from_itself(right: list[bool]) -> None:
+    found = compare({"x": right}, {"x": right}, binary=True)
+    assert (found.value, found.low, found.high, found.p, found.found) == (0.0, 0.0, 0.0, 1.0, False)
+
+
+def test_two_policies_of_equal_skill_are_found_different_in_one_case_of_twenty() -> None:
+    draw = np.random.default_rng(8)
+    skill = draw.random(200)
+    found = [
+        compare({"x": draw.random(200) < skill}, {"x": draw.random(200) < skill}, binary=True).found for _ in range(200)
+    ]
+    assert np.mean(found) < 0.11
+
+
+def test_recovery_is_measured_from_the_base() -> None:
+    base = {"x": np.arange(200) < 60}
+    teacher = {"x": np.arange(200) < 180}
+    assert recover(base, teacher, base).value == 0.0
+    assert recover(base, teacher, teacher).value == 1.0
+    half = recover(base, teacher, {"x": np.arange(200) < 120})
+    assert half.value == pytest.approx(0.5)
+    assert half.low is not None
+    assert half.high is not None
+    assert half.low < 0.5 < half.high
+    worse = recover(base, teacher, {"x": np.arange(200) < 30})
+    assert worse.value == pytest.approx(-0.25)
+
+
+def test_no_recovery_where_the_teacher_does_not_lead() -> None:
+    base, teacher = {"x": np.arange(200) < 196}, {"x": np.arange(200) >= 2}
+    found = recover(base, teacher, base)
+    assert found.value is found.low is found.high is None
+    assert "nothing to recover" in found.warning
+    assert "+1.0 points" in found.warning
+
+
+def test_recovery_interval_covers_the_truth() -> None:
+    """Truths 0.3, 0.8 and 0.7 for base, teacher and student: 80 % of the lead."""
+    draw = np.random.default_rng(5)
+    covered = 0
+    for _ in range(100):
+        luck = draw.random((3, 200))
+        found = recover({"x": luck[0] < 0.3}, {"x": luck[1] < 0.8}, {"x": luck[2] < 0.7})
+        assert found.low is not None
+        assert found.high is not None
+        covered += found.low <= 0.8 <= found.high
+    assert covered >= 88
+
+
+def test_domains_weigh_alike_however_many_prompts_they_have() -> None:
+    a = {"few": [True, False], "many": [True] * 90 + [False] * 10}
+    assert mean_share(a).value == pytest.approx((0.5 + 0.9) / 2)
+    b = {"few": [True, True], "many": a["many"]}
+    assert compare(a, b, binary=True).value == pytest.approx(0.25)
+    with pytest.raises(ValueError, match="pair them by prompt"):
+        compare(a, {**b, "few": [True]}, binary=True)
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042)])
+def test_student_quantile_is_the_one_in_the_tables(freedom: int, t: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(t, abs=6e-4)
+
+
+def test_runs_have_students_interval_and_one_run_has_none() -> None:
+    found = over_runs([0.50, 0.54, 0.58])
+    assert found.value == pytest.approx(0.54)
+    assert found.half == pytest.approx(4.3027 * 0.04 / math.sqrt(3), rel=1e-3)
+    assert math.isnan(over_runs([0.5]).low)
