@@ -1,4 +1,4 @@
-"""Commands that ask a store: SQL, one sample token by token, one HTML report."""
+"""Commands that ask stores: SQL, one sample token by token, one HTML report, two policies held against each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mopd_dataplane.cli.output import note, print_csv, print_json, print_table, stdout
+from mopd_dataplane.cli.output import note, print_csv, print_grid, print_json, print_table, stdout
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import InputError
 
@@ -97,9 +97,40 @@ def report(
         print_json(measures.numbers())
 
 
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="STORE, STORE#STAGE or STORE#STAGE@VERSION.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="What A is held against.")],
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the differences: .svg, .png or .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure.")] = False,
+) -> None:
+    """Hold two policies against each other on the same held-out prompts.
+
+    Two stores, two stages of one, or two versions. Answers are paired by prompt: difference of accuracy and of mean
+    reward with 95 % intervals from a bootstrap over prompts, and McNemar's exact test.
+    """
+    from mopd_dataplane.query.compare import compare_policies, plot_comparison
+    from mopd_dataplane.query.sections import comparison_grid
+
+    found = compare_policies(a, b)
+    if plot is not None:
+        plot_comparison(found, plot)
+        note(f"wrote {plot}")
+    if as_json:
+        print_json({**vars(found), "rows": [{**vars(row), "verdict": row.verdict} for row in found.rows]})
+        return
+    note(f"A = {found.a}\nB = {found.b}")
+    grid = comparison_grid(found)
+    print_grid(grid)
+    note(grid.caption)
+
+
 def add_to(app: typer.Typer) -> None:
-    """Register query, show and report."""
+    """Register query, show, report and compare."""
     by_domain = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
     register(app, query, f'mopd query runs/quickstart "{by_domain}"', panel=PANEL)
     register(app, show, "mopd show runs/quickstart 3fa9", panel=PANEL)
     register(app, report, "mopd report runs/quickstart -o report.html", panel=PANEL)
+    versions = "mopd compare 'runs/quickstart#student@6' 'runs/quickstart#student@12' --plot difference.svg"
+    register(app, compare, "mopd compare runs/a runs/b", versions, panel=PANEL)

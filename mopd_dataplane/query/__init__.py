@@ -4,6 +4,7 @@ show.py           one sample, token by token: what is shown
 show_terminal.py  one sample on a terminal: how it is shown
 lineage.py        what led to a sample or a step, and what used it
 report.py         the HTML page
+compare.py        two policies on the same held-out prompts
 sections.py       its sections
 measures.py       its numbers, one SQL statement each
 answers.py        held-out answers of every policy, prompt by prompt

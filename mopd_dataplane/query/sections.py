@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mopd_dataplane.query.compare import Comparison
 from mopd_dataplane.query.measures import Measures, Rows, recovery, teacher_policies
 from mopd_dataplane.query.plots import Line, Plot, bars, grouped, histogram, line_plot
-from mopd_dataplane.query.statistics import mean_share
+from mopd_dataplane.query.statistics import Difference, mean_share
 from mopd_dataplane.query.text import count, duration, number, percent, size
 from mopd_dataplane.tables import TABLES
 
@@ -172,6 +173,30 @@ def _reading(recovered: Rows) -> str:
 
 def _version(rows: Rows, policy: str) -> int:
     return next(int(row["policy_version"]) for row in rows if row["policy"] == policy)
+
+
+def comparison_grid(comparison: Comparison) -> Grid:
+    """A comparison of two policies as a table."""
+    head = ["domain", "prompts", "A", "B", "B − A, points", "only A · only B", "McNemar p", "mean reward, B − A", ""]
+    body = []
+    for row in comparison.rows:
+        found, paid = row.accuracy, row.reward
+        cells = [row.domain, count(row.prompts)]
+        cells += [_share({"accuracy": e.value, "low": e.low, "high": e.high}) if e else "–" for e in (row.a, row.b)]
+        cells += [_points(found), f"{found.only_a} · {found.only_b}", number(found.p)] if found else ["–", "–", "–"]
+        cells += [f"{paid.value:+.3f} ({paid.low:+.3f} to {paid.high:+.3f})" if paid else "–", row.verdict]
+        body.append(_plain(*cells))
+    caption = (
+        f"{'Tuning' if comparison.split == 'tune' else 'Held-out'} prompts, paired; 95 % intervals, of differences by "
+        "bootstrap over prompts. A difference is found where its interval leaves 0 out."
+    )
+    if comparison.left_out:
+        caption += f" Left out: {count(comparison.left_out)} answers to prompts that the two do not share."
+    return Grid(head=head, rows=body, caption=caption)
+
+
+def _points(found: Difference) -> str:
+    return f"{100 * found.value:+.1f} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
 
 
 def learning(measures: Measures) -> Section:

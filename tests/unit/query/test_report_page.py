@@ -64,7 +64,7 @@ def test_accuracy_and_recovery_are_those_of_the_tables(demo_store: Store, measur
 
     def mean(policy: str, version: int, domain: str, of: str = "correct") -> float:
         own = [r[of] for r in rows if (r["policy"], r["policy_version"], r["domain"]) == (policy, version, domain)]
-        return sum(own) / len(own)
+        return float(sum(own) / len(own))
 
     for row in measures.accuracy:
         place = row["policy"], row["policy_version"], row["domain"]

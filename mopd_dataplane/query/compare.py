@@ -1,0 +1,175 @@
+"""Two policies on the same held-out prompts: of two stores, two stages or two versions. What differs, and how surely.
+
+A policy is written STORE, STORE#STAGE or STORE#STAGE@VERSION; without a stage the last that was evaluated, without a
+version its newest. Answers are paired by prompt; prompts that only one policy answered, or that read differently in the
+two stores, are left out and counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
+from mopd_dataplane.query.answers import Answers, Values, held_out
+from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, share
+from mopd_dataplane.store.dataset import Store
+
+Columns = dict[str, tuple[Values, Values]]
+"""Domain -> what A and B got, prompt by prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedDomain:
+    """One row of a comparison."""
+
+    domain: str
+    """Name of a domain, or `mean` over all that are compared, each weighing the same."""
+    prompts: int
+    a: Estimate | None
+    """Accuracy of A; None where the reward is no verifier."""
+    b: Estimate | None
+    accuracy: Difference | None
+    """B minus A in accuracy."""
+    reward: Difference | None
+    """B minus A in mean reward; None where rewards are missing."""
+
+    @property
+    def verdict(self) -> str:
+        """`B better`, `A better`, or `no difference found`: whether the interval of the difference leaves 0 out."""
+        found = self.accuracy or self.reward
+        if found is None or not found.found:
+            return "no difference found"
+        return "B better" if found.value > 0 else "A better"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two policies, domain by domain."""
+
+    a: str
+    b: str
+    split: str
+    """Held-out prompts that were answered: `eval` or `tune`."""
+    rows: list[ComparedDomain]
+    left_out: int
+    """Prompts that only one of the two answered, or that read differently."""
+
+
+@dataclass(frozen=True)
+class _Policy:
+    label: str
+    split: str
+    answers: Answers
+    texts: dict[str, tuple[str, str]]
+    """Prompt id -> its text and reference answer."""
+
+
+def compare_policies(a: str, b: str) -> Comparison:
+    """Compare two policies.
+
+    Raises UnknownNameError for a stage or version that was not evaluated, MismatchError where the two have no held-out
+    prompt in common.
+    """
+    first, second = _read(a), _read(b)
+    if first.split != second.split:
+        raise MismatchError(
+            f"{first.label} answered {first.split} prompts, {second.label} {second.split} prompts; "
+            "compare two policies on the same split (eval.split)"
+        )
+    right: Columns = {}
+    paid: Columns = {}
+    shared = 0
+    for domain in first.answers.prompts.keys() & second.answers.prompts.keys():
+        places = _places(first, second, domain)
+        shared += len(places[0])
+        for columns, of_a, of_b in (
+            (right, first.answers.correct, second.answers.correct),
+            (paid, first.answers.reward, second.answers.reward),
+        ):
+            if len(places[0]) and domain in of_a and domain in of_b:
+                columns[domain] = of_a[domain][places[0]], of_b[domain][places[1]]
+    if not right and not paid:
+        raise MismatchError(
+            f"{first.label} and {second.label} have answered no held-out prompt in common; compare policies whose jobs "
+            "hold out the same prompts"
+        )
+    total = sum(map(len, first.answers.prompts.values())) + sum(map(len, second.answers.prompts.values()))
+    domains = sorted(right.keys() | paid.keys())
+    rows = [_row(domain, right, paid, [domain]) for domain in domains]
+    if len(domains) > 1:
+        rows.append(_row("mean", right, paid, domains))
+    return Comparison(a=first.label, b=second.label, split=first.split, rows=rows, left_out=total - 2 * shared)
+
+
+def plot_comparison(comparison: Comparison, out: Path) -> None:
+    """Difference of every domain with its interval, as an image; the name's ending says which kind."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in comparison.rows if row.accuracy or row.reward]
+    figure = Figure(figsize=(6.4, 1.1 + 0.42 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for place, row in enumerate(rows):
+        found = row.accuracy or row.reward
+        assert found is not None
+        scale = 100 if row.accuracy else 1
+        colour = "#1f77b4" if found.found else "#888888"
+        axes.plot([scale * found.low, scale * found.high], [place, place], color=colour, linewidth=2)
+        axes.plot([scale * found.value], [place], "o", color=colour, markersize=6)
+    axes.axvline(0, color="#444444", linewidth=1)
+    axes.set_yticks(range(len(rows)), [f"{row.domain} ({row.prompts})" for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    unit = "points of accuracy" if all(row.accuracy for row in rows) else "points of accuracy, or mean reward"
+    axes.set_xlabel(f"B − A, {unit}, 95 % interval; B = {comparison.b}")
+    axes.set_title(f"A = {comparison.a}", fontsize=9, loc="left")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+
+
+def _row(name: str, right: Columns, paid: Columns, domains: list[str]) -> ComparedDomain:
+    known, rewarded = [d for d in domains if d in right], [d for d in domains if d in paid]
+    a, b = ({d: right[d][side] for d in known} for side in (0, 1))
+    prompts = sum(len((right.get(d) or paid[d])[0]) for d in domains)
+    estimate = (lambda values: share(values[name])) if name in right else mean_share
+    reward_a, reward_b = ({d: paid[d][side] for d in rewarded} for side in (0, 1))
+    return ComparedDomain(
+        domain=name,
+        prompts=prompts,
+        a=estimate(a) if known else None,
+        b=estimate(b) if known else None,
+        accuracy=compare(a, b, binary=True) if known else None,
+        reward=compare(reward_a, reward_b, binary=False) if rewarded else None,
+    )
+
+
+def _places(first: _Policy, second: _Policy, domain: str) -> tuple[list[int], list[int]]:
+    """Where the prompts stand that both answered and that read the same."""
+    there = {prompt: place for place, prompt in enumerate(second.answers.prompts[domain])}
+    pairs = [
+        (place, there[prompt])
+        for place, prompt in enumerate(first.answers.prompts[domain])
+        if prompt in there and first.texts.get(prompt) == second.texts.get(prompt)
+    ]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def _read(name: str) -> _Policy:
+    """The answers of STORE[#STAGE[@VERSION]]."""
+    uri, _, chosen = name.partition("#")
+    stage, _, version = chosen.partition("@")
+    store = Store.open(uri)
+    found = held_out(store)
+    if not found.policies:
+        raise UnknownNameError(f"{uri}: no policy was evaluated on held-out prompts; give its domains `eval` prompts")
+    stages = list(dict.fromkeys(policy for policy, _ in found.policies))
+    stage = stage or stages[-1]
+    if stage not in stages:
+        raise UnknownNameError(f"{uri}: no policy of stage {stage!r} was evaluated: {nearest(stage, stages)}")
+    versions = sorted(number for policy, number in found.policies if policy == stage)
+    wanted = version or str(versions[-1])
+    if wanted not in map(str, versions):
+        raise UnknownNameError(
+            f"{uri}: version {wanted!r} of {stage!r} was not evaluated; versions are {', '.join(map(str, versions))}"
+        )
+    texts = {prompt.prompt_id: (prompt.text, prompt.answer) for prompt in store.prompts(split=found.split)}
+    return _Policy(f"{uri}#{stage}@{wanted}", found.split, found.policies[stage, int(wanted)], texts)
