@@ -7,6 +7,7 @@ name has a dash or a dot). Nothing outside the store can be read or written by a
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import duckdb
@@ -88,12 +89,37 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
         """Columns, as the table has them."""
         return self._dataset.schema
 
-    def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> pads.Scanner:
+    def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> _Batches:
         """Batches of some columns; columns only the filter speaks of are read beside them."""
-        shown = self.schema.names if columns is None else columns
-        read = [name for name in self.schema.names if name in shown or name in str(filter)]
-        batches = self._dataset.scanner(columns=read).to_reader()
-        return pads.Scanner.from_batches(batches, columns=shown, filter=filter)
+        return _Batches(self._dataset, self.schema.names if columns is None else columns, filter)
+
+
+class _Batches:
+    """What DuckDB takes for a scanner: rows are read when it asks for them, in the thread that asks.
+
+    An Arrow scanner reads ahead in a thread of Arrow's. A query with a limit leaves it in the middle, and it still
+    calls into Lance when the process ends: Lance's thread-locals are gone by then, and the process aborts or waits
+    for ever.
+    """
+
+    def __init__(self, dataset: lance.LanceDataset, columns: list[str], filter: pc.Expression | None) -> None:
+        self._dataset = dataset
+        self._columns = columns
+        self._filter = filter
+
+    @property
+    def projected_schema(self) -> pa.Schema:
+        """Columns that `to_reader` gives, in its order."""
+        return pa.schema([self._dataset.schema.field(name) for name in self._columns])
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """One pass over the rows that the filter lets through."""
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self._read())
+
+    def _read(self) -> Iterator[pa.RecordBatch]:
+        wanted = [name for name in self._dataset.schema.names if name in self._columns or name in str(self._filter)]
+        for batch in self._dataset.scanner(columns=wanted).to_batches():
+            yield (batch if self._filter is None else batch.filter(self._filter)).select(self._columns)
 
 
 def _explain(error: duckdb.Error, store: Store) -> str:
