@@ -173,7 +173,7 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
             raise JobFileError(f"{at}: objective {stage.objective!r} weighs no teacher {teacher!r}: {hint}")
 
 
-def _samplers(job: Job, stage: Stage) -> set[str]:
+def sampling_teachers(job: Job, stage: Stage) -> set[str]:
     """Teachers that write, or help to write, some sample of a stage."""
     rollout = stage.rollout
     if stage.data != "rollout":
@@ -195,7 +195,7 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
                 f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
             )
     try:
-        samplers = _samplers(job, stage)
+        samplers = sampling_teachers(job, stage)
         teachers = {*job.teachers_of(stage), *samplers}
     except JobFileError as error:
         raise JobFileError(f"{at}: {error}") from None

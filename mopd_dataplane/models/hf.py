@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.files import publish_folder
-from mopd_dataplane.errors import MismatchError, UnknownNameError
+from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 
 if TYPE_CHECKING:
     import torch
@@ -64,8 +66,45 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     _require_folder(folder)
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    with _opening(folder, "tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     return tokenizer
+
+
+def check_model_folder(folder: str | Path) -> None:
+    """Look at a model folder without reading its weights.
+
+    Raises UnknownNameError when there is no config or no weights, InputError when the config is not one that
+    transformers reads without running code of the folder.
+    """
+    from transformers import AutoConfig
+
+    _require_folder(folder)
+    if not any(Path(folder).glob("*.safetensors")):
+        raise UnknownNameError(f"no model weights (*.safetensors) in {folder}; pickled weights are refused")
+    with _opening(folder, "config"):
+        AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+@contextmanager
+def _opening(folder: str | Path, part: str) -> Iterator[None]:
+    """Whatever transformers raises over files that it cannot read becomes an InputError that names the folder."""
+    try:
+        yield
+    except MopdError:
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"the {part} in {folder} needs code that lies in the folder, which is never run (trust_remote_code is "
+                "False everywhere); use a model whose architecture transformers knows"
+            ) from None
+        raise InputError(
+            f"the {part} in {folder} cannot be read ({type(error).__name__}: {error!s:.300}); give a folder that "
+            "`save_pretrained` wrote, or copy it again"
+        ) from None
 
 
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -91,9 +130,14 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
 
     quiet_transformers()
     _require_folder(folder)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=getattr(torch, dtype), local_files_only=True, use_safetensors=True
-    )
+    with _opening(folder, "model"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     return model

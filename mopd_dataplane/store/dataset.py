@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
+from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
@@ -62,11 +62,29 @@ class Store:
 
         Raises UnknownNameError when there is none, MismatchError when its format version is another one.
         """
+        store = cls.find(uri, storage_options)
+        if store is None:
+            raise UnknownNameError(f"no store at {Place(uri).uri} (it has no {MARK}); create one with create_store")
+        return store
+
+    @classmethod
+    def find(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store | None:
+        """Open an existing store, None when there is none and one could be made there.
+
+        Raises InputError for a place where none can be made, DamagedError for a mark that is not one, MismatchError
+        when its format version is another one.
+        """
         place = Place(uri, storage_options)
         mark = place.read_json(MARK)
         if mark is None:
-            raise UnknownNameError(f"no store at {place.uri} (it has no {MARK}); create one with create_store")
-        check_format(int(mark["format_version"]), place.uri)
+            place.check_new()
+            return None
+        version = mark.get("format_version")
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise DamagedError(
+                f"{place.of(MARK)} has format_version {version!r:.80}, which is no number; restore it from a copy"
+            )
+        check_format(version, place.uri)
         place.single_writer = bool(mark.get("single_writer"))
         return cls(place)
 
@@ -79,11 +97,11 @@ class Store:
         single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
         object store that ignores preconditions (ResourceError without it).
         """
+        existing = cls.find(uri, storage_options)
+        if existing is not None:
+            existing._place.admit_writer()
+            return existing
         place = Place(uri, storage_options)
-        if place.read_json(MARK) is not None:
-            store = cls.open(uri, storage_options)
-            store._place.admit_writer()
-            return store
         if place.root is not None:
             place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         place.single_writer = single_writer
@@ -222,6 +240,10 @@ class Store:
         """
         records = [asdict(prompt) for prompt in prompts]
         return self._insert_equal("prompts", records)
+
+    def has_prompts(self, domain: str) -> bool:
+        """Whether prompts of a domain were added, apart from imported ones."""
+        return self.table("prompts", ["prompt_id"], f"domain = '{domain}' AND split != 'import'", limit=1).num_rows > 0
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]:
         """Prompts in the order they were added, of one split and some domains."""

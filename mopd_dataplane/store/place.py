@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lance
 
@@ -25,6 +26,8 @@ class Place:
 
     def __init__(self, uri: str | Path, storage_options: dict[str, str] | None = None) -> None:
         text = str(uri).removeprefix("file://")
+        if not text or "\0" in text:
+            raise InputError(f"{text!r:.80} is not the place of a store; give a folder, or s3://bucket/prefix")
         remote = "://" in text
         self.root: Path | None = None if remote else Path(text).absolute()
         """The folder; None on an object store."""
@@ -71,14 +74,17 @@ class Place:
         return self.root / name
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A small JSON object, None when there is none; DamagedError when it does not parse."""
+        """A small JSON object, None when there is none; DamagedError when it is none."""
         content = self._read(name)
         if content is None:
             return None
         try:
-            return cast(dict[str, Any], json.loads(content))
-        except ValueError as error:
+            value = json.loads(content)
+        except (ValueError, RecursionError) as error:
             raise DamagedError(f"{self.of(name)} is not JSON ({error}); restore it from a copy") from error
+        if not isinstance(value, dict):
+            raise DamagedError(f"{self.of(name)} holds {content[:40]!r}, and not a JSON object; restore it from a copy")
+        return value
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON object atomically and durably."""
@@ -120,4 +126,27 @@ class Place:
         if self.files is not None:
             return self.files.read(name)
         path = self.local(name)
-        return path.read_bytes() if path.is_file() else None
+        try:
+            return path.read_bytes() if path.is_file() else None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}; give the folder of a store") from None
+
+    def check_new(self) -> None:
+        """Raise InputError where no folder for a store can be made; an object store is asked at its first write."""
+        if self.root is None:
+            return
+        try:
+            nearest = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        except OSError as error:
+            raise InputError(
+                f"{str(self.root)[:200]} cannot be a store: {error.strerror}; give another folder"
+            ) from None
+        if not nearest.is_dir():
+            raise InputError(f"{nearest} is a file, a store is a folder; give another place for the store")
+        if not os.access(nearest, os.W_OK) or nearest.stat().st_dev in _kernel_devices():
+            raise InputError(f"{nearest} is not a folder that can be written to; give another place for the store")
+
+
+def _kernel_devices() -> set[int]:
+    """Device numbers of the file systems in which the kernel shows itself: folders that take no files, even of root."""
+    return {os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.isdir(path)}

@@ -34,7 +34,7 @@ def compare_teachers(
     domain where it was evaluated.
     Raises InputError when the stage has no rewarded answers.
     """
-    run = open_run(job, Progress(console))
+    run = open_run(job, Progress(console), make=False)
     answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
     if not any(answers.values()):
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")

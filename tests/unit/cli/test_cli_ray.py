@@ -38,7 +38,8 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "p.jsonl").write_text('{"text": "1 + 1 = ", "answer": "2"}\n')
     job = check_job(
         {
-            "name": "j", "store": str(tmp_path / "store"), "student": {"path": str(tmp_path)},
+            "name": "j", "store": str(tmp_path / "store"),
+            "student": {"config": {"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 1}},
             "domains": {"d": {"source": str(tmp_path / "p.jsonl"), "train": 1, "reward": "exact"}},
             "stages": [{"name": "s", "data": "reference", "plan": {"batch_samples": 1}}],
         },

@@ -13,11 +13,13 @@ from mopd_dataplane.job.job import check_job
 from mopd_dataplane.run.context import open_run
 from mopd_dataplane.run.progress import Progress
 
+TINY = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+
 
 def job(store: Path, **changed: Any) -> Any:
     domain = {"source": "reasoning-gym", "dataset": "chain_sum", "train": 4, "eval": 2}
     stage = {"name": "base", "data": "reference", "plan": {"batch_samples": 2}}
-    raw = {"name": "small", "store": str(store), "student": {"path": "somewhere"}, "domains": {"sums": domain}}
+    raw = {"name": "small", "store": str(store), "student": {"config": TINY}, "domains": {"sums": domain}}
     return check_job({**raw, "stages": [stage], **changed}, where="job.toml")
 
 

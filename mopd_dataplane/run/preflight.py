@@ -1,0 +1,195 @@
+"""Everything a job names, looked at before anything is made.
+
+    findings, prompts = preflight(job)
+    refuse(job, findings)              raises for what is certain; what is estimated is for people to read
+
+Only what is missing is checked: a student that was made and prompts that a store holds are not looked at again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from mopd_dataplane.errors import InputError, JobFileError, MopdError
+from mopd_dataplane.job.check import sampling_teachers
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
+from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.score.reward import resolve_reward
+from mopd_dataplane.store.dataset import Store
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+TRACKERS = ("tensorboard", "wandb")
+"""Values of `train.track` that are packages."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a job that will not work, or may not."""
+
+    key: str
+    """Key of the job file, dotted, as `teachers.math.source`."""
+    problem: str
+    """What was found, what is allowed, and the next step."""
+    certain: bool = True
+    """Whether the job cannot run so; otherwise it is an estimate, and the job runs."""
+
+
+class Checked(NamedTuple):
+    """What a look at a job gave."""
+
+    findings: list[Finding]
+    prompts: dict[str, list[Prompt]]
+    """Of every domain whose prompts the store does not hold yet."""
+
+
+def preflight(job: Job) -> Checked:
+    """Look at everything a job names. Nothing is written; no network is asked but for a store on an object store."""
+    look = _Look(job)
+    store = look.at("store", lambda: Store.find(job.store))
+    _domains(look, store)
+    _student(look, store)
+    for name in sorted(_teachers(job)):
+        _teacher(look, name)
+    _packages(look)
+    return Checked(look.findings, look.prompts)
+
+
+def refuse(job: Job, findings: list[Finding]) -> None:
+    """Raise JobFileError, one line for each, when something is certain to fail."""
+    lines = [f"{finding.key}: {finding.problem}" for finding in findings if finding.certain]
+    if lines:
+        raise JobFileError("\n".join((f"job {job.name!r} cannot run, and nothing was written:", *lines)))
+
+
+@dataclass
+class _Look:
+    """A job, and what was found so far."""
+
+    job: Job
+    findings: list[Finding] = field(default_factory=list)
+    prompts: dict[str, list[Prompt]] = field(default_factory=dict)
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """The student's, where it can be known before the student is made."""
+
+    def at(self, key: str, action: Callable[[], T]) -> T | None:
+        """What an action returns; None, and a finding, when it raises an error of this package."""
+        try:
+            return action()
+        except MopdError as error:
+            self.findings.append(Finding(key, str(error)))
+        return None
+
+
+def _domains(look: _Look, store: Store | None) -> None:
+    """Prompts can be read and filled into their templates, and what verifies answers can be called."""
+    for name, domain in look.job.domains.items():
+        missing = store is None or not store.has_prompts(name)
+        loaded = None
+        if domain.source != "store" and missing:
+            loaded = look.at(f"domains.{name}", lambda name=name, domain=domain: load_prompts(name, domain))  # type: ignore[misc]
+            look.prompts[name] = loaded or []
+        if not _is_verified(look.job, name):
+            continue
+        look.at(f"domains.{name}.reward", lambda domain=domain: resolve_reward(domain.reward))  # type: ignore[misc]
+        if domain.reward == "reasoning-gym" and loaded and not loaded[0].verifier_data:
+            look.findings.append(
+                Finding(
+                    f"domains.{name}.reward",
+                    f"'reasoning-gym' verifies entries of its own data sets, and {domain.source} has none; "
+                    'set reward = "exact", or package.module:function',
+                )
+            )
+
+
+def _is_verified(job: Job, domain: str) -> bool:
+    """Whether some answer of a domain is verified: held-out ones, and those of every stage that rolls out."""
+    stages = [stage for stage in job.stages if domain in job.domains_of(stage)]
+    rewarded = [stage for stage in stages if stage.data == "stored" and job.objective(stage).needs_rewards]
+    return bool(job.domains[domain].eval or rewarded or [stage for stage in stages if stage.data == "rollout"])
+
+
+def _student(look: _Look, store: Store | None) -> None:
+    """The student opens, or its config builds, and its template fits its tokenizer."""
+    student = look.job.student
+    made = store.root / "policies" / "init" if store is not None and store.root is not None else None
+    if made is not None and made.is_dir():
+        look.tokenizer = look.at("student", lambda: load_tokenizer(made))
+    elif student.path:
+        look.at("student.path", lambda: check_model_folder(student.path))
+        if not look.findings or look.findings[-1].key != "student.path":
+            look.tokenizer = look.at("student.path", lambda: load_tokenizer(student.path))
+    elif student.config:
+        look.tokenizer = look.at("student.tokenizer", lambda: given_tokenizer(student))
+        if look.tokenizer is not None:
+            look.at("student.config", lambda: check_config(student))
+    _template(look, "student.prompt_template", student.prompt_template)
+
+
+def _template(look: _Look, key: str, template: str) -> None:
+    if template == "chat":
+        if look.tokenizer is not None and not look.tokenizer.chat_template:
+            look.findings.append(
+                Finding(key, "the student's tokenizer has no chat template; write one out, with `{prompt}` in it")
+            )
+    elif "{prompt}" not in template:
+        found = f"{template!r:.80} has no {{prompt}}, so the model would never read it"
+        look.findings.append(Finding(key, f"{found}; write it where the prompt's text belongs, or set `chat`"))
+
+
+def _teachers(job: Job) -> set[str]:
+    """Teachers with weights that some stage asks."""
+    named: set[str] = set()
+    for stage in job.stages:
+        term = job.objective(stage).policy_gradient
+        reference = {term.reference} & set(job.teachers) if term else set()
+        named |= {*job.teachers_of(stage), *sampling_teachers(job, stage), *reference}
+    return named | {member for name in named for member in job.members_of(name)}
+
+
+def _teacher(look: _Look, name: str) -> None:
+    """A teacher's folder opens, and it reads the student's tokens."""
+    teacher, key = look.job.teachers[name], f"teachers.{name}"
+    if teacher.prompt_template:
+        _template(look, f"{key}.prompt_template", teacher.prompt_template)
+    if teacher.blend or teacher.source == "student" or teacher.source.startswith("stage:"):
+        return
+    look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source))
+
+
+def _check_teacher(look: _Look, name: str, folder: str) -> None:
+    check_model_folder(folder)
+    tokenizer = load_tokenizer(folder)
+    if look.tokenizer is not None:
+        check_same_tokenizer(tokenizer_digest(look.tokenizer), tokenizer_digest(tokenizer), name=name)
+
+
+def _packages(look: _Look) -> None:
+    """Packages that settings need are installed, and folders that they name are folders."""
+    job = look.job
+    needed = {stage.train.track: f"stages.{stage.name}.train.track" for stage in job.stages}
+    wanted = {name: key for name, key in needed.items() if name in TRACKERS}
+    if job.engine.kind == "vllm" and not job.engine.url:
+        wanted["vllm"] = "engine.kind"
+    for package, key in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            look.findings.append(
+                Finding(key, f"{package!r} is not installed here; pip install it, or change the setting")
+            )
+    for key, folder in (("work", job.work), ("load.cache_dir", job.load.cache_dir)):
+        if folder:
+            look.at(key, lambda folder=folder: _check_folder(folder))  # type: ignore[misc]
+
+
+def _check_folder(folder: str) -> None:
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InputError(f"{folder} is not a folder; name one, or a place where one can be made")
