@@ -1,6 +1,7 @@
 """A job, run: the only place where stages meet.
 
 pipeline.py           the whole job, stage after stage, continuing where it stopped
+preflight.py          everything a job names, looked at before anything is made
 context.py            what every step needs: job, store, policies, tokenizer, progress
 steps/                one file a step: rollout, score, plan, train, evaluate …
 concurrent.py         a stage whose rollout, scoring and training run concurrently

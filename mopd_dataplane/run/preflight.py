@@ -115,7 +115,8 @@ def _is_verified(job: Job, domain: str) -> bool:
     """Whether some answer of a domain is verified: held-out ones, and those of every stage that rolls out."""
     stages = [stage for stage in job.stages if domain in job.domains_of(stage)]
     rewarded = [stage for stage in stages if stage.data == "stored" and job.objective(stage).needs_rewards]
-    return bool(job.domains[domain].eval or rewarded or [stage for stage in stages if stage.data == "rollout"])
+    held_out = job.domains[domain].eval or job.domains[domain].tune
+    return bool(held_out or rewarded or [stage for stage in stages if stage.data == "rollout"])
 
 
 def _student(look: _Look, store: Store | None) -> None:
@@ -176,8 +177,9 @@ def _check_teacher(look: _Look, name: str, folder: str) -> None:
 def _packages(look: _Look) -> None:
     """Packages that settings need are installed, and folders that they name are folders."""
     job = look.job
-    needed = {stage.train.track: f"stages.{stage.name}.train.track" for stage in job.stages}
-    wanted = {name: key for name, key in needed.items() if name in TRACKERS}
+    wanted: dict[str, str] = {
+        stage.train.track: f"stages.{stage.name}.train.track" for stage in job.stages if stage.train.track in TRACKERS
+    }
     if job.engine.kind == "vllm" and not job.engine.url:
         wanted["vllm"] = "engine.kind"
     for package, key in wanted.items():

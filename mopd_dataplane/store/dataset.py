@@ -243,7 +243,8 @@ class Store:
 
     def has_prompts(self, domain: str) -> bool:
         """Whether prompts of a domain were added, apart from imported ones."""
-        return self.table("prompts", ["prompt_id"], f"domain = '{domain}' AND split != 'import'", limit=1).num_rows > 0
+        own = f"domain = '{domain}' AND split != 'import'"
+        return len(self.table("prompts", ["prompt_id"], own, limit=1)) > 0
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]:
         """Prompts in the order they were added, of one split and some domains."""
