@@ -87,7 +87,7 @@ lint: $(INSTALLED)  ## ruff and mypy --strict
 format: $(INSTALLED)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .
 
-schemas: $(INSTALLED)  ## write schemas/*/v1.json from tables.py
+schemas: $(INSTALLED)  ## write schemas/*/v2.json from tables.py
 	$(BIN)/python -m mopd_dataplane.store.schemas schemas
 
 docs: $(INSTALLED)  ## write docs/cli.md from the command line's own help

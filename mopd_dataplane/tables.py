@@ -1,7 +1,7 @@
 """The columns: the Arrow schema of every table, one constant each.
 
 Every field carries its meaning under the metadata key `doc` and, where one could guess wrong, its `unit`.
-`schemas/<table>/v1.json` is generated from here (`make schemas`) and a test fails when the two drift.
+`schemas/<table>/v2.json` is generated from here (`make schemas`) and a test fails when the two drift.
 Evolution is additive: new nullable columns only. FORMAT_VERSION counts incompatible changes; a store
 written by a newer one is refused.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DATA_STORAGE_VERSION = "2.2"
 """Lance file format, pinned: what `None` means drifts with pylance."""
 LIST_STORAGE_VERSION = "2.0"
@@ -73,12 +73,12 @@ SAMPLES = TableSpec(
         [
             _field("uid", _STRING, "128-bit identity, 32 hex digits"),
             _field("prompt_id", _STRING, "prompt it answers"),
-            _field("group_id", _STRING, "samples of one prompt in one iteration share it"),
+            _field("group_id", _STRING, "samples of one prompt in one generation share it"),
             _field("group_index", pa.int16(), "place inside the group"),
-            _field("iteration", pa.int32(), "iteration of the run that asked for it"),
+            _field("generation", pa.int32(), "iteration of the run that asked for it"),
             _field("domain", _STRING, "domain of the prompt"),
             _field("effort", _STRING, "effort mode of the prompt"),
-            _field("stage", _STRING, "job stage that owns the sample"),
+            _field("run", _STRING, "job stage that owns the sample"),
             _field("writer", _STRING, "engine replica or importer"),
             _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
             _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
@@ -97,7 +97,7 @@ SAMPLES = TableSpec(
             _field("resume", _STRING, "none, exact or statistical"),
             _field("mean_logprob", pa.float32(), "mean sampler log-prob over loss tokens", null=True, unit="nat"),
             _field("tokenizer", _STRING, "tokenizer digest"),
-            _field("payload_row", pa.int64(), "row of the payload in `tokens`"),
+            _field("payload_row", pa.int64(), "row id of the payload in `tokens`"),
             _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
@@ -105,11 +105,7 @@ SAMPLES = TableSpec(
                 "version_spans", pa.int32(), "spans of one policy version in `tokens`; null of older writers", null=True
             ),
             _field(
-                "sampling_mask_len",
-                pa.int32(),
-                "kept token ids in `tokens`; null when not recorded",
-                null=True,
-                unit="ids",
+                "support_len", pa.int32(), "kept token ids in `tokens`; null when not recorded", null=True, unit="ids"
             ),
             _field(
                 "experts_width", pa.int32(), "W, expert ids of one token; null when not recorded", null=True, unit="ids"
@@ -141,16 +137,16 @@ TOKENS = TableSpec(
             ),
             _field("versions", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[spans] policy versions"),
             _field(
-                "sampling_mask_sizes",
+                "support_sizes",
                 pa.list_(pa.field("item", pa.int32(), nullable=False)),
                 "[M] ids that top-k and top-p kept for each loss token; 0 where nothing was cut; null if not recorded",
                 null=True,
                 unit="ids",
             ),
             _field(
-                "sampling_mask_ids",
+                "support_ids",
                 pa.list_(pa.field("item", pa.int32(), nullable=False)),
-                "[sum of sampling_mask_sizes] those ids, token after token; null if not recorded",
+                "[sum of support_sizes] those ids, token after token; null if not recorded",
                 null=True,
             ),
             _field(
@@ -220,7 +216,7 @@ SIGNAL_TOPK = TableSpec(
         [
             _field("uid", _STRING, "sample it speaks of"),
             _field("k", pa.int16(), "K"),
-            _field("topk_source", _STRING, "teacher or student: whose top-k the ids are"),
+            _field("support", _STRING, "teacher or student: whose top-k the ids are"),
             _field("ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[M * K] token ids"),
             _field(
                 "logprobs",
@@ -259,8 +255,8 @@ SCORES = TableSpec(
             _field("uid", _STRING, "sample"),
             _field("teacher", _STRING, "teacher name"),
             _field("kind", _STRING, "logprob, topk or hidden"),
-            _field("sample_row", pa.int64(), "row of the sample in `samples`"),
-            _field("payload_row", pa.int64(), "row of the payload in signals/<teacher>/<kind>"),
+            _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
+            _field("payload_row", pa.int64(), "row id of the payload in signals/<teacher>/<kind>"),
             _field("payload_crc", pa.int64(), "crc32c over the payload, 0 to 2^32 - 1"),
             _field("codec", _STRING, "encoding of the payload"),
             _field("rows", pa.int32(), "positions covered", unit="tokens"),
@@ -280,7 +276,7 @@ REWARDS = TableSpec(
     pa.schema(
         [
             _field("uid", _STRING, "sample"),
-            _field("sample_row", pa.int64(), "row of the sample in `samples`"),
+            _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
             _field("verifier", _STRING, "reward function"),
             _field("verifier_version", _STRING, "version of the package it comes from"),
             _field("reward", pa.float32(), "value, by convention in [0, 1]"),
@@ -304,7 +300,11 @@ PLANS = TableSpec(
             _field("settings", _STRING, "JSON"),
             _field("snapshot", _STRING, "JSON: version of every table"),
             _field("teachers", pa.list_(_STRING), "names that pack_teachers indexes"),
-            _field("sample_rows", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[samples] in pack order"),
+            _field(
+                "sample_rows",
+                pa.list_(pa.field("item", pa.int64(), nullable=False)),
+                "[samples] row ids in `samples`, in pack order",
+            ),
             _field("pack_starts", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[packs + 1]"),
             _field("pack_teachers", pa.list_(pa.field("item", pa.int16(), nullable=False)), "[packs]"),
             _field("step_starts", pa.list_(pa.field("item", pa.int64(), nullable=False)), "[steps + 1]"),
@@ -372,7 +372,7 @@ EVENTS = TableSpec(
             _field("event_id", _STRING, "unique name, so that a repeated record is one row"),
             _field("stage", _STRING, "job stage"),
             _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
-            _field("iteration", pa.int32(), "iteration; -1 when it has none"),
+            _field("generation", pa.int32(), "iteration; -1 when it has none"),
             _field("value", pa.float64(), "number that goes with it", null=True),
             _field("detail", _STRING, "JSON"),
             _field("created_at", _TIME, "wall clock, informative only"),

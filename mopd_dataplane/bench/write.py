@@ -150,15 +150,15 @@ def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
 def _fill(store: Store, count: int) -> None:
     """Rows of `samples` and `tokens` that are all one sample but for the uid, written as large files."""
     payload = token_rows([bench_sample(0, 1)])
-    first = 0
+    places = np.empty(0, np.int64)
 
     def write_tokens(rows: slice, uids: pa.Array) -> None:
-        nonlocal first
+        nonlocal places
         same = payload.take(pa.array(np.zeros(len(uids), np.int64)))
-        first = store._table("tokens").append(same.set_column(0, payload.schema.field(0), uids))[0]
+        places = store._table("tokens").append(same.set_column(0, payload.schema.field(0), uids))[0]
 
     def pointers(rows: slice) -> dict[str, Any]:
-        return {"payload_row": np.arange(first, first + rows.stop - rows.start)}
+        return {"payload_row": places}
 
     filled_samples(store, count, pointers, before=write_tokens)
 
@@ -202,9 +202,9 @@ def bench_sample(number: int, response: int) -> Sample:
         prompt_id=f"p{number}",
         group_id=f"p{number}#0",
         group_index=0,
-        iteration=0,
+        generation=0,
         domain="bench",
-        stage=BENCH_RUN,
+        run=BENCH_RUN,
         writer="bench",
         writer_seq=number,
         policy="bench",

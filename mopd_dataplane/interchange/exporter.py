@@ -32,7 +32,7 @@ def _type_of(name: str) -> pa.DataType:
     return stored.schema.field(name).type
 
 
-PAYLOAD_FIELDS = ("domain", "iteration", "turns", "prompt_len", "tokens", "logprobs", "loss_mask")
+PAYLOAD_FIELDS = ("domain", "generation", "turns", "prompt_len", "tokens", "logprobs", "loss_mask")
 SCHEMA = pa.schema(
     [
         *((name, _type_of(name)) for name in SAMPLE_FIELDS),
@@ -90,14 +90,17 @@ def export_samples(
 
 def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
     """[n] rows of `samples` that fit, in row order."""
-    uids = store.samples(["uid"], snapshot=snapshot)["uid"]
+    parts = list(store.scan_samples(["uid"], snapshot))
+    rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
     if where is None:
-        return np.arange(len(uids))
+        return rows
     try:
         wanted = store.samples(["uid"], where, snapshot)["uid"]
     except (ValueError, OSError) as error:
         raise InputError(f"filter {where!r:.200} is no predicate over samples: {error!s:.300}") from None
-    return np.flatnonzero(pa.compute.is_in(uids, value_set=wanted.combine_chunks()).to_numpy())
+    uids = pa.chunked_array([batch["uid"] for _, batch in parts], pa.string())
+    chosen: np.ndarray = rows[pa.compute.is_in(uids, value_set=wanted.combine_chunks()).to_numpy()]
+    return chosen
 
 
 def _batches(

@@ -25,6 +25,7 @@ class Outcomes:
 
 def group_outcomes(
     rewards: pa.Table,
+    rows: NDArray[np.int64],
     groups: pa.ChunkedArray,
     sample_rows: NDArray[np.int64],
     *,
@@ -33,14 +34,18 @@ def group_outcomes(
 ) -> Outcomes:
     """Rewards and group-relative advantages of given samples.
 
-    rewards: columns sample_row, verifier, reward. groups: group of every sample of the store, in row order.
+    rewards: columns sample_row, verifier, reward. rows: [n] every sample of the store, ascending. groups: [n] the group
+    of each.
     A group is every rewarded sample with one group_id, whether or not it is planned, so leaving a sample out of
     training does not change the others' advantages. advantage = reward - mean (DeepSeekMath, eq. 20, without its
     division unless `divide_by_std`, which uses the sample standard deviation); 0 in a group of one.
     Raises MismatchError when several verifiers rewarded one sample of these groups and none is named.
     """
     codes = pc.dictionary_encode(groups).combine_chunks().indices.to_numpy()
-    rewards = rewards.filter(np.isin(codes[rewards["sample_row"].to_numpy()], codes[sample_rows]))
+    planned = np.searchsorted(rows, sample_rows)
+    rewards = rewards.filter(np.isin(rewards["sample_row"].to_numpy(), rows))
+    rewarded = np.searchsorted(rows, rewards["sample_row"].to_numpy())
+    rewards = rewards.filter(np.isin(codes[rewarded], codes[planned]))
     names = sorted(pc.unique(rewards["verifier"]).to_pylist())
     if verifier:
         if verifier not in names:
@@ -49,7 +54,7 @@ def group_outcomes(
     elif pc.count_distinct(rewards["sample_row"]).as_py() < len(rewards):
         raise MismatchError(f"samples are rewarded by several verifiers: {', '.join(names)}; name the one to train on")
     value = np.full(len(groups), np.nan, dtype=np.float64)
-    value[rewards["sample_row"].to_numpy()] = rewards["reward"].to_numpy()
+    value[np.searchsorted(rows, rewards["sample_row"].to_numpy())] = rewards["reward"].to_numpy()
     has = ~np.isnan(value)
     size = int(codes.max(initial=-1)) + 1
     count = np.bincount(codes[has], minlength=size)
@@ -58,4 +63,4 @@ def group_outcomes(
     if divide_by_std:
         squares = np.bincount(codes, weights=centred**2, minlength=size)
         centred = centred / (np.sqrt(squares / np.maximum(count - 1, 1)) + STD_FLOOR)[codes]
-    return Outcomes(value[sample_rows].astype(np.float32), centred[sample_rows].astype(np.float32))
+    return Outcomes(value[planned].astype(np.float32), centred[planned].astype(np.float32))

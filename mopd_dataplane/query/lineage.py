@@ -69,15 +69,19 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
     prefix = uid.strip().lower()
     if not prefix or not _HEX.issuperset(prefix) or len(prefix) > 32:
         raise UnknownNameError(f"{uid!r} is not a sample uid (1 to 32 hex digits); {_LISTING}")
-    uids = store.samples(columns=["uid"])["uid"]
-    rows = np.flatnonzero(pc.starts_with(uids, prefix).to_numpy())
-    if len(rows) == 1:
-        return uids[int(rows[0])].as_py(), int(rows[0])
-    if len(rows) == 0:
-        raise UnknownNameError(f"no sample starts with {uid!r} among the {len(uids):,} of {store.uri}; {_LISTING}")
-    shown = ", ".join(uids[int(row)].as_py()[: len(prefix) + 6] for row in rows[:_CANDIDATES])
-    more = f" and {len(rows) - _CANDIDATES} more" if len(rows) > _CANDIDATES else ""
-    raise UnknownNameError(f"{uid!r} is the start of {len(rows)} samples: {shown}{more}; give more digits")
+    found: list[tuple[str, int]] = []
+    total = 0
+    for rows, batch in store.scan_samples(["uid"]):
+        total += len(rows)
+        for place in np.flatnonzero(pc.starts_with(batch["uid"], prefix).to_numpy(zero_copy_only=False)).tolist():
+            found.append((batch["uid"][place].as_py(), int(rows[place])))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UnknownNameError(f"no sample starts with {uid!r} among the {total:,} of {store.uri}; {_LISTING}")
+    shown = ", ".join(full[: len(prefix) + 6] for full, _ in found[:_CANDIDATES])
+    more = f" and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
+    raise UnknownNameError(f"{uid!r} is the start of {len(found)} samples: {shown}{more}; give more digits")
 
 
 def sample_lineage(store: Store, uid: str) -> SampleLineage:

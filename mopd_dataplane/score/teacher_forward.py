@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TeacherForward:
+class Judge:
     """Teachers ready to read, and the weight of each."""
 
     readers: tuple[Reader, ...]

@@ -9,6 +9,9 @@ artifacts.py       folders of files on an object store, whole or not at all
 dataset_format.py  table name -> Lance schema; formats that do not match are refused
 schemas.py         the published contracts, generated from tables.py
 lance_errors.py    what Lance raises, by its cause
+row_ids.py         the numbers by which tables speak of each other's rows, and where those rows lie
+acknowledged.py    which version of a table was acknowledged last
+held.py            who is at work on which version
 table.py           one dataset: read at a version, append payload, insert rows exactly once
 keys.py            key -> row, in memory, so that an insert costs the same at any table size
 lock.py            one committer at a time on this machine
@@ -18,7 +21,7 @@ arrow_rows.py      records <-> Arrow rows
 payload.py         payload is written once
 commit.py          samples: payload first, metadata last
 signals.py         what teachers say: payload, then `scores`
-reading.py         payload by row number
+reading.py         payload by row id
 lists.py           lists of some rows of a table, one column
 listfiles.py       where those lists lie in local files
 hidden.py          hidden states by byte range

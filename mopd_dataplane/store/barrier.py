@@ -18,10 +18,7 @@ from lance.fragment import FragmentMetadata
 
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
-
-_LAST_VERSION = (1 << 64) - 1
-_MANIFEST_END = b"LANC"
-_SECTOR = 512
+from mopd_dataplane.store.acknowledged import manifest
 
 
 class Barrier:
@@ -45,13 +42,16 @@ class Barrier:
 
     def sync_version(self, dataset: lance.LanceDataset) -> None:
         """Return only when this version survives a power cut; ResourceError when it may not."""
-        self.sync_data(fragment.metadata for fragment in dataset.get_fragments())
-        paths = [self._root / "_versions" / f"{_LAST_VERSION - dataset.version:020d}.manifest"]
+        fragments = [fragment.metadata for fragment in dataset.get_fragments()]
+        self.sync_data(fragments)
+        paths = [manifest(self._root, dataset.version)]
         transaction = dataset.read_transaction(dataset.version)
         if transaction is not None:
             name = f"{transaction.read_version}-{transaction.uuid}.txn"
             paths += [path] if (path := self._root / "_transactions" / name).exists() else []
         self._sync([path for path in paths if path not in self._synced])
+        # What only older versions name is asked for no more.
+        self._synced &= {self._root / "data" / file.path for fragment in fragments for file in fragment.files}
 
     def _sync(self, paths: list[Path]) -> None:
         above = set() if self._synced else {self._root, self._root.parent}
@@ -64,24 +64,3 @@ class Barrier:
                 "survive a power cut; check the disk, then start again"
             ) from error
         self._synced.update(paths)
-
-
-def set_aside_torn_manifest(root: Path) -> Path | None:
-    """Rename the newest manifest of a local dataset to *.torn when part of it was never written; the new name, or None.
-
-    Only a power cut between a commit and its barrier leaves a file without its end, or with a sector of zeros, so
-    nothing in it was acknowledged. (Lance may read one with such a hole as a dataset with other columns.) A manifest
-    that is whole and does not parse is damage, and is left alone.
-    """
-    manifests = sorted((root / "_versions").glob("*.manifest"))
-    if len(manifests) < 2 or not _is_torn(manifests[0].read_bytes()):
-        return None
-    torn = manifests[0].with_suffix(".torn")
-    manifests[0].rename(torn)
-    fsync(torn.parent)
-    return torn
-
-
-def _is_torn(content: bytes) -> bool:
-    sectors = (content[start : start + _SECTOR] for start in range(0, len(content), _SECTOR))
-    return not content.endswith(_MANIFEST_END) or any(not any(sector) for sector in sectors)

@@ -29,6 +29,7 @@ from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, TokenReader, take_rows
 from mopd_dataplane.store.retire import Freed
+from mopd_dataplane.store.row_ids import in_row_order
 from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify import VerifyReport
@@ -173,25 +174,26 @@ class Store:
         snapshot: Snapshot | None = None,
         limit: int | None = None,
     ) -> pa.Table:
-        """Rows of a table. `filter` is a Lance SQL predicate, such as "domain = 'math'"."""
+        """Rows of a table, in the order of their ids. `filter` is a Lance SQL predicate, such as "domain = 'math'"."""
         dataset = self.dataset(name, snapshot)
         for column in columns or ():
             if column not in dataset.schema.names:
                 known = nearest(column, dataset.schema.names)
                 raise UnknownNameError(f"table {name!r} has no column {column!r}: {known}")
         with lance_errors.reading(dataset.uri):
-            return dataset.to_table(columns=None if columns is None else list(columns), filter=filter, limit=limit)
+            read: dict[str, Any] = {"columns": None if columns is None else list(columns), "filter": filter}
+            return in_row_order(dataset, read, limit)
 
     def samples(
         self, columns: Sequence[str] | None = None, filter: str | None = None, snapshot: Snapshot | None = None
     ) -> pa.Table:
-        """Metadata of the samples, in row order."""
+        """Metadata of the samples, in the order of their row ids; `scan_samples` gives the ids too."""
         return self.table("samples", columns, filter, snapshot)
 
     def scan_samples(
         self, columns: Sequence[str], snapshot: Snapshot | None = None, *, first: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
-        """(rows, their metadata) of some samples at a time, in row order: row `first` and after, at most `limit`.
+        """(row ids, their metadata) of some samples at a time, in that order: id `first` and the `limit` ids after it.
 
         For readers that keep less than whole columns: half the time of `samples`, and the memory of one batch.
         """
@@ -378,7 +380,7 @@ class Store:
         return self._insert("evals", rows)
 
     def add_event(
-        self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
+        self, event_id: str, stage: str, kind: str, generation: int, value: float | None, detail: dict[str, Any]
     ) -> None:
         """Record a decision or measurement once under its name."""
         self._insert(
@@ -388,7 +390,7 @@ class Store:
                     "event_id": event_id,
                     "stage": stage,
                     "kind": kind,
-                    "iteration": iteration,
+                    "generation": generation,
                     "value": value,
                     "detail": json.dumps(detail, sort_keys=True),
                 }

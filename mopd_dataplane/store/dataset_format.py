@@ -74,8 +74,15 @@ def check_format(version: int, where: str) -> None:
     """Refuse a store or dataset of another format version, naming both."""
     if version == FORMAT_VERSION:
         return
-    step = "upgrade mopd-dataplane" if version > FORMAT_VERSION else "open it with the version that wrote it"
+    step = "upgrade mopd-dataplane" if version > FORMAT_VERSION else "run `mopd store upgrade SRC DST`, which copies it"
     raise MismatchError(f"{where} has format version {version}, this version reads {FORMAT_VERSION}; {step}")
+
+
+def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
+    """Refuse a dataset of other columns or another format, or without stable row ids, by which tables speak of rows."""
+    check_schema(dataset.schema, spec, dataset.uri)
+    if not dataset.has_stable_row_ids:
+        raise MismatchError(f"{dataset.uri} was made without stable row ids; run `mopd store upgrade SRC DST`")
 
 
 def check_schema(found: pa.Schema, spec: TableSpec, where: str) -> None:

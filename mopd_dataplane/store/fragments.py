@@ -1,4 +1,4 @@
-"""Keep the number of files of a table small however often it is committed to, without moving a row.
+"""Keep the number of files of a table small however often it is committed to. Rows keep their ids.
 
 Tiers by size: when more than COUNT files are below a LIMIT they become one. Each byte is copied at most once a tier,
 so commit time stays flat, and a table of any size has about a hundred files beside its gigabyte ones.
@@ -11,7 +11,7 @@ from datetime import timedelta
 import lance
 from lance.optimize import Compaction, CompactionOptions
 
-from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.store.barrier import Barrier
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
     """Merge neighbouring files smaller than `limit` bytes; how many went. The handle moves to the new version.
 
-    Raises OSError when another commit came first; nothing has changed then. Rows keep their numbers.
+    Rows keep their ids. Raises OSError when another commit came first; nothing has changed then.
     """
     large = [number for number, size in _sizes(dataset.get_fragments()).items() if size >= limit]
     options: CompactionOptions = {
@@ -47,9 +47,9 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
         return 0
     if barrier is not None:
         barrier.sync_data(fragment for result in done for fragment in result.new_fragments)
-    fault_point("merge.written")
+    checkpoint("merge.written")
     Compaction.commit(dataset, done)
-    fault_point("merge.committed")
+    checkpoint("merge.committed")
     return sum(result.metrics.fragments_removed for result in done)
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.network import network_failure
+from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.sidecars import FileEnded, LocalSidecars, Part, Sidecars
 
 OPEN_BLOBS = 64
@@ -48,7 +49,8 @@ class HiddenReader:
 
     def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
         """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
-        return self._dataset.take(np.asarray(payload_rows).tolist(), columns=["uid", "codec", "rows", "row_bytes"])
+        offsets = row_ids(self._dataset).offsets(payload_rows)
+        return self._dataset.take(offsets.tolist(), columns=["uid", "codec", "rows", "row_bytes"])
 
     def locate(self, payload_rows: Sequence[int]) -> None:
         """Look up in one request where rows lie that are read next."""
@@ -113,7 +115,7 @@ class HiddenReader:
     def _open_blob(self, payload_row: int) -> lance.BlobFile:
         if len(self._blobs) >= OPEN_BLOBS:
             self._blobs.popitem(last=False)[1].close()
-        blob = self._dataset.take_blobs("hidden", indices=[payload_row])[0]
+        blob = self._dataset.take_blobs("hidden", ids=[payload_row])[0]
         if blob is None:
             raise DamagedError(f"{self._dataset.uri}: row {payload_row} holds no hidden states")
         return blob
@@ -139,10 +141,11 @@ class _Places:
             return
         if len(self._known) + len(unknown) > LOCATED:
             self._known.clear()
+        offsets = row_ids(self._dataset).offsets(unknown)
         with lance_errors.reading(self._dataset.uri):
-            columns = self._dataset.take(unknown, columns=["hidden"])["hidden"].combine_chunks()
+            columns = self._dataset.take(offsets.tolist(), columns=["hidden"])["hidden"].combine_chunks()
         fields = (columns.field(name).to_pylist() for name in ("kind", "position", "size", "blob_id"))
-        fragments = np.searchsorted(self._first_rows, unknown, side="right") - 1
+        fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
         for row, fragment, kind, position, size, blob_id in zip(unknown, fragments, *fields, strict=True):
             stem = self._stems[fragment]
             names = {INLINE: f"{stem}.lance", PACKED: f"{stem}/{f'{blob_id:032b}'[::-1]}.blob"}

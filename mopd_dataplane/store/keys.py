@@ -1,8 +1,8 @@
-"""Key -> row, in memory: an insert costs the same at any table size.
+"""Key -> row id, in memory: an insert costs the same at any table size.
 
 A merge against the table reads the whole key column at every commit, and a scalar index makes it fast but switches
 off Lance's own duplicate check (docs/decisions/0002-exactly-once.md). So the committer keeps a 64-bit hash and the
-row of every key: 16 bytes a row, loaded once, extended by what was appended since. Hits are confirmed by reading the
+row id of every key: 16 bytes a row, loaded once, extended by what was appended since. Hits are confirmed by reading the
 key itself, so a hash collision costs a read, never a row.
 """
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.row_ids import fragment_ids, row_ids
 
 SEAL_AT = 1 << 17
 """Appended keys held in a dictionary before they are sorted into the arrays."""
@@ -27,17 +28,22 @@ Rows = NDArray[np.int64]
 
 
 class KeyDirectory:
-    """Rows of one table by its key columns; rows never move, because nothing is ever deleted from a table."""
+    """Row ids of one table by its key columns.
+
+    Ids are given out by commits, in order, and none twice; so what was appended since the last look has ids from `_end`
+    on, wherever a merge has put it.
+    """
 
     def __init__(self, key: tuple[str, ...]) -> None:
         self._key = list(key)
-        self._count = 0
+        self._end = 0
+        """One more than the largest id that is known."""
         self._sealed_hashes: Hashes = np.empty(0, np.uint64)
         self._sealed_rows: Rows = np.empty(0, np.int64)
         self._recent: dict[int, list[int]] = {}
 
     def find(self, dataset: lance.LanceDataset, keys: pa.Table) -> Rows:
-        """[n] row of each key in this version of the dataset, -1 where it has none."""
+        """[n] row id of each key in this version of the dataset, -1 where it has none."""
         self._catch_up(dataset)
         candidates: list[tuple[int, int]] = []
         hashes = hash_rows(keys, self._key)
@@ -51,32 +57,51 @@ class KeyDirectory:
             self._confirm(dataset, keys, candidates, rows)
         return rows
 
-    def learn(self, first_row: int, keys: pa.Table) -> None:
-        """Note keys this process has just inserted from `first_row` on, so that they need not be read back."""
-        if first_row == self._count:
-            self._extend(hash_rows(keys, self._key))
+    def learn(self, dataset: lance.LanceDataset, rows: Rows, keys: pa.Table) -> None:
+        """Note keys this process has just inserted into a version, so that they need not be read back."""
+        if len(rows) and self._end == rows[0] and row_ids(dataset).end == rows[-1] + 1:
+            self._extend(rows, hash_rows(keys, self._key))
 
     def _confirm(
         self, dataset: lance.LanceDataset, keys: pa.Table, candidates: list[tuple[int, int]], rows: Rows
     ) -> None:
         """Keep the candidates whose key is really equal; the lowest row wins."""
-        stored = dataset.take([row for _, row in candidates], columns=self._key).select(self._key).to_pylist()
+        offsets = row_ids(dataset).find([row for _, row in candidates])
+        candidates = [pair for pair, offset in zip(candidates, offsets, strict=True) if offset >= 0]
+        there = offsets[offsets >= 0].tolist()
+        stored = dataset.take(there, columns=self._key).select(self._key).to_pylist() if there else []
         asked = keys.select(self._key).to_pylist()
         for (place, row), key in zip(candidates, stored, strict=True):
             if key == asked[place] and (rows[place] < 0 or row < rows[place]):
                 rows[place] = row
 
     def _catch_up(self, dataset: lance.LanceDataset) -> None:
-        total = dataset.count_rows()
-        if total < self._count:
-            raise DamagedError(f"{dataset.uri} shrank from {self._count} to {total} rows: rows are never deleted")
-        if total > self._count:
-            fresh = dataset.to_table(columns=self._key, offset=self._count, limit=total - self._count)
-            self._extend(hash_rows(fresh, self._key))
+        ids = row_ids(dataset)
+        if ids.end < self._end:
+            raise DamagedError(
+                f"{dataset.uri}: version {dataset.version} has no row {self._end - 1}, which was there before; rows "
+                "are never deleted: run `mopd store verify`"
+            )
+        if ids.end == self._end:
+            return
+        if ids.in_order:
+            fresh = ids.between(self._end, ids.end)
+            first = int(ids.offsets(fresh[:1])[0])
+            keys = dataset.to_table(columns=self._key, offset=first, limit=len(fresh))
+            self._extend(fresh, hash_rows(keys, self._key))
+            return
+        for fragment in dataset.get_fragments():
+            held = fragment_ids(fragment)
+            fresh = np.flatnonzero(held >= self._end)
+            if len(fresh):
+                keys = fragment.to_table(columns=self._key).take(pa.array(fresh))
+                self._extend(held[fresh], hash_rows(keys, self._key), last=False)
+        self._end = ids.end
 
-    def _extend(self, hashes: Hashes) -> None:
-        rows = np.arange(self._count, self._count + len(hashes), dtype=np.int64)
-        self._count += len(hashes)
+    def _extend(self, rows: Rows, hashes: Hashes, *, last: bool = True) -> None:
+        """Add keys; `last` when all ids below the largest are known then."""
+        if last:
+            self._end = int(rows[-1]) + 1
         if len(hashes) + len(self._recent) < SEAL_AT:
             for value, row in zip(hashes.tolist(), rows.tolist(), strict=True):
                 self._recent.setdefault(value, []).append(row)

@@ -92,21 +92,22 @@ class ListFiles:
         """By fragment: (number of the file, its layout) of each column."""
 
     def locate(
-        self, rows: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
+        self, offsets: NDArray[np.int64], columns: Sequence[str], crcs: NDArray[np.int64]
     ) -> dict[str, Lists] | None:
-        """Some columns of the given rows, in the asked order; None when they must be read through Lance.
+        """Some columns of the rows at these offsets of the scan, in the asked order; None when they must be read
+        through Lance.
 
         crcs: [n] checksum that each row was committed with.
         """
-        if not self._plain or not len(rows):
+        if not self._plain or not len(offsets):
             return None
-        fragments = np.searchsorted(self._first_rows, rows, side="right") - 1
+        fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
         try:
             for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
                 if int(fragment) not in self._columns:
-                    self._learn(int(fragment), rows[place : place + 1], int(crcs[place]))
-            short: dict[str, Lists] = {name: self._read(name, rows, fragments) for name in columns if name in SHORT}
-            found = {name: self._find(name, rows, fragments) for name in columns if name not in SHORT}
+                    self._learn(int(fragment), offsets[place : place + 1], int(crcs[place]))
+            short: dict[str, Lists] = {name: self._read(name, offsets, fragments) for name in columns if name in SHORT}
+            found = {name: self._find(name, offsets, fragments) for name in columns if name not in SHORT}
             for lists in found.values():
                 lists.read_ahead()
             return short | found

@@ -7,12 +7,13 @@ from typing import Any
 
 import lance
 
+from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.fragments import drop_old, merge_small
-from mopd_dataplane.store.lance_errors import writing
+from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.table import ATTEMPTS, Table
 
 LARGE_FILE = 1 << 30
 """Bytes from which on a file is left as it is."""
@@ -65,7 +66,7 @@ def _needed(dataset: lance.LanceDataset, sizes: Mapping[str, int]) -> int:
 def compact(place: Place, tables: Mapping[str, Table]) -> dict[str, dict[str, int]]:
     """Merge the small files of every table but the hidden states, then drop unpinned old versions and leftovers.
 
-    No row moves: rows keep their order, so row numbers stay valid. Hidden states are left as they are, because
+    Rows keep their ids, and what they say. Hidden states are left as they are, because
     merging would rewrite every byte of them for nothing. Returns, per table, files merged and bytes freed.
     """
     return {name: dict(_tidy(place, table)) for name, table in tables.items()}
@@ -73,10 +74,25 @@ def compact(place: Place, tables: Mapping[str, Table]) -> dict[str, dict[str, in
 
 def _tidy(place: Place, table: Table) -> Iterator[tuple[str, int]]:
     with committing(place, table.name), writing(table.uri):
-        dataset = table.open()
-        if not blob_columns(table.spec):
-            yield "files_merged", merge_small(dataset, LARGE_FILE, table.barrier)
-            table.make_durable(dataset)
+        merged, dataset = _merge(table)
+        yield "files_merged", merged
         versions, freed = drop_old(dataset)
         yield "versions_dropped", versions
         yield "bytes_freed", freed
+
+
+def _merge(table: Table) -> tuple[int, lance.LanceDataset]:
+    """(files merged, the version that has the result); a merge that a commit has overtaken is made again."""
+    for _ in range(ATTEMPTS):
+        dataset = table.open_to_write()
+        if blob_columns(table.spec):
+            return 0, dataset
+        try:
+            merged = merge_small(dataset, LARGE_FILE, table.barrier)
+        except OSError as error:
+            if not is_overtaken(error):
+                raise
+            continue
+        table.make_durable(dataset)
+        return merged, dataset
+    raise ResourceError(f"{table.uri}: {ATTEMPTS} merges in a row were overtaken; stop the writers or retry")

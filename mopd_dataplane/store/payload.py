@@ -21,7 +21,7 @@ def place_payload(
     *,
     adopt: bool = True,
 ) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-    """[n] row of each payload in `table`, and a version that has them all.
+    """[n] row id of each payload in `table`, and a version that has them all.
 
     A row that already lies there with equal uid and checksum is adopted: an interrupted commit left it, and no
     metadata row points to it. The rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at`
@@ -36,6 +36,5 @@ def place_payload(
         places[left[~equal]] = -1
     fresh = np.flatnonzero(places < 0)
     if len(fresh):
-        first, dataset = table.append(make_rows(fresh.tolist()))
-        places[fresh] = first + np.arange(len(fresh))
+        places[fresh], dataset = table.append(make_rows(fresh.tolist()))
     return places, dataset

@@ -24,6 +24,7 @@ from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
 from mopd_dataplane.store.lance_errors import is_overtaken, reading, writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.row_ids import in_row_order, row_ids
 from mopd_dataplane.store.table import ATTEMPTS, BACKOFF_S, Table
 
 CLEARED = "cleared"
@@ -117,7 +118,7 @@ class Queue:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
         process writes at that moment. Their bytes leave the disk KEEP later."""
         with committing(self._place, self._table.name):
-            return self._sweep(self._table.open())
+            return self._sweep(self._table.open_to_write())
 
     def _sweep(self, dataset: lance.LanceDataset) -> int:
         if moving := _Needed(dataset).to_move():
@@ -174,7 +175,7 @@ class Queue:
     def _last_rows(self, keys: Sequence[Key], dataset: lance.LanceDataset) -> dict[Key, dict[str, Any]]:
         """The last row of each key that has one, in the asked order."""
         with reading(dataset.uri):
-            rows = dataset.to_table(filter=_filter(set(keys))).to_pylist() if keys else []
+            rows = in_row_order(dataset, {"filter": _filter(set(keys))}).to_pylist() if keys else []
         found = {(row["sample"], row["field"]): row for row in rows}
         return {key: found[key] for key in keys if key in found}
 
@@ -182,7 +183,7 @@ class Queue:
         """What tells the value of each key from another one, without reading it."""
         columns = ["sample", "field", "kind", "dtype", "shape", "crc"]
         with reading(dataset.uri):
-            rows = dataset.to_table(columns=columns).to_pylist()
+            rows = in_row_order(dataset, {"columns": columns}).to_pylist()
         last = {(row["sample"], row["field"]): (row["kind"], row["dtype"], row["shape"], row["crc"]) for row in rows}
         return {key: what for key, what in last.items() if what[0] != CLEARED}
 
@@ -191,7 +192,8 @@ class Queue:
         dataset = self._table.open()
         wanted = None if keys is None else _filter(set(keys))
         with reading(dataset.uri):
-            rows = dataset.to_table(columns=["sample", "field", "kind"], filter=wanted) if keys != [] else None
+            read = {"columns": ["sample", "field", "kind"], "filter": wanted}
+            rows = in_row_order(dataset, read) if keys != [] else None
         found: dict[Key, str] = {}
         for sample, field, kind in zip(*rows.to_pydict().values(), strict=True) if rows is not None else ():
             found.pop((sample, field), None)
@@ -223,16 +225,16 @@ class _Needed:
         fields = table["field"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
         pairs = np.stack([table["sample"].to_numpy(), fields], axis=1)
         _, self._key = np.unique(pairs, axis=0, return_inverse=True)
-        place = np.arange(len(self._key))
+        rows = row_ids(dataset).ids()
         last = np.full(self._key.max(initial=-1) + 1, -1)
-        np.maximum.at(last, self._key, place)
+        np.maximum.at(last, self._key, rows)
         is_cleared = table["kind"].to_numpy() == CLEARED
-        self._last = last[self._key] == place
+        self._last = last[self._key] == rows
         self._value = self._last & ~is_cleared
         self._clearing = self._last & is_cleared
 
     def to_move(self) -> list[int]:
-        """Rows with a value, in files of which they are the smaller part by MOVE_BELOW."""
+        """Offsets of rows with a value, in files of which they are the smaller part by MOVE_BELOW."""
         sizes = {number: (self._owner == number).sum() for number in self._fragments}
         values = {number: self._value[self._owner == number].sum() for number in self._fragments}
         sparse = [number for number in self._fragments if 0 < values[number] < MOVE_BELOW * sizes[number]]

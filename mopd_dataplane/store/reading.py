@@ -1,4 +1,4 @@
-"""Reads by row number: payload of given samples in the asked order, each row checked to be the sample asked for."""
+"""Reads by row id: payload of given samples in the asked order, each row checked to be the sample asked for."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, UnknownNameError
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.arrow_rows import PAYLOAD, RECORDED, list_views, tokens_crc
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.listfiles import Checksum, ListFiles
 from mopd_dataplane.store.lists import HeldLists, Lists
+from mopd_dataplane.store.row_ids import row_ids
 
 LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
 """Payload columns of the kinds that lie in lists, in the order of their checksum."""
@@ -40,25 +41,38 @@ SCAN_ROWS = 65_536
 def scan_rows(
     dataset: lance.LanceDataset, columns: Sequence[str], first: int, limit: int | None
 ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
-    """(rows, columns of them), batch by batch in row order; see Store.scan_samples."""
+    """(row ids, columns of them), batch by batch in the order of the ids; see Store.scan_samples."""
+    ids = row_ids(dataset)
+    rows = ids.between(first, ids.end if limit is None else first + limit)
+    if not len(rows):
+        return
+    done = 0
     with lance_errors.reading(dataset.uri):
-        scan = dataset.scanner(columns=list(columns), offset=first or None, limit=limit, batch_size=SCAN_ROWS)
+        if not ids.in_order:
+            for start in range(0, len(rows), SCAN_ROWS):
+                some = rows[start : start + SCAN_ROWS]
+                [batch] = take_rows(dataset, some, columns).combine_chunks().to_batches()
+                yield some, batch
+            return
+        begin = int(ids.offsets(rows[:1])[0])
+        scan = dataset.scanner(columns=list(columns), offset=begin or None, limit=len(rows), batch_size=SCAN_ROWS)
         for batch in scan.to_batches():
-            yield np.arange(first, first + batch.num_rows), batch
-            first += batch.num_rows
+            yield rows[done : done + batch.num_rows], batch
+            done += batch.num_rows
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
-    """Rows by number, in the asked order; InputError for a row that does not exist."""
-    wanted = np.asarray(rows, np.int64)
-    total = dataset.count_rows()
-    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < total:
-        raise InputError(f"{dataset.uri} has rows 0 to {total - 1}, asked for {wanted.min()} to {wanted.max()}")
+    """Rows by id, in the asked order; InputError for a row that does not exist."""
+    return take_offsets(dataset, row_ids(dataset).offsets(rows), columns)
+
+
+def take_offsets(dataset: lance.LanceDataset, offsets: NDArray[np.int64], columns: Sequence[str] | None) -> pa.Table:
+    """Rows by their offset in the scan of this version, in the asked order."""
     names = list(columns) if columns is not None else dataset.schema.names
-    if not len(wanted):
+    if not len(offsets):
         return dataset.to_table(columns=names, limit=0)
     with lance_errors.reading(dataset.uri):
-        return dataset.take(wanted.tolist(), columns=names)
+        return dataset.take(offsets.tolist(), columns=names)
 
 
 def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str]) -> pa.Table:
@@ -66,15 +80,15 @@ def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence
 
     A take over several files copies what it has read once more, into memory that is new; that is most of its time.
     """
-    wanted = np.asarray(rows, np.int64)
+    wanted = row_ids(dataset).offsets(rows)
     if len(wanted) < 2 * ROWS_OF_A_FILE or (np.diff(wanted) < 0).any():
-        return take_rows(dataset, wanted, columns)
-    ends = np.cumsum([fragment.metadata.physical_rows for fragment in dataset.get_fragments()])
+        return take_offsets(dataset, wanted, columns)
+    ends = np.cumsum([fragment.count_rows() for fragment in dataset.get_fragments()])
     cuts = np.unique(np.searchsorted(wanted, ends[:-1]))
     parts = [part for part in np.split(wanted, cuts) if len(part)]
     if len(wanted) < ROWS_OF_A_FILE * len(parts):
-        return take_rows(dataset, wanted, columns)
-    return pa.concat_tables([take_rows(dataset, part, columns) for part in parts])
+        return take_offsets(dataset, wanted, columns)
+    return pa.concat_tables([take_offsets(dataset, part, columns) for part in parts])
 
 
 def read_tokens(
@@ -177,7 +191,8 @@ class ListReader:
             columns = [*dict.fromkeys([*columns, *self.checked])]
         else:
             self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
-            if self._in_place and (located := self._files.locate(rows, columns, crcs)) is not None:
+            offsets = row_ids(self.dataset).offsets(rows) if self._in_place else rows
+            if self._in_place and (located := self._files.locate(offsets, columns, crcs)) is not None:
                 return located
         parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
         return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
@@ -195,7 +210,7 @@ class TokenReader:
         self._samples = samples
         self._sample_rows = sample_rows
         self._rows = np.full(len(sample_rows), -1)
-        """[n] row in `tokens`; -1 where it is not known yet."""
+        """[n] row id in `tokens`; -1 where it is not known yet."""
         self._crcs = np.zeros(len(sample_rows), np.int64)
         self._lists = ListReader(tokens, _checked(tokens), tokens_crc)
 
@@ -252,8 +267,8 @@ class SignalReader:
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, support) that the top-k of the given samples has."""
         found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
-        header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "topk_source"])
-        return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
+        header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "support"])
+        return sorted(set(zip(header["k"].to_pylist(), header["support"].to_pylist(), strict=True)))
 
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:

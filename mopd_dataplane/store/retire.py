@@ -3,7 +3,7 @@
     replace   every file whose rows have all served by one with the same rows and no states: one commit
     drop      the versions that still name the old files, but for those that are pinned or in use
 
-Rows keep their numbers, because the new file stands where the old one stood. A freed row says so: its codec is FREED.
+Rows keep their ids: the new file's rows are given those of the old one's. A freed row says so: its codec is FREED.
 Killed anywhere, the same call again does the rest.
 """
 
@@ -18,11 +18,12 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.signals import blob_column
 from mopd_dataplane.store.table import Table
 
@@ -47,21 +48,21 @@ def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_
     """
     with committing(place, table.name), writing(table.uri):
         rows = _replace(table, payload_rows)
-        fault_point("retire.replaced")
+        checkpoint("retire.replaced")
         return Freed(rows, _drop_versions(table.open(), in_use))
 
 
 def _replace(table: Table, payload_rows: NDArray[np.int64]) -> int:
     """Commit empty files in place of those that have served; how many rows were in them."""
     while True:
-        dataset = table.open()
+        dataset = table.open_to_write()
         held = [fragment.metadata for fragment in dataset.get_fragments()]
         fresh = {place: _emptied(table, dataset, place) for place in _served(dataset, payload_rows)}
         if not fresh:
             return 0
         if table.barrier is not None:
             table.barrier.sync_data(fresh.values())
-        fault_point("retire.written")
+        checkpoint("retire.written")
         operation = lance.LanceOperation.Merge(
             [fresh.get(place, fragment) for place, fragment in enumerate(held)], dataset.lance_schema
         )
@@ -79,7 +80,7 @@ def _served(dataset: lance.LanceDataset, payload_rows: NDArray[np.int64]) -> Ite
     """Places of the files whose rows have all served, and that still hold states."""
     codecs = dataset.to_table(columns=["codec"])["codec"]
     served = np.zeros(len(codecs), dtype=bool)
-    served[payload_rows] = True
+    served[row_ids(dataset).offsets(payload_rows)] = True
     holds = np.asarray(pa.compute.not_equal(codecs, FREED))
     first = 0
     for place, fragment in enumerate(dataset.get_fragments()):
@@ -90,7 +91,7 @@ def _served(dataset: lance.LanceDataset, payload_rows: NDArray[np.int64]) -> Ite
 
 
 def _emptied(table: Table, dataset: lance.LanceDataset, place: int) -> FragmentMetadata:
-    """A file with the rows of the one at `place`, without their states, under its number."""
+    """A file with the rows of the one at `place`, without their states, under its number and with their ids."""
     old = dataset.get_fragments()[place]
     kept = old.to_table(columns=["uid", "rows"])
     count = kept.num_rows
@@ -106,6 +107,7 @@ def _emptied(table: Table, dataset: lance.LanceDataset, place: int) -> FragmentM
     )
     [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
     fresh.id = old.fragment_id
+    fresh.row_id_meta = old.metadata.row_id_meta
     return fresh
 
 

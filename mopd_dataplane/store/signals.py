@@ -11,12 +11,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import list_column, to_rows
 from mopd_dataplane.store.payload import place_payload
-from mopd_dataplane.store.reading import signal_crcs
+from mopd_dataplane.store.reading import signal_crcs, take_offsets
+from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import SCORES, SIGNAL_LOGPROB, SIGNAL_TOPK
 
@@ -77,7 +78,7 @@ def _topk_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.Ta
         {
             "uid": uids,
             "k": pa.array([array.shape[1] for array in ids], pa.int16()),
-            "topk_source": pa.array([signal.topk_source for signal in signals]),
+            "support": pa.array([signal.support for signal in signals]),
             "ids": list_column([array.reshape(-1) for array in ids], SIGNAL_TOPK.schema.field("ids").type),
             "logprobs": list_column(
                 [array.reshape(-1) for array in logprobs], SIGNAL_TOPK.schema.field("logprobs").type
@@ -146,7 +147,7 @@ def commit_signals(
         lambda version, rows: signal_crcs(version, kind, rows),
     )
     payload.make_durable(dataset)
-    fault_point("signals.payload.durable")
+    checkpoint("signals.payload.durable")
     done = scores.insert(
         to_rows(
             SCORES,
@@ -170,18 +171,21 @@ def commit_signals(
         )
     )
     scores.make_durable(done.dataset)
-    fault_point("signals.metadata.durable")
+    checkpoint("signals.metadata.durable")
     return int(done.new.sum())
 
 
 def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
     """Metadata of the samples spoken of, in order; MismatchError when a row is not the sample it claims to be."""
     dataset = samples.open()
-    rows = [signal.sample_row for signal in signals]
-    total = dataset.count_rows()
-    if rows and not 0 <= min(rows) <= max(rows) < total:
-        raise MismatchError(f"signals speak of sample rows {min(rows)} to {max(rows)}, `samples` has {total} rows")
-    metadata = dataset.take(rows, columns=["uid", "response_len", "loss_tokens"])
+    offsets = row_ids(dataset).find([signal.sample_row for signal in signals])
+    for signal, offset in zip(signals, offsets, strict=True):
+        if offset < 0:
+            raise MismatchError(
+                f"signal of sample {signal.uid} names row {signal.sample_row}, which is none of those that "
+                f"`samples` has: {dataset.count_rows()} rows, the last {row_ids(dataset).end - 1}"
+            )
+    metadata = take_offsets(dataset, offsets, ["uid", "response_len", "loss_tokens"])
     for signal, uid in zip(signals, metadata["uid"].to_pylist(), strict=True):
         if signal.uid != uid:
             raise MismatchError(f"signal of sample {signal.uid} names row {signal.sample_row}, which is sample {uid}")

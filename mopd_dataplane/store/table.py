@@ -9,9 +9,11 @@ wakes up after an hour can never make a key visible twice.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,15 +23,18 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
-from mopd_dataplane.store.barrier import Barrier, set_aside_torn_manifest
-from mopd_dataplane.store.dataset_format import blob_columns, check_schema, lance_schema, spec_of
+from mopd_dataplane.store.acknowledged import Acknowledged, Torn, set_aside, torn_manifests
+from mopd_dataplane.store.barrier import Barrier
+from mopd_dataplane.store.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
 from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
+from mopd_dataplane.store.held import Gone, hold
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.row_ids import ids_of_files
 
 ATTEMPTS = 64
 BACKOFF_S = 0.005
@@ -37,7 +42,7 @@ BACKOFF_S = 0.005
 
 @dataclass(frozen=True)
 class Inserted:
-    """rows [n] int64: row of every asked key; new [n] bool: whether this call made it visible."""
+    """rows [n] int64: row id of every asked key; new [n] bool: whether this call made it visible."""
 
     rows: NDArray[np.int64]
     new: NDArray[np.bool_]
@@ -63,7 +68,11 @@ class Table:
         self._checked = False
         self._keys = KeyDirectory(self.spec.key)
         self._keys_lock = threading.Lock()
-        self.barrier = Barrier(place.root / name) if place.root is not None else None
+        self._folder = place.root / name if place.root is not None else None
+        self.barrier = Barrier(self._folder) if self._folder is not None else None
+        self._acknowledged = Acknowledged(place, name)
+        self._torn: list[Torn] = []
+        """Manifests that a power cut left above the newest acknowledged version; readers pass them over."""
 
     @property
     def schema(self) -> pa.Schema:
@@ -78,6 +87,7 @@ class Table:
                     self.schema.empty_table(),
                     self.uri,
                     data_storage_version=self.spec.storage,  # type: ignore[arg-type]
+                    enable_stable_row_ids=True,
                     storage_options=self._place.storage_options or None,
                 )
             except OSError as error:
@@ -89,16 +99,57 @@ class Table:
     def open(self, version: int | str | None = None) -> lance.LanceDataset:
         """The dataset at a version (default: the newest); UnknownNameError when there is none.
 
-        Raises MismatchError when its format version or columns are not those of this package.
+        Clean-up leaves the version alone as long as the handle lives (in a folder; see held.py). Raises MismatchError
+        when its format version or columns are not those of this package, DamagedError when a version that was
+        acknowledged is gone. Changes nothing.
         """
-        if not self._checked and self._place.root is not None:
-            while set_aside_torn_manifest(self._place.root / self.name):
-                continue
-        dataset = self._open(version)
+        acknowledged = 0
         if not self._checked:
-            check_schema(dataset.schema, self.spec, self.uri)
+            acknowledged = self._acknowledged.newest()
+        if self._folder is not None and version is None and (not self._checked or self._torn):
+            self._torn, newest = torn_manifests(self._folder, acknowledged or self._acknowledged.newest())
+            version = newest if self._torn else None
+        dataset = self._held(version)
+        if not self._checked:
+            check_dataset(dataset, self.spec)
+            if dataset.version < acknowledged and version is None:
+                raise DamagedError(
+                    f"{self.uri}: version {acknowledged} was acknowledged, the newest there is {dataset.version}; "
+                    "files were deleted or an older copy was put back: restore them from a copy"
+                )
             self._checked = True
         return dataset
+
+    def open_to_write(self) -> lance.LanceDataset:
+        """The newest version. What a power cut left above the newest acknowledged one is set aside, and said."""
+        dataset = self.open()
+        if not self._torn:
+            return dataset
+        for torn in self._torn:
+            with contextlib.suppress(FileNotFoundError):  # another writer was first
+                set_aside(torn)
+            warnings.warn(
+                f"{self.uri}: version {torn.version} was being committed when the machine stopped, and was never "
+                f"acknowledged; its torn manifest is set aside as {torn.path.stem}.torn, nothing acknowledged is lost",
+                stacklevel=2,
+            )
+        self._torn = []
+        return self.open()
+
+    def _held(self, version: int | str | None) -> lance.LanceDataset:
+        """A version, held against clean-up where that is possible."""
+        for _ in range(ATTEMPTS):
+            dataset = self._open(version)
+            if self._folder is None:
+                return dataset
+            try:
+                hold(dataset, self._folder)
+            except Gone:
+                if version is not None:
+                    break
+                continue
+            return dataset
+        raise DamagedError(f"{self.uri}: version {version} was cleaned up; pin the snapshots that are read later")
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:
         options = self._place.storage_options or None
@@ -122,21 +173,21 @@ class Table:
         return True
 
     def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
-        """[n] row of each key in the newest version, -1 where the table does not have it; and that version."""
+        """[n] row id of each key in the newest version, -1 where the table does not have it; and that version."""
         with self._keys_lock, answering(self.uri):
             dataset = self.open()
             return self._keys.find(dataset, keys), dataset
 
-    def append(self, rows: pa.Table) -> tuple[int, lance.LanceDataset]:
-        """Append payload rows as they are; the first one's row, and the dataset that has them."""
+    def append(self, rows: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
+        """Append payload rows as they are; their [n] row ids, and the dataset that has them."""
         dataset = self._evolved()
         with writing(self.uri):
             fragments = self._write(dataset, rows)
-            fault_point(f"{self.name}.append.written")
+            checkpoint(f"{self.name}.append.written")
             operation = lance.LanceOperation.Append(fragments)
             dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
-        fault_point(f"{self.name}.append.committed")
-        return _first_row(dataset, fragments), self._tidied(dataset)
+        checkpoint(f"{self.name}.append.committed")
+        return ids_of_files(dataset, _paths(fragments)), self._tidied(dataset)
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
         """Append rows on exactly this version; None, with nothing changed, when another commit came first."""
@@ -163,26 +214,26 @@ class Table:
             with writing(self.uri):
                 if fresh is None or (fresh.new != new).any():
                     fresh = _Fresh(new, self._write(dataset, rows.filter(pa.array(new))))
-                fault_point(f"{self.name}.insert.written")
+                checkpoint(f"{self.name}.insert.written")
                 committed = self._swap(dataset, fresh.fragments)
             if committed is not None:
-                fault_point(f"{self.name}.insert.committed")
-                base = dataset.count_rows()
+                checkpoint(f"{self.name}.insert.committed")
+                found[new] = ids_of_files(committed, _paths(fresh.fragments))
                 with self._keys_lock:
-                    self._keys.learn(base, rows.filter(pa.array(new)))
-                found[new] = base + np.arange(new.sum())
+                    self._keys.learn(committed, found[new], rows.filter(pa.array(new)))
                 return Inserted(found[first], new, self._tidied(committed))
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
-        """Sync a version to the disk; an object store acknowledges only what is durable."""
+        """Sync a version to the disk (an object store takes only what is durable), then acknowledge it for good."""
         if self.barrier is not None:
             self.barrier.sync_version(dataset)
+        self._acknowledged.record(dataset.version)
 
     def _evolved(self) -> lance.LanceDataset:
         """The newest version, given the nullable columns that came into being after the dataset."""
-        dataset = self.open()
+        dataset = self.open_to_write()
         missing = [field for field in self.schema if field.name not in dataset.schema.names]
         if missing:
             with writing(self.uri):
@@ -241,13 +292,3 @@ def _holds(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> bo
     """Whether a version contains these very files: the commit happened, whatever the reply said."""
     held = {data_file.path for fragment in dataset.get_fragments() for data_file in fragment.data_files()}
     return _paths(fragments) <= held
-
-
-def _first_row(dataset: lance.LanceDataset, fragments: list[FragmentMetadata]) -> int:
-    """Row at which the appended files start in this version."""
-    wanted, row = _paths(fragments), 0
-    for fragment in dataset.get_fragments():
-        if any(data_file.path in wanted for data_file in fragment.data_files()):
-            return row
-        row += fragment.count_rows()
-    raise DamagedError(f"{dataset.uri}: version {dataset.version} lacks the files it was committed with")

@@ -15,6 +15,7 @@ from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import signal_crcs, token_crcs
+from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import TABLES, signal_table
 
@@ -31,7 +32,7 @@ class Finding:
 
     table: str
     row: int
-    """-1 when it concerns the whole table."""
+    """Row id; -1 when it concerns the whole table."""
     uid: str
     """Sample or other key; empty when unknown."""
     problem: str
@@ -80,7 +81,7 @@ def _duplicates(name: str, dataset: lance.LanceDataset, key: tuple[str, ...]) ->
     if TABLES.get(name) is None or TABLES[name].heavy:
         return
     rows = dataset.to_table(columns=list(key))
-    numbered = rows.append_column("row", pa.array(np.arange(rows.num_rows)))
+    numbered = rows.append_column("row", pa.array(row_ids(dataset).ids()))
     counted = numbered.group_by(list(key)).aggregate([("row", "count"), ("row", "max")])
     for row in counted.filter(pa.compute.greater(counted["row_count"], 1)).to_pylist():
         shown = ", ".join(str(row[part]) for part in key)
@@ -92,29 +93,29 @@ def _samples(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[F
     if not {"samples", "tokens"} <= opened.keys():
         return
     columns = ["uid", "payload_row", "payload_crc", "prompt_len", "total_len", "response_len", "loss_tokens"]
-    samples = opened["samples"].to_table(columns=columns)
-    yield from _lengths(samples)
-    sound = yield from _echo("samples", samples, "tokens", opened["tokens"], "payload_row")
+    samples, numbers = opened["samples"].to_table(columns=columns), row_ids(opened["samples"]).ids()
+    yield from _lengths(samples, numbers)
+    sound = yield from _echo("samples", samples, "tokens", opened["tokens"], "payload_row", numbers)
     if deep:
         yield from _crcs("tokens", samples, sound, partial(token_crcs, opened["tokens"]))
 
 
-def _lengths(samples: pa.Table) -> Iterator[Finding]:
+def _lengths(samples: pa.Table, numbers: NDArray[np.int64]) -> Iterator[Finding]:
     """P + R = L and 0 <= M <= R."""
     prompt, response, total, scored = (
         samples[name].to_numpy() for name in ("prompt_len", "response_len", "total_len", "loss_tokens")
     )
     for row in np.flatnonzero((prompt + response != total) | (scored > response) | (scored < 0)).tolist():
         problem = f"lengths P {prompt[row]}, R {response[row]}, L {total[row]}, M {scored[row]} do not fit together"
-        yield Finding("samples", row, samples["uid"][row].as_py(), problem)
+        yield Finding("samples", int(numbers[row]), samples["uid"][row].as_py(), problem)
 
 
 def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     """Each score names its sample, its teacher as it is in the store, and a payload row that holds its signal."""
     if not {"scores", "samples", "teachers"} <= opened.keys():
         return
-    scores = opened["scores"].to_table()
-    yield from _echo("scores", scores, "samples", opened["samples"], "sample_row")
+    scores, numbers = opened["scores"].to_table(), row_ids(opened["scores"]).ids()
+    yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
     teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
     digests = dict(zip(teachers["name"], teachers["weights_digest"], strict=True))
     pairs = scores.select(["teacher", "kind", "teacher_digest"]).group_by(["teacher", "kind", "teacher_digest"])
@@ -128,13 +129,13 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
         )
         if digests.get(teacher) != digest:
             problem = f"scored by {teacher!r} with digest {digest}, the store knows {digests.get(teacher)}"
-            yield from (Finding("scores", int(row), scores["uid"][row].as_py(), problem) for row in chosen)
+            yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
         if name not in opened:
             problem = f"points to {name!r}, which cannot be read"
-            yield from (Finding("scores", int(row), scores["uid"][row].as_py(), problem) for row in chosen)
+            yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
             continue
         some = scores.take(pa.array(chosen))
-        sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers=chosen)
+        sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers[chosen])
         if deep:
             there = sound if kind != "hidden" else sound[_not_freed(opened[name], some, sound)]
             yield from _crcs(name, some, there, partial(signal_crcs, opened[name], kind))
@@ -142,31 +143,34 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
 
 def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[n] whether the states these rows of `scores` point to are still there."""
-    codecs = hidden.to_table(columns=["codec"])["codec"].take(scores["payload_row"].take(pa.array(places)))
+    offsets = row_ids(hidden).offsets(scores["payload_row"].to_numpy()[places])
+    codecs = hidden.to_table(columns=["codec"])["codec"].take(pa.array(offsets))
     return np.asarray(pa.compute.not_equal(codecs, FREED))
 
 
 def _rewards(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     if {"rewards", "samples"} <= opened.keys():
-        rewards = opened["rewards"].to_table(columns=["uid", "sample_row"])
-        yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row")
+        rewards, numbers = opened["rewards"].to_table(columns=["uid", "sample_row"]), row_ids(opened["rewards"]).ids()
+        yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row", numbers)
 
 
 def _plans(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
     if not {"plans", "samples"} <= opened.keys():
         return
-    total = opened["samples"].count_rows()
+    ids = row_ids(opened["samples"])
     plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"])
-    for row, plan in enumerate(plans.to_pylist()):
-        beyond = [number for number in plan["sample_rows"] if not 0 <= number < total]
-        if beyond:
-            problem = f"window {plan['window']} plans sample row {beyond[0]}, `samples` has {total} rows"
+    for row, plan in zip(row_ids(opened["plans"]).ids().tolist(), plans.to_pylist(), strict=True):
+        planned = np.asarray(plan["sample_rows"], np.int64)
+        absent = planned[ids.find(planned) < 0]
+        if len(absent):
+            problem = f"window {plan['window']} plans sample row {absent[0]}, `samples` has {ids.total} rows"
             yield Finding("plans", row, plan["stage"], problem)
 
 
 def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[Finding]:
     """Each teacher's LM head file is there; deep: with the recorded digest."""
-    for row, teacher in enumerate(teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()):
+    recorded = teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()
+    for row, teacher in zip(row_ids(teachers).ids().tolist(), recorded, strict=True):
         name = teacher["head_file"]
         if not place.has(name):
             yield Finding("teachers", row, teacher["name"], f"head file {name} is missing")
@@ -194,15 +198,17 @@ def _echo(
     target_name: str,
     target: lance.LanceDataset,
     pointer: str,
-    numbers: NDArray[np.int64] | None = None,
+    numbers: NDArray[np.int64],
 ) -> Generator[Finding, None, NDArray[np.int64]]:
-    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound."""
-    numbers = np.arange(rows.num_rows) if numbers is None else numbers
+    """Check that the row each pointer names has the same uid; returns the places of `rows` that are sound.
+
+    numbers: [n] row id of each of `rows`.
+    """
     points = rows[pointer].to_numpy()
-    total = target.count_rows()
-    inside = (points >= 0) & (points < total)
+    total, offsets = target.count_rows(), row_ids(target).find(points)
+    inside = offsets >= 0
     uids = rows["uid"].to_numpy(zero_copy_only=False)
-    there = target.to_table(columns=["uid"])["uid"].take(pa.array(np.where(inside, points, 0))) if total else uids
+    there = target.to_table(columns=["uid"])["uid"].take(pa.array(np.maximum(offsets, 0))) if total else uids
     same = inside & (np.asarray(there) == uids)
     for place in np.flatnonzero(~same).tolist():
         found = f"which holds {there[place]}" if inside[place] else f"which has {total} rows"

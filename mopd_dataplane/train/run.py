@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.hf import save_policy
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
@@ -117,9 +117,9 @@ class Run:
         return True
 
     def _step(self, batch: LoadedBatch, window: Window, waited: float) -> None:
-        fault_point("train.batch")
+        checkpoint("train.batch")
         metrics = self._trainer.step(batch, window, self._position.step, waited_s=waited)
-        fault_point("train.updated")
+        checkpoint("train.updated")
         batch.release()
         at = self._position
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
@@ -127,10 +127,10 @@ class Run:
             self._log.write(metrics)
         if self._tracker is not None:
             self._tracker.write(metrics)
-        fault_point("train.step")
+        checkpoint("train.step")
 
     def _save(self, window: Window) -> None:
-        fault_point("train.save")
+        checkpoint("train.save")
         if self._log is not None:
             self._log.sync()
         self._checkpoints.save(self._position, self._identity(window), self._trainer.student, self._trainer.optimizer)
@@ -171,10 +171,10 @@ class Run:
         folder = self._version_folder(window.policy_version + 1)
         if not folder.exists():
             weights = full_weights(self._trainer.student, self._ranks)
-            fault_point("train.publish")
+            checkpoint("train.publish")
             if self._ranks.leads:
                 save_policy(self._trainer.student.model, self.spec.start, folder, state_dict=weights)
-            fault_point("train.published")
+            checkpoint("train.published")
         self._ranks.barrier()
 
     def _version_folder(self, version: int) -> Path:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.fault_points import checkpoint
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
@@ -90,7 +90,7 @@ class TokenLog:
         self._appending = threading.Lock()
         self._flusher = Flusher(settings.group_commit_ms / 1000, self._sync_file, self._state_watermark)
         make_folder(self._epoch_folder)
-        fault_point("wal.epoch")
+        checkpoint("wal.epoch")
         self._begin_segment(previous=0)
         try:
             self._write(recovered.fence)
@@ -162,7 +162,7 @@ class TokenLog:
         """Duration of every sync of the current segment."""
         return self._file.sync_seconds
 
-    def append(self, message: log_records.LogRecord) -> int:
+    def append(self, message: log_records.Any) -> int:
         """Write one record and return its lsn: it is `logged`.
 
         A full disk pauses here until there is space again. Raises ResourceError when that takes longer than
@@ -170,9 +170,9 @@ class TokenLog:
         """
         with self._appending:
             self._flusher.check()
-            fault_point("wal.append")
+            checkpoint("wal.append")
             lsn = self._write(message)
-            fault_point("wal.appended")
+            checkpoint("wal.appended")
         self._flusher.wrote(lsn)
         return lsn
 
@@ -215,7 +215,7 @@ class TokenLog:
             self._flusher.check()
             with _named(self.folder):
                 self._end_segment()
-                fault_point("wal.closed")
+                checkpoint("wal.closed")
                 if forget:
                     shutil.rmtree(self._epoch_folder)
         finally:
@@ -254,10 +254,10 @@ class TokenLog:
         """Carry what is not committed into this segment; when that is durable, older segments may go."""
         for message in ledger.checkpoint():
             self._write(message)
-        fault_point("wal.base")
+        checkpoint("wal.base")
         self._file.sync()
         self._mark_synced()
-        fault_point("wal.base.synced")
+        checkpoint("wal.base.synced")
         self._write(log_records.Sync())
         self._check_not_fenced()
         self._retire()
@@ -266,14 +266,14 @@ class TokenLog:
         for file in segment_files(self._epoch_folder):
             if file != self._file.path:
                 file.unlink()
-                fault_point("wal.retire")
+                checkpoint("wal.retire")
         for epoch, folder in sorted(epoch_folders(self.folder).items()):
             if epoch < self.epoch:
                 shutil.rmtree(folder)
                 claim_file(self.folder, epoch).unlink(missing_ok=True)
-                fault_point("wal.retire")
+                checkpoint("wal.retire")
 
-    def _write(self, message: log_records.LogRecord) -> int:
+    def _write(self, message: log_records.Any) -> int:
         lsn = self._next_lsn
         synced = self._flusher.synced
         record = pack_record(self._salt, lsn, synced, self.epoch, message.kind, message.encode())
@@ -288,10 +288,10 @@ class TokenLog:
         return lsn
 
     def _sync_file(self) -> None:
-        fault_point("wal.sync")
+        checkpoint("wal.sync")
         self._check_not_fenced()
         self._file.sync()
-        fault_point("wal.synced")
+        checkpoint("wal.synced")
 
     def _check_not_fenced(self) -> None:
         """Where locks do not hold, a newer writer may have taken over: its fence has made our bytes void."""

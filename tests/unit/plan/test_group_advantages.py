@@ -9,6 +9,7 @@ import pytest
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.plan.group_advantages import group_outcomes
 
+ROWS = np.arange(6)
 GROUPS = pa.chunked_array([["a", "b", "a"], ["a", "b", "c"]])
 
 
@@ -17,37 +18,37 @@ def rewards(rows: list[int], values: list[float], verifier: str = "v") -> pa.Tab
 
 
 def test_centred_within_the_group_over_rewarded_samples_only():
-    found = group_outcomes(rewards([0, 2, 1, 5], [1.0, 0.0, 1.0, 0.5]), GROUPS, np.array([5, 0, 1, 2, 3]))
+    found = group_outcomes(rewards([0, 2, 1, 5], [1.0, 0.0, 1.0, 0.5]), ROWS, GROUPS, np.array([5, 0, 1, 2, 3]))
     assert found.rewards.tolist()[:4] == [0.5, 1.0, 1.0, 0.0]
     assert np.isnan(found.rewards[4])
     assert found.advantages.tolist() == [0.0, 0.5, 0.0, -0.5, 0.0]
 
 
 def test_divided_by_the_sample_standard_deviation():
-    found = group_outcomes(rewards([0, 2, 3, 1], [1.0, 0.0, 0.5, 1.0]), GROUPS, np.arange(4), divide_by_std=True)
+    found = group_outcomes(rewards([0, 2, 3, 1], [1.0, 0.0, 0.5, 1.0]), ROWS, GROUPS, np.arange(4), divide_by_std=True)
     assert found.advantages == pytest.approx([1.0, 0.0, -1.0, 0.0], abs=1e-4)
 
 
 def test_equal_rewards_give_no_advantage():
-    found = group_outcomes(rewards([0, 2, 3], [1.0, 1.0, 1.0]), GROUPS, np.arange(4), divide_by_std=True)
+    found = group_outcomes(rewards([0, 2, 3], [1.0, 1.0, 1.0]), ROWS, GROUPS, np.arange(4), divide_by_std=True)
     assert found.advantages.tolist() == [0.0] * 4
 
 
 def test_two_verifiers_must_be_told_apart():
     both = pa.concat_tables([rewards([0], [1.0], "exact"), rewards([0], [0.0], "style")])
     with pytest.raises(MismatchError, match="exact, style; name the one"):
-        group_outcomes(both, GROUPS, np.arange(2))
-    assert group_outcomes(both, GROUPS, np.arange(1), verifier="style").rewards.tolist() == [0.0]
+        group_outcomes(both, ROWS, GROUPS, np.arange(2))
+    assert group_outcomes(both, ROWS, GROUPS, np.arange(1), verifier="style").rewards.tolist() == [0.0]
     with pytest.raises(MismatchError, match="did you mean 'exact'"):
-        group_outcomes(both, GROUPS, np.arange(1), verifier="exakt")
+        group_outcomes(both, ROWS, GROUPS, np.arange(1), verifier="exakt")
 
 
 def test_verifiers_of_other_groups_do_not_matter():
     """A store holds many stages; only the planned samples' groups must agree, and each sample on its own."""
     mixed = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([5], [0.3], "style"), rewards([5], [1.0])])
-    assert group_outcomes(mixed, GROUPS, np.array([0, 2])).advantages.tolist() == [0.5, -0.5]
+    assert group_outcomes(mixed, ROWS, GROUPS, np.array([0, 2])).advantages.tolist() == [0.5, -0.5]
     with pytest.raises(MismatchError, match="style, v; name the one"):
-        group_outcomes(mixed, GROUPS, np.array([0, 5]))
+        group_outcomes(mixed, ROWS, GROUPS, np.array([0, 5]))
     two_domains = pa.concat_tables([rewards([0, 2], [1.0, 0.0], "exact"), rewards([1, 4], [0.0, 1.0], "style")])
-    found = group_outcomes(two_domains, GROUPS, np.array([0, 1, 2, 4]))
+    found = group_outcomes(two_domains, ROWS, GROUPS, np.array([0, 1, 2, 4]))
     assert found.advantages.tolist() == [0.5, -0.5, -0.5, 0.5]

@@ -8,13 +8,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import lance
 import pyarrow as pa
 import pytest
 from lance.commit import CommitConflictError
-from lance.fragment import write_fragments
+from lance.fragment import RowIdSequence, write_fragments
+from lance.optimize import Compaction, CompactionOptions
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 SCHEMA = pa.schema([pa.field("uid", pa.string(), False, KEY), pa.field("v", pa.int64(), False)])
@@ -27,8 +29,20 @@ def rows(*uids: str) -> pa.Table:
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
     path = str(tmp_path / "table")
-    lance.write_dataset(rows("a", "b"), path, data_storage_version="2.2")
+    lance.write_dataset(rows("a", "b"), path, data_storage_version="2.2", enable_stable_row_ids=True)
     return path
+
+
+def ids(uri: str) -> dict[str, int]:
+    """Row id of each uid, in the order of the scan."""
+    found = lance.dataset(uri).scanner(columns=["uid"], with_row_id=True).to_table()
+    return dict(zip(found["uid"].to_pylist(), found["_rowid"].to_pylist(), strict=True))
+
+
+def ids_in_metadata(uri: str) -> list[int]:
+    """Row ids as the fragments' metadata gives them, by public interface alone."""
+    metadata = [fragment.metadata.row_id_meta for fragment in lance.dataset(uri).get_fragments()]
+    return [row for part in metadata for row in RowIdSequence.from_inline_metadata(part).to_pyarrow().to_pylist()]
 
 
 def swap(dataset: lance.LanceDataset, table: pa.Table) -> lance.LanceDataset:
@@ -128,7 +142,7 @@ def test_composite_key_is_honoured_by_merge(tmp_path: Path) -> None:
         stale.merge_insert(["a", "b", "c"]).when_not_matched_insert_all().conflict_retries(0).execute(table)
 
 
-def test_row_numbers_survive_append_and_compaction(uri: str) -> None:
+def test_offsets_are_in_the_order_of_commits_while_nobody_else_commits(uri: str) -> None:
     for number in range(5):
         lance.write_dataset(rows(f"n{number}"), uri, mode="append")
     before = lance.dataset(uri).to_table()["uid"].to_pylist()
@@ -138,9 +152,59 @@ def test_row_numbers_survive_append_and_compaction(uri: str) -> None:
     assert lance.dataset(uri).take([6, 0, 6])["uid"].to_pylist() == [before[6], before[0], before[6]]
 
 
-def test_a_tag_keeps_a_version_through_compaction_and_cleanup(uri: str) -> None:
-    from datetime import timedelta
+@pytest.mark.parametrize("mode", ["try_binary_copy", "reencode"])
+def test_a_merge_that_meets_an_append_moves_rows_and_keeps_their_ids(uri: str, mode: str) -> None:
+    swap(lance.dataset(uri), rows("c", "d"))
+    before = ids(uri)
+    dataset = lance.dataset(uri)
+    options: CompactionOptions = {"compaction_mode": mode}  # type: ignore[typeddict-item]
+    done = [task.execute(dataset) for task in Compaction.plan(dataset, options).tasks]
+    lance.write_dataset(rows("x"), uri, mode="append")
+    Compaction.commit(dataset, done)
+    assert list(ids(uri)) != sorted(ids(uri)), "a merge no longer moves rows: row_ids.py may be simpler"
+    assert ids(uri) == before | {"x": 4}
+    assert ids_in_metadata(uri) == list(ids(uri).values())
 
+
+def test_commits_give_out_ids_in_order_and_none_twice(uri: str) -> None:
+    swap(lance.dataset(uri), rows("c"))
+    stale = lance.dataset(uri)
+    abandoned = write_fragments(rows("gone"), stale, mode="append", data_storage_version="2.2")
+    lance.write_dataset(rows("d"), uri, mode="append")
+    late = write_fragments(rows("e"), stale, mode="append", data_storage_version="2.2")
+    lance.LanceDataset.commit(stale, lance.LanceOperation.Append(late), read_version=stale.version)
+    assert ids(uri) == {"a": 0, "b": 1, "c": 2, "d": 3, "e": 4}
+    assert abandoned[0].row_id_meta is None
+    lance.dataset(uri).delete("uid = 'e'")
+    lance.write_dataset(rows("f"), uri, mode="append")
+    assert ids(uri)["f"] == 5
+    lance.dataset(uri, version=lance.dataset(uri).version - 1).restore()
+    lance.dataset(uri).cleanup_old_versions(older_than=timedelta(0))
+    lance.write_dataset(rows("g"), uri, mode="append")
+    assert ids(uri)["g"] == 6
+    lance.write_dataset(rows("h"), uri, mode="overwrite", data_storage_version="2.2")
+    assert ids(uri) == {"h": 7}
+
+
+def test_a_file_that_stands_for_another_can_have_its_ids(uri: str) -> None:
+    swap(lance.dataset(uri), rows("c", "d"))
+    dataset = lance.dataset(uri)
+    [first, second] = [fragment.metadata for fragment in dataset.get_fragments()]
+    [fresh] = write_fragments(rows("A", "B"), dataset, mode="append", data_storage_version="2.2")
+    fresh.id, fresh.row_id_meta = first.id, first.row_id_meta
+    operation = lance.LanceOperation.Merge([fresh, second], dataset.lance_schema)
+    lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
+    assert ids(uri) == {"A": 0, "B": 1, "c": 2, "d": 3}
+
+
+def test_a_dataset_made_without_stable_ids_does_not_get_them(tmp_path: Path) -> None:
+    path = str(tmp_path / "old")
+    lance.write_dataset(rows("a"), path, data_storage_version="2.2")
+    lance.write_dataset(rows("b"), path, mode="append", enable_stable_row_ids=True)
+    assert not lance.dataset(path).has_stable_row_ids
+
+
+def test_a_tag_keeps_a_version_through_compaction_and_cleanup(uri: str) -> None:
     dataset = lance.dataset(uri)
     dataset.tags.create("pin", dataset.version)
     pinned = dataset.version

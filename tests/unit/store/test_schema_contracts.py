@@ -1,4 +1,4 @@
-"""schemas/<table>/v1.json say what tables.py says, and what was published is never taken back."""
+"""schemas/<table>/v<format>.json say what tables.py says, and what was published is never taken back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_check_says_which_file_differs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mopd_dataplane.store.schemas", str(tmp_path)]
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == 0
     assert subprocess.run([*command, "--check"], timeout=60, capture_output=True).returncode == 0
-    (tmp_path / "samples" / "v1.json").write_text("{}\n")
+    (tmp_path / "samples" / f"v{FORMAT_VERSION}.json").write_text("{}\n")
     stale = subprocess.run([*command, "--check"], timeout=60, capture_output=True, text=True)
     assert stale.returncode == 1
-    assert stale.stdout.strip().endswith("samples/v1.json")
+    assert stale.stdout.strip().endswith(f"samples/v{FORMAT_VERSION}.json")

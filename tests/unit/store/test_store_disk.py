@@ -39,6 +39,17 @@ def test_file_size_limit_then_room_again(store: Store, start_child: Start, answe
     sound(store, 8)
 
 
+def never_acknowledged(root: Path) -> None:
+    """Have the newest version of `samples` be one whose commit was cut off before it was acknowledged."""
+    [newest] = (root / "acknowledged" / "samples").iterdir()
+    newest.rename(newest.with_name(str(int(newest.name) - 1)))
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    """Content of every file of a store."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MB."""
@@ -48,7 +59,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("mounting a tmpfs is not permitted here; the file size limit test covers the same path")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_full_disk_then_room_again(small_disk: Path) -> None:
@@ -134,11 +145,51 @@ def test_power_cut_that_tears_the_newest_manifest(store: Store, left: int) -> No
     manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
     with manifest.open("r+b") as file:
         file.truncate(left)
+    never_acknowledged(store.root)
+    before = everything(store.root)
     reopened = Store.open(store.uri)
     sound(reopened, 4)
+    assert everything(store.root) == before, "a reader changed something"
+    with pytest.warns(UserWarning, match="version 3 was being committed when the machine stopped"):
+        assert reopened.commit_samples([build.sample(i) for i in range(6)], writer="w").inserted == 2
     assert manifest.with_suffix(".torn").exists()
-    assert reopened.commit_samples([build.sample(i) for i in range(6)], writer="w").inserted == 2
     sound(reopened, 6)
+    sound(Store.open(store.uri), 6)
+
+
+@pytest.mark.parametrize("table", ["samples", "tokens", "rewards", "events"])
+@pytest.mark.parametrize("left", [0, 100])
+def test_an_acknowledged_manifest_that_was_cut_short_is_damage(store: Store, table: str, left: int) -> None:
+    assert store.root is not None
+    for number in range(3):
+        store.commit_samples([build.sample(number)], writer="w")
+        store.add_event(f"e{number}", "s", "k", 0, None, {})
+        reward = {"uid": build.sample(number).uid, "sample_row": number, "verifier": "v", "verifier_version": "1"}
+        store.add_rewards([reward | {"reward": 1.0}])
+    for manifest in (store.root / table / "_versions").glob("*.manifest"):
+        with manifest.open("r+b") as file:
+            file.truncate(left)
+    before = everything(store.root)
+    for use in (lambda found: found.table(table), lambda found: found.snapshot(), lambda found: found.info()):
+        with pytest.raises(DamagedError, match=rf"{table}: version 4 was acknowledged, and its manifest"):
+            use(Store.open(store.uri))
+    [finding] = [found for found in Store.open(store.uri).verify().findings if found.table == table]
+    assert "version 4 was acknowledged" in finding.problem
+    with pytest.raises(DamagedError, match="version 4 was acknowledged"):
+        Store.open(store.uri)._table(table).open_to_write()
+    assert everything(store.root) == before, "something was changed"
+
+
+def test_acknowledged_versions_that_are_gone_are_called_lost(store: Store) -> None:
+    assert store.root is not None
+    for number in range(3):
+        store.commit_samples([build.sample(number)], writer="w")
+    min((store.root / "samples" / "_versions").glob("*.manifest")).unlink()
+    with pytest.raises(DamagedError, match="version 4 was acknowledged, the newest one there is 3"):
+        Store.open(store.uri).samples()
+    shutil.rmtree(store.root / "samples")
+    with pytest.raises(DamagedError, match="version 4 was acknowledged, there is none"):
+        Store.open(store.uri).samples()
 
 
 def test_power_cut_that_leaves_a_hole_in_the_newest_manifest(store: Store) -> None:
@@ -149,10 +200,10 @@ def test_power_cut_that_leaves_a_hole_in_the_newest_manifest(store: Store) -> No
     manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
     whole = manifest.read_bytes()
     assert len(whole) > 1024
+    never_acknowledged(store.root)
     for start in range(0, len(whole), 512):
         manifest.write_bytes(whole[:start] + bytes(len(whole[start : start + 512])) + whole[start + 512 :])
         sound(Store.open(store.uri), 4)
-        manifest.with_suffix(".torn").rename(manifest)
     manifest.write_bytes(whole)
     sound(Store.open(store.uri), 5)
 

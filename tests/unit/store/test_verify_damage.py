@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import lance
 import numpy as np
 import pyarrow as pa
 import pytest
 import store_builders as build
+from replacing import replace_rows
 
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.store.dataset import Store
@@ -57,7 +57,7 @@ def rewrite(table: str, change: Callable[[list[Row]], list[Row]]) -> Callable[[S
     def damage(store: Store) -> None:
         dataset = store.dataset(table)
         rows = pa.Table.from_pylist(change(dataset.to_table().to_pylist()), dataset.schema)
-        lance.write_dataset(rows, f"{store.uri}/{table}", mode="overwrite")
+        replace_rows(f"{store.uri}/{table}", rows)
 
     return damage
 

@@ -1,0 +1,86 @@
+"""Who is at work on which version of a local table, so that clean-up leaves it alone.
+
+Whoever opens a version holds a shared lock (flock) on its manifest until the handle goes. That writes nothing, so it
+works on a read-only mount, and it ends with the process however the process ends. Clean-up takes a version only when it
+can lock the manifest for itself, and finds the others' processes in /proc/locks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import lance
+
+from mopd_dataplane.store.acknowledged import manifest
+
+
+class Gone(Exception):
+    """A version was taken by clean-up while it was being opened."""
+
+
+def hold(dataset: lance.LanceDataset, root: Path) -> None:
+    """Hold the version a handle stands at for as long as the handle lives. Raises Gone."""
+    try:
+        fd = os.open(manifest(root, dataset.version), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise Gone from None
+    except OSError:  # out of descriptors: the read itself will say so
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        taken = os.fstat(fd).st_nlink == 0
+    except BlockingIOError:
+        taken = True
+    except OSError:  # a file system without locks
+        taken = False
+    if taken:
+        os.close(fd)
+        raise Gone
+    weakref.finalize(dataset, os.close, fd).atexit = False
+
+
+@contextmanager
+def free_versions(root: Path, versions: Iterable[int]) -> Iterator[tuple[list[int], dict[int, list[str]]]]:
+    """Those of the versions that nobody holds, which nobody can take up until the block ends; and who holds the others.
+
+    Example: ([1, 2], {3: ["process 4711 (mopd view runs/demo)"]}).
+    """
+    free: list[int] = []
+    holders: dict[int, list[str]] = {}
+    with ExitStack() as stack:
+        for version in versions:
+            try:
+                fd = os.open(manifest(root, version), os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            stack.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free.append(version)
+            except OSError:
+                holders[version] = _holders(fd)
+        yield free, holders
+
+
+def _holders(fd: int) -> list[str]:
+    """Processes that hold a lock on an open file."""
+    inode = os.fstat(fd).st_ino
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return ["a process of this machine"]
+    pids = {line.split()[4] for line in lines if line.split()[1] == "FLOCK" and line.split()[5].endswith(f":{inode}")}
+    return sorted(map(_process, pids)) or ["a process of this machine"]
+
+
+def _process(pid: str) -> str:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"process {pid}" + (f" ({command:.80})" if command.isprintable() and command else "")
