@@ -22,15 +22,24 @@ from numpy.typing import NDArray
 FINISH_REASONS = ("stop", "length", "reference", "abandoned", "unknown")
 RESUME_KINDS = ("none", "exact", "statistical")
 SIGNAL_KINDS = ("logprob", "topk", "hidden")
+FORMAT_1_NAMES = {
+    "run": "stage",
+    "generation": "iteration",
+    "support": "sampling_mask",
+    "support_sizes": "sampling_mask_sizes",
+    "support_ids": "sampling_mask_ids",
+    "support_len": "sampling_mask_len",
+}
+"""What format 1 called the fields of a sample: token logs, exports and stores of that format are read with it."""
 
 
-def sample_uid(seed: int, run: str, prompt_id: str, index: int, generation: int) -> str:
+def sample_uid(seed: int, stage: str, prompt_id: str, index: int, iteration: int) -> str:
     """128-bit identity of one sample as 32 hex digits: the same work always has the same uid.
 
     >>> sample_uid(0, "student", "p0", 0, 1) == sample_uid(0, "student", "p0", 0, 1)
     True
     """
-    name = f"{seed}\0{run}\0{prompt_id}\0{index}\0{generation}".encode()
+    name = f"{seed}\0{stage}\0{prompt_id}\0{index}\0{iteration}".encode()
     return hashlib.blake2b(name, digest_size=16, person=b"mopd-uid").hexdigest()
 
 
@@ -72,13 +81,13 @@ class Sample:
     uid: str
     prompt_id: str
     group_id: str
-    """Samples of one prompt in one generation share it (GRPO group)."""
+    """Samples of one prompt in one iteration share it (GRPO group)."""
     group_index: int
-    generation: int
+    iteration: int
     """Iteration of the run that asked for this sample."""
     domain: str
     effort: str = ""
-    run: str
+    stage: str
     """Name of the job stage that owns the sample."""
     writer: str
     """Engine replica (or importer) that produced it."""
@@ -101,10 +110,10 @@ class Sample:
     """[spans] response position where each policy-version span starts; the first is 0."""
     versions: NDArray[np.int32]
     """[spans] policy version of each span."""
-    support_sizes: NDArray[np.int32] | None = None
+    sampling_mask_sizes: NDArray[np.int32] | None = None
     """[M] how many ids each loss-masked token was drawn from; 0 where nothing was cut; None when not recorded."""
-    support_ids: NDArray[np.int32] | None = None
-    """[sum of support_sizes] those ids, token after token."""
+    sampling_mask_ids: NDArray[np.int32] | None = None
+    """[sum of sampling_mask_sizes] those ids, token after token."""
     experts: NDArray[np.int16] | None = None
     """[L - 1, W] expert ids, over all layers, of every token but the last, which nothing read; None when not recorded.
     """
@@ -150,7 +159,7 @@ class Signal:
     logprob: NDArray[np.float32] | None = None
     topk_ids: NDArray[np.int32] | None = None
     topk_logprobs: NDArray[np.float32] | None = None
-    support: str = "teacher"
+    topk_source: str = "teacher"
     """Whose top-k the ids are: teacher or student."""
     hidden: NDArray[np.uint8] | None = None
     mean_reverse_kl: float | None = None
@@ -255,10 +264,10 @@ class Pack:
     """[S] f32, NaN where a sample has none"""
     advantages: Any
     """[S] f32, group-relative outcome advantage; 0 where there is none"""
-    support_sizes: Any | None = None
+    sampling_mask_sizes: Any | None = None
     """[M] int32, ids that each trained token was drawn from; 0: from the whole vocabulary"""
-    support_ids: Any | None = None
-    """[sum of support_sizes] int32, those ids, token after token"""
+    sampling_mask_ids: Any | None = None
+    """[sum of sampling_mask_sizes] int32, those ids, token after token"""
     experts: Any | None = None
     """[T, W] int16, expert ids of each token over all layers; -1 where none are recorded"""
     teacher_logprobs: Any | None = None

@@ -73,12 +73,12 @@ SAMPLES = TableSpec(
         [
             _field("uid", _STRING, "128-bit identity, 32 hex digits"),
             _field("prompt_id", _STRING, "prompt it answers"),
-            _field("group_id", _STRING, "samples of one prompt in one generation share it"),
+            _field("group_id", _STRING, "samples of one prompt in one iteration share it"),
             _field("group_index", pa.int16(), "place inside the group"),
-            _field("generation", pa.int32(), "iteration of the run that asked for it"),
+            _field("iteration", pa.int32(), "iteration of the run that asked for it"),
             _field("domain", _STRING, "domain of the prompt"),
             _field("effort", _STRING, "effort mode of the prompt"),
-            _field("run", _STRING, "job stage that owns the sample"),
+            _field("stage", _STRING, "job stage that owns the sample"),
             _field("writer", _STRING, "engine replica or importer"),
             _field("writer_seq", pa.int64(), "admission ordinal inside the writer"),
             _field("policy", _STRING, "sampling policy; 'reference' for text that was not sampled"),
@@ -105,7 +105,11 @@ SAMPLES = TableSpec(
                 "version_spans", pa.int32(), "spans of one policy version in `tokens`; null of older writers", null=True
             ),
             _field(
-                "support_len", pa.int32(), "kept token ids in `tokens`; null when not recorded", null=True, unit="ids"
+                "sampling_mask_len",
+                pa.int32(),
+                "kept token ids in `tokens`; null when not recorded",
+                null=True,
+                unit="ids",
             ),
             _field(
                 "experts_width", pa.int32(), "W, expert ids of one token; null when not recorded", null=True, unit="ids"
@@ -137,16 +141,16 @@ TOKENS = TableSpec(
             ),
             _field("versions", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[spans] policy versions"),
             _field(
-                "support_sizes",
+                "sampling_mask_sizes",
                 pa.list_(pa.field("item", pa.int32(), nullable=False)),
                 "[M] ids that top-k and top-p kept for each loss token; 0 where nothing was cut; null if not recorded",
                 null=True,
                 unit="ids",
             ),
             _field(
-                "support_ids",
+                "sampling_mask_ids",
                 pa.list_(pa.field("item", pa.int32(), nullable=False)),
-                "[sum of support_sizes] those ids, token after token; null if not recorded",
+                "[sum of sampling_mask_sizes] those ids, token after token; null if not recorded",
                 null=True,
             ),
             _field(
@@ -216,7 +220,7 @@ SIGNAL_TOPK = TableSpec(
         [
             _field("uid", _STRING, "sample it speaks of"),
             _field("k", pa.int16(), "K"),
-            _field("support", _STRING, "teacher or student: whose top-k the ids are"),
+            _field("topk_source", _STRING, "teacher or student: whose top-k the ids are"),
             _field("ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[M * K] token ids"),
             _field(
                 "logprobs",
@@ -372,7 +376,7 @@ EVENTS = TableSpec(
             _field("event_id", _STRING, "unique name, so that a repeated record is one row"),
             _field("stage", _STRING, "job stage"),
             _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
-            _field("generation", pa.int32(), "iteration; -1 when it has none"),
+            _field("iteration", pa.int32(), "iteration; -1 when it has none"),
             _field("value", pa.float64(), "number that goes with it", null=True),
             _field("detail", _STRING, "JSON"),
             _field("created_at", _TIME, "wall clock, informative only"),

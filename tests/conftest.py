@@ -88,8 +88,8 @@ def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
     store.add_prompts(questions)
     for domain in DOMAINS:
         store.add_teacher(_teacher(root, domain))
-    for generation in range(GENERATIONS):
-        _iteration(store, [p for p in questions if p.split == "train"], generation, noise)
+    for iteration in range(GENERATIONS):
+        _iteration(store, [p for p in questions if p.split == "train"], iteration, noise)
     _evaluate(store, [p for p in questions if p.split == "eval"], noise)
     return store
 
@@ -110,29 +110,29 @@ def _teacher(root: Path, domain: str) -> Teacher:
     )  # fmt: skip
 
 
-def _iteration(store: Store, questions: list[Prompt], generation: int, noise: np.random.Generator) -> None:
-    samples = [_sample(question, generation, noise) for question in questions]
+def _iteration(store: Store, questions: list[Prompt], iteration: int, noise: np.random.Generator) -> None:
+    samples = [_sample(question, iteration, noise) for question in questions]
     receipt = store.commit_samples(samples, writer="engine-0")
     rows = dict(zip((s.uid for s in samples), (int(row) for row in receipt.rows), strict=True))
     for domain in DOMAINS:
         own = [sample for sample in samples if sample.domain == domain]
-        store.commit_signals(f"{domain}-expert", "logprob", [_logprobs(s, rows[s.uid], generation, noise) for s in own])
+        store.commit_signals(f"{domain}-expert", "logprob", [_logprobs(s, rows[s.uid], iteration, noise) for s in own])
         store.commit_signals(f"{domain}-expert", "hidden", [_hidden(s, rows[s.uid], noise) for s in own])
     store.add_rewards([
         {"uid": s.uid, "sample_row": rows[s.uid], "verifier": "reasoning-gym", "verifier_version": "0.1",
-         "reward": float(right := noise.random() < 0.3 + 0.2 * generation), "correct": right}
+         "reward": float(right := noise.random() < 0.3 + 0.2 * iteration), "correct": right}
         for s in samples
     ])  # fmt: skip
-    plan = _plan(store, list(rows.values()), generation)
+    plan = _plan(store, list(rows.values()), iteration)
     store.add_plan(plan)
-    store.add_steps([_step(plan, generation, i, noise) for i in range(STEPS)])
+    store.add_steps([_step(plan, iteration, i, noise) for i in range(STEPS)])
     for action, seconds in (("rollout", 31.0), ("score", 12.5), ("plan", 0.2), ("train", 22.0)):
         store.add_event(
-            f"time/student/{generation}/{action}", "student", "stage_time", generation, seconds, {"action": action}
+            f"time/student/{iteration}/{action}", "student", "stage_time", iteration, seconds, {"action": action}
         )
 
 
-def _sample(question: Prompt, generation: int, noise: np.random.Generator) -> Sample:
+def _sample(question: Prompt, iteration: int, noise: np.random.Generator) -> Sample:
     prompt = encode(question.text)
     first = question.prompt_id.endswith("-0")
     text = HOSTILE if first else "the answer is " + "9" * int(noise.integers(1, 30))
@@ -142,18 +142,18 @@ def _sample(question: Prompt, generation: int, noise: np.random.Generator) -> Sa
     logprobs = (-noise.exponential(0.4, len(response))).astype(np.float32) * mask
     middle = len(response) // 2
     return Sample(
-        uid=sample_uid(0, "student", question.prompt_id, 0, generation), prompt_id=question.prompt_id,
-        group_id=f"{question.prompt_id}#{generation}", group_index=0, generation=generation, domain=question.domain,
-        run="student", writer="engine-0", writer_seq=0, policy="student", temperature=1.0, top_p=1.0, top_k=0,
+        uid=sample_uid(0, "student", question.prompt_id, 0, iteration), prompt_id=question.prompt_id,
+        group_id=f"{question.prompt_id}#{iteration}", group_index=0, iteration=iteration, domain=question.domain,
+        stage="student", writer="engine-0", writer_seq=0, policy="student", temperature=1.0, top_p=1.0, top_k=0,
         prompt_len=len(prompt), tokens=np.array(prompt + response, np.int32), logprobs=logprobs, loss_mask=mask,
         version_starts=np.array([0, middle] if first else [0], np.int32),
-        versions=np.array([generation, generation + 1] if first else [generation], np.int32),
+        versions=np.array([iteration, iteration + 1] if first else [iteration], np.int32),
         finish_reason="stop", interruptions=int(first), resume="exact" if first else "none", tokenizer=TOKENIZER,
     )  # fmt: skip
 
 
-def _logprobs(sample: Sample, row: int, generation: int, noise: np.random.Generator) -> Signal:
-    gap = noise.normal(-0.6 / (generation + 1), 0.5, sample.response_len)
+def _logprobs(sample: Sample, row: int, iteration: int, noise: np.random.Generator) -> Signal:
+    gap = noise.normal(-0.6 / (iteration + 1), 0.5, sample.response_len)
     judged = (np.minimum(sample.logprobs + gap, -1e-3) * sample.loss_mask).astype(np.float32)
     kept = sample.loss_mask.astype(bool)
     mean = float(np.mean(sample.logprobs[kept] - judged[kept]))
@@ -165,21 +165,21 @@ def _hidden(sample: Sample, row: int, noise: np.random.Generator) -> Signal:
     return Signal(uid=sample.uid, sample_row=row, kind="hidden", codec="bf16", hidden=payload)
 
 
-def _plan(store: Store, rows: list[int], generation: int) -> PlanWindow:
+def _plan(store: Store, rows: list[int], iteration: int) -> PlanWindow:
     packs = np.linspace(0, len(rows), 2 * STEPS + 1).astype(np.int64)
     return PlanWindow(
-        stage="student", window=generation, seed=0, settings={"pack_tokens": 256}, snapshot=store.snapshot(),
+        stage="student", window=iteration, seed=0, settings={"pack_tokens": 256}, snapshot=store.snapshot(),
         sample_rows=np.array(rows[::-1], np.int64), pack_starts=packs,
         pack_teachers=np.array([i % 3 for i in range(2 * STEPS)], np.int16),
         step_starts=np.arange(0, 2 * STEPS + 1, 2, dtype=np.int64),
-        teachers=[f"{domain}-expert" for domain in DOMAINS], stats={"density": 0.97}, digest=f"plan{generation:028d}",
+        teachers=[f"{domain}-expert" for domain in DOMAINS], stats={"density": 0.97}, digest=f"plan{iteration:028d}",
     )  # fmt: skip
 
 
-def _step(plan: PlanWindow, generation: int, order: int, noise: np.random.Generator) -> StepMetrics:
-    step = generation * STEPS + order
+def _step(plan: PlanWindow, iteration: int, order: int, noise: np.random.Generator) -> StepMetrics:
+    step = iteration * STEPS + order
     return StepMetrics(
-        stage="student", step=step, window=generation, plan_digest=plan.digest, policy_version=generation,
+        stage="student", step=step, window=iteration, plan_digest=plan.digest, policy_version=iteration,
         loss=1.0 / (step + 1), grad_norm=0.5, learning_rate=1e-3, samples=4, tokens=160, loss_tokens=80,
         reverse_kl=0.5 / (step + 1) + 0.01 * noise.random(), staleness_mean=0.25 * (order % 2), staleness_max=order % 2,
         step_time_s=0.4, data_wait_s=0.002,
@@ -187,7 +187,7 @@ def _step(plan: PlanWindow, generation: int, order: int, noise: np.random.Genera
 
 
 def _evaluate(store: Store, questions: list[Prompt], noise: np.random.Generator) -> None:
-    """The see-saw: the base is weak, a specialist knows its domain only, the student comes close to each specialist."""
+    """Forgetting: the base is weak, a specialist knows its domain only, the student comes close to each of them."""
     rates = {("base", version): dict.fromkeys(DOMAINS, 0.25) for version in (0, 1)}
     for domain in DOMAINS:
         rates[f"sft-{domain}", 1] = {other: 0.97 if other == domain else 0.1 for other in DOMAINS}

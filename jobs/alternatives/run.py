@@ -221,10 +221,10 @@ def costs(run: Run, arm: Arm) -> dict[str, int]:
     for stage in arm.stages:
         judged = run.store.sql(
             'select coalesce(sum(n), 0)::bigint as n from (select uid, max("rows") as n from scores '
-            f"join samples using (uid) where samples.run = '{stage}' group by uid)"
+            f"join samples using (uid) where samples.stage = '{stage}' group by uid)"
         )
         wrote = run.store.sql(
-            f"select coalesce(sum(response_len), 0)::bigint as n from samples where run = '{stage}' and policy in "
+            f"select coalesce(sum(response_len), 0)::bigint as n from samples where stage = '{stage}' and policy in "
             f"({', '.join(repr(s) for s in SPECIALISTS)})"
         )
         teachers += judged["n"][0].as_py() + wrote["n"][0].as_py()

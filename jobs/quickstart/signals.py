@@ -125,8 +125,8 @@ def batches(store: Store, samples: int, size: int) -> Iterator[Batch]:
     """The stage's first answers, `size` of one domain at a time, with its specialist's states."""
     job = load_job(JOB)
     root = Path(store.uri)
-    table = store.samples(["run", "generation", "domain", "prompt_len"])
-    rows = np.flatnonzero((table["run"].to_numpy() == "student") & (table["generation"].to_numpy() == 0))[:samples]
+    table = store.samples(["stage", "iteration", "domain", "prompt_len"])
+    rows = np.flatnonzero((table["stage"].to_numpy() == "student") & (table["iteration"].to_numpy() == 0))[:samples]
     domains, prompts = table["domain"].to_numpy()[rows], table["prompt_len"].to_numpy()[rows]
     for domain in job.domains:
         stage = job.stage(job.routing[domain])

@@ -50,7 +50,7 @@ def rollout(home: Path, *, dies_after_command: int) -> None:
         fault_points.observe(die)
     samples: list[Sample] = []
     report = run_rollout(
-        ToyEngine(slots=4), PROMPTS, stage="agent", generation=0, seed=0, rollout=job.Rollout(max_new_tokens=600),
+        ToyEngine(slots=4), PROMPTS, stage="agent", iteration=0, seed=0, rollout=job.Rollout(max_new_tokens=600),
         wal=job.Wal(), wal_dir=home / "wal", commit=samples.extend, environment=append_line,
         sandbox=SubprocessSandbox(home / "sandboxes"), render=lambda prompt: [ord(c) % 12 for c in prompt.text],
     )  # fmt: skip

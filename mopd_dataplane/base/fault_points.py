@@ -11,13 +11,13 @@ from collections.abc import Callable
 _observer: Callable[[str], None] | None = None
 
 
-def checkpoint(name: str) -> None:
+def fault_point(name: str) -> None:
     """Tell the observer, if any, that the process has come to this place."""
     if _observer is not None:
         _observer(name)
 
 
 def observe(observer: Callable[[str], None] | None) -> None:
-    """Install the observer of every checkpoint of this process; None removes it."""
+    """Install the observer of every fault point of this process; None removes it."""
     global _observer
     _observer = observer

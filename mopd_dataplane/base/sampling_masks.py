@@ -1,4 +1,4 @@
-"""Kept sets: the token ids that top-k and top-p left to draw each token from.
+"""Sampling masks: the token ids that top-k and top-p left to draw each token from.
 
 A set of size 0 says that nothing was cut: the token was drawn from the whole vocabulary.
 """
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Kept sets of B tokens."""
+class SamplingMasks:
+    """Sampling masks of B tokens."""
 
     sizes: NDArray[np.int32]
     """[B]"""

@@ -120,7 +120,7 @@ class _Bench:
             for lifetime in [*(int(n) for n in self._draw.integers(20, 400, kills)), None]:
                 try:
                     run_rollout(
-                        _Mortal(lifetime), self._prompts, stage="bias", generation=0, seed=self._seed,
+                        _Mortal(lifetime), self._prompts, stage="bias", iteration=0, seed=self._seed,
                         rollout=sections.Rollout(max_new_tokens=MAX_NEW), wal=sections.Wal(), wal_dir=Path(scratch),
                         commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
                         render=lambda prompt: _ids(prompt.text).tolist(), already=frozenset(kept),

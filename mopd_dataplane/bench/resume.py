@@ -116,7 +116,7 @@ def _sampled(
             engine.forget()
             with contextlib.suppress(_Killed, KeyboardInterrupt):
                 run_rollout(
-                    engine, prompts, stage="resume", generation=0, seed=0, rollout=settings, wal=sections.Wal(),
+                    engine, prompts, stage="resume", iteration=0, seed=0, rollout=settings, wal=sections.Wal(),
                     wal_dir=Path(scratch), commit=lambda batch: kept.update({s.uid: s for s in batch}),
                     render=lambda prompt: engine.tokenizer.encode(prompt.text), already=frozenset(kept),
                 )  # fmt: skip

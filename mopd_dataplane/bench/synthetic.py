@@ -80,7 +80,7 @@ def _sample(index: int, length: int, teachers: Sequence[str], group_size: int, n
     group = index // group_size
     return Sample(
         uid=sample_uid(0, STAGE, f"p{group}", index % group_size, 0), prompt_id=f"p{group}", group_id=f"p{group}#0",
-        group_index=index % group_size, generation=0, domain=f"domain-{index % len(teachers)}", run=STAGE,
+        group_index=index % group_size, iteration=0, domain=f"domain-{index % len(teachers)}", stage=STAGE,
         writer="bench", writer_seq=index, policy=STAGE, temperature=1.0, top_p=1.0, top_k=0, prompt_len=prompt_len,
         tokens=noise.zipf(1.3, length).clip(0, 31_999).astype(np.int32), logprobs=logprobs, loss_mask=mask,
         version_starts=np.array(spans, dtype=np.int32), versions=np.arange(len(spans), dtype=np.int32),

@@ -20,7 +20,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.wal import TokenLog
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 
 STUDENT = {
     "model_type": "qwen3",
@@ -179,14 +179,14 @@ def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tupl
     handles = np.zeros(sequences, np.uint32)
     log_s = decode_s = 0.0
 
-    def say(message: log_records.Any) -> None:
+    def say(message: log_records.LogRecord) -> None:
         log.append(message)
         ledger.apply(message)
 
     def opened(slot: int, budget: int) -> tuple[int, Request]:
         handle = ledger.next_handle
         handles[slot] = handle
-        say(log_records.Open(handle, _opening(handle)))
+        say(log_records.Open(handle, _spec(handle)))
         return slot, Request(uid="", prompt_ids=prompt, key=handle, max_new_tokens=budget)
 
     with _log(home / "decode", settings) as log:
@@ -201,8 +201,8 @@ def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tupl
             ledger.apply(step)
             free = output.slots[output.finished > 0].tolist()
             for slot in free:
-                draft = ledger.drafts[handle := int(handles[slot])]
-                say(log_records.Finish(handle, len(draft), draft.digest(), "length"))
+                partial = ledger.partials[handle := int(handles[slot])]
+                say(log_records.Finish(handle, len(partial), partial.digest(), "length"))
             requests = [opened(slot, _RESPONSE) for slot in free]
             log_s += time.perf_counter() - decoded
             decode_s += decoded - began
@@ -211,9 +211,9 @@ def _beside_decoding(home: Path, settings: sections.Wal, sequences: int) -> tupl
     return decode_s / _STEPS, log_s / _STEPS
 
 
-def _opening(handle: int) -> Opening:
-    return Opening(
-        uid=str(handle), prompt_id="", group_id="", group_index=0, generation=0, domain="", effort="", run="bench",
+def _spec(handle: int) -> SampleSpec:
+    return SampleSpec(
+        uid=str(handle), prompt_id="", group_id="", group_index=0, iteration=0, domain="", effort="", stage="bench",
         writer="bench", writer_seq=handle, policy="", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 20,
         stop=(), tokenizer="", prompt_ids=(),
     )  # fmt: skip

@@ -27,8 +27,8 @@ def import_(
     tokenizer: Annotated[
         Path, typer.Option("--tokenizer", metavar="DIR", help="Folder with the tokenizer of the model to train.")
     ],
-    run: Annotated[
-        str, typer.Option("--run", metavar="NAME", help="Job stage that will own the samples; a plain row may say it.")
+    stage: Annotated[
+        str, typer.Option("--stage", metavar="NAME", help="Job stage that owns the samples; a plain row may say it.")
     ] = "",
     domain: Annotated[
         str, typer.Option("--domain", metavar="NAME", help="Domain of rows that name none; it routes to a teacher.")
@@ -49,8 +49,8 @@ def import_(
     from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
     from mopd_dataplane.run.progress import Progress
 
-    settings = ImportSettings(format=source, run=run, domain=domain, policy=policy)
-    with Progress(stderr()).step(run or "import", source, total=None, unit="samples") as (advance, _):
+    settings = ImportSettings(format=source, stage=stage, domain=domain, policy=policy)
+    with Progress(stderr()).step(stage or "import", source, total=None, unit="samples") as (advance, _):
         report = import_rollouts(
             create_store(store), path, settings, _vocabulary(tokenizer, template), progress=advance
         )
@@ -81,7 +81,7 @@ def export(
 def add_to(app: typer.Typer) -> None:
     """Register import and export."""
     register(
-        app, import_, "mopd import verl dumps/ --store runs/demo --run student --domain math --tokenizer models/base",
+        app, import_, "mopd import verl dumps/ --store runs/demo --stage student --domain math --tokenizer models/base",
         name="import", panel=PANEL,
     )  # fmt: skip
     register(app, export, "mopd export runs/demo samples.parquet --where \"domain = 'math'\"", panel=PANEL)

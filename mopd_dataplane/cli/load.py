@@ -50,7 +50,7 @@ def serve(
         job = load(target, set_, None, None)
         chosen = choose_stage(job, stage, sampled=False)
         uri = job.store
-        sources = {"topk_support": chosen.score.topk_support, "verifier": chosen.verifier}
+        sources = {"topk_source": chosen.score.topk_source, "verifier": chosen.verifier}
         spec = LoadSpec.for_stage(chosen.name, job.load, job.objective(chosen), **sources)
     elif stage is None:
         raise InputError(f"{target} is a store: name the stage to serve with --stage NAME")

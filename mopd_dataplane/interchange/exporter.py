@@ -32,7 +32,7 @@ def _type_of(name: str) -> pa.DataType:
     return stored.schema.field(name).type
 
 
-PAYLOAD_FIELDS = ("domain", "generation", "turns", "prompt_len", "tokens", "logprobs", "loss_mask")
+PAYLOAD_FIELDS = ("domain", "iteration", "turns", "prompt_len", "tokens", "logprobs", "loss_mask")
 SCHEMA = pa.schema(
     [
         *((name, _type_of(name)) for name in SAMPLE_FIELDS),

@@ -15,6 +15,7 @@ from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.row_files import Fields, check_unicode, floats, integer, integers, number, text
+from mopd_dataplane.records import FORMAT_1_NAMES
 from mopd_dataplane.store.arrow_rows import RECORDED
 
 Messages = list[dict[str, Any]]
@@ -24,7 +25,7 @@ Messages = list[dict[str, Any]]
 class Row:
     """One response, in whatever detail its source has it; what is None was not recorded.
 
-    Example: Row(place="7.jsonl:1", prompt="3 + 4 =", response=" 7", generation=7, rewards={"score": 1.0}).
+    Example: Row(place="7.jsonl:1", prompt="3 + 4 =", response=" 7", iteration=7, rewards={"score": 1.0}).
     """
 
     place: str
@@ -40,7 +41,7 @@ class Row:
     """1 on response tokens that the policy wrote; None: on all."""
     answer: str = ""
     domain: str = ""
-    generation: int = 0
+    iteration: int = 0
     """Training step that asked for it."""
     turns: int = 1
     rewards: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -62,7 +63,7 @@ def _verl(fields: Fields, place: str) -> Iterator[Row]:
         prompt=text(fields, "input", place),
         response=text(fields, "output", place),
         answer="" if answer is None else text({"gts": str(answer)}, "gts", place),
-        generation=integer(fields, "step", place),
+        iteration=integer(fields, "step", place),
         rewards={} if score is None else {("verl", ""): score},
     )
 
@@ -80,7 +81,7 @@ def _trl(fields: Fields, place: str) -> Iterator[Row]:
         place=place,
         prompt=_prompt(fields, "prompt", place),
         response=_response(fields, "completion", place),
-        generation=integer(fields, "step", place),
+        iteration=integer(fields, "step", place),
         rewards=rewards,
     )
 
@@ -120,7 +121,7 @@ def _prime_rl(fields: Fields, place: str) -> Iterator[Row]:
             loss_mask=mask,
             answer=text(fields, "answer", place, default="") if isinstance(answer, str) else "",
             domain=domain,
-            generation=integer(fields, "step", place),
+            iteration=integer(fields, "step", place),
             rewards={} if reward is None else {("prime-rl", ""): reward},
         )
     if open_row is not None:
@@ -155,7 +156,7 @@ def _tinker(fields: Fields, place: str) -> Iterator[Row]:
             response_ids=said,
             logprobs=logprobs,
             loss_mask=[1] * len(said),
-            generation=integer(fields, "sampling_client_step", place),
+            iteration=integer(fields, "sampling_client_step", place),
             rewards={("tinker", ""): total},
         )
     if open_row is not None:
@@ -163,6 +164,7 @@ def _tinker(fields: Fields, place: str) -> Iterator[Row]:
 
 
 def _plain(fields: Fields, place: str) -> Iterator[Row]:
+    fields = {FORMAT_1_NAMES.get(name, name): value for name, value in fields.items()}
     ids: tuple[list[int] | None, list[int] | None] = (None, None)
     if fields.get("tokens") is not None:
         whole, length = integers(fields["tokens"], "tokens", place), integer(fields, "prompt_len", place, default=-1)
@@ -194,7 +196,7 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
         loss_mask=None if mask is None else integers(mask, "loss_mask", place),
         answer=text(fields, "answer", place, default=""),
         domain=text(fields, "domain", place, default=""),
-        generation=integer(fields, "generation", place),
+        iteration=integer(fields, "iteration", place),
         turns=integer(fields, "turns", place, default=1),
         rewards=rewards,
         sample=_stated(fields, place),
@@ -205,13 +207,13 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
 
 
 _TEXTS = (
-    "uid", "prompt_id", "group_id", "effort", "run", "writer", "policy", "finish_reason", "resume", "tokenizer"
+    "uid", "prompt_id", "group_id", "effort", "stage", "writer", "policy", "finish_reason", "resume", "tokenizer"
 )  # fmt: skip
 _WHOLES = ("group_index", "writer_seq", "top_k", "interruptions")
 _REALS = ("temperature", "top_p")
 _LISTS = ("version_starts", "versions", *RECORDED)
 SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *_LISTS)
-"""What a plain row may say of its sample besides tokens, domain, generation and turns."""
+"""What a plain row may say of its sample besides tokens, domain, iteration and turns."""
 QUESTION_FIELDS = ("split", "effort", "source", "teacher_context", "verifier_data")
 """What a plain row may say of its prompt besides text, answer and domain."""
 

@@ -41,11 +41,11 @@ class Vocabulary(Protocol):
 class ImportSettings:
     """What the rows do not say themselves; what a plain row says wins.
 
-    Example: ImportSettings(format="verl", run="student", domain="math").
+    Example: ImportSettings(format="verl", stage="student", domain="math").
     """
 
     format: str
-    run: str = ""
+    stage: str = ""
     """Stage that will own the samples."""
     domain: str = ""
     policy: str = "imported"
@@ -87,7 +87,7 @@ def import_rollouts(
     Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
     follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
     Raises InputError naming file and row: not JSON, a field of another type, ids outside the vocabulary, impossible
-    log-probs, no run or domain.
+    log-probs, no stage or domain.
     """
     if settings.format not in FORMATS:
         raise InputError(f"no format {settings.format!r}: {nearest(settings.format, FORMATS)}")
@@ -102,7 +102,7 @@ def import_rollouts(
     report.rows = len(places)
     detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
     first = batch_name(files, settings)
-    store.add_event(f"import/{first}", settings.run, "import", -1, float(report.samples), detail)
+    store.add_event(f"import/{first}", settings.stage, "import", -1, float(report.samples), detail)
     return report
 
 
@@ -123,7 +123,7 @@ def _check(store: Store, path: Path, converted: Iterator[tuple[Row, Prompt, Samp
 
 def batch_name(files: Sequence[Path], settings: ImportSettings) -> str:
     """A name for this import that is the same when it is repeated."""
-    text = "\0".join([settings.format, settings.run, *(file.name for file in files)])
+    text = "\0".join([settings.format, settings.stage, *(file.name for file in files)])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -177,8 +177,8 @@ def _converted(
 ) -> tuple[Row, Prompt, Sample]:
     given = row.sample
     domain = row.domain or settings.domain
-    run = settings.run or given.get("run", "")
-    for name, value in (("domain", domain), ("run", run)):
+    stage = settings.stage or given.get("stage", "")
+    for name, value in (("domain", domain), ("stage", stage)):
         if not value:
             raise InputError(f"{row.place}: the row names no {name}; give --{name} NAME")
     prompt_ids, response_ids = _ids(row, vocabulary)
@@ -195,17 +195,17 @@ def _converted(
     if logprobs is not None and len(logprobs) == len(mask):
         logprobs[(mask == 0) & (logprobs != 0)] = 0
     tokens = np.array(prompt_ids + response_ids, np.int32)
-    group = given.get("group_id", f"{prompt_id}#{row.generation}")
+    group = given.get("group_id", f"{prompt_id}#{row.iteration}")
     index = groups[group] = groups.get(group, -1) + 1
     sample = Sample(
-        uid=given.get("uid") or _uid(run, row, tokens, logprobs, mask, seen),
+        uid=given.get("uid") or _uid(stage, row, tokens, logprobs, mask, seen),
         prompt_id=prompt_id,
         group_id=group,
         group_index=given.get("group_index", index),
-        generation=row.generation,
+        iteration=row.iteration,
         domain=domain,
         effort=given.get("effort", ""),
-        run=run,
+        stage=stage,
         writer=given.get("writer", f"import-{settings.format}" + ("-text" if row.prompt_ids is None else "")),
         writer_seq=given.get("writer_seq", ordinal),
         policy=given.get("policy", settings.policy),
@@ -217,7 +217,7 @@ def _converted(
         logprobs=logprobs,
         loss_mask=mask,
         version_starts=np.array(given.get("version_starts", [0]), np.int32),
-        versions=np.array(given.get("versions", [row.generation]), np.int32),
+        versions=np.array(given.get("versions", [row.iteration]), np.int32),
         **_recorded(row, len(tokens), vocabulary),
         turns=row.turns,
         finish_reason=given.get("finish_reason", "unknown"),
@@ -248,11 +248,12 @@ def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
 
 
 def _recorded(row: Row, length: int, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Kept sets and experts as Sample has them; what the row does not state is left out."""
+    """Sampling masks and experts as Sample has them; what the row does not state is left out."""
     given = {name: np.array(row.sample[name], np.int64) for name in RECORDED if name in row.sample}
-    if "support_ids" in given and given["support_ids"].max(initial=0) >= vocabulary.size:
+    if "sampling_mask_ids" in given and given["sampling_mask_ids"].max(initial=0) >= vocabulary.size:
         raise InputError(
-            f"{row.place}: support_ids holds {given['support_ids'].max()}, the tokenizer has {vocabulary.size} ids; "
+            f"{row.place}: sampling_mask_ids holds {given['sampling_mask_ids'].max()}, "
+            f"the tokenizer has {vocabulary.size} ids; "
             "give the right one"
         )
     if "experts" in given:
@@ -284,10 +285,10 @@ def _joined(messages: Messages) -> str:
 
 
 def _uid(
-    run: str, row: Row, tokens: np.ndarray, logprobs: np.ndarray | None, mask: np.ndarray, seen: dict[str, int]
+    stage: str, row: Row, tokens: np.ndarray, logprobs: np.ndarray | None, mask: np.ndarray, seen: dict[str, int]
 ) -> str:
     """128-bit identity of content; equal rows of one import are told apart by how many came before."""
-    whole = hashlib.blake2b(f"{run}\0{row.generation}".encode(), digest_size=16, person=b"mopd-import")
+    whole = hashlib.blake2b(f"{stage}\0{row.iteration}".encode(), digest_size=16, person=b"mopd-import")
     for array in (tokens, mask, *(() if logprobs is None else (logprobs,))):
         whole.update(array.tobytes() + b"\0")
     before = seen.get(whole.hexdigest(), 0)

@@ -28,8 +28,8 @@ def check_references(job: Job, where: str) -> None:
         if stage.objective != "cross-entropy" and stage.objective not in job.objectives:
             known = [*job.objectives, "cross-entropy"]
             raise JobFileError(f"{at}.objective: no objective {stage.objective!r}: {nearest(stage.objective, known)}")
-        if stage.overlap and stage.data != "rollout":
-            raise JobFileError(f'{at}.overlap: stored reference data has nothing to overlap; set data = "rollout"')
+        if stage.concurrent and stage.data != "rollout":
+            raise JobFileError(f'{at}.concurrent: stored reference data has nothing to overlap; set data = "rollout"')
         _check_retention(job, stage, where)
         _check_scale(job, stage, at)
         if stage.data == "rollout":
@@ -86,17 +86,17 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: rollout.group_size = {rollout.group_size} keeps groups in one step, which "
             "plan.strict_batches = false cannot; set plan.strict_batches = true, or rollout.group_size = 1"
         )
-    if gradient and (rollout.top_p < 1 or rollout.top_k) and "support" not in rollout.record:
+    if gradient and (rollout.top_p < 1 or rollout.top_k) and "sampling_mask" not in rollout.record:
         raise JobFileError(
             f"{at}: under rollout.top_p = {rollout.top_p:g}, top_k = {rollout.top_k} the sampler's log-probs are those "
             "of the tokens it keeps, the trainer's those of all, so the ratios of a policy gradient would be wrong; "
-            'set record = ["support"] to store what it keeps, or top_p = 1 and top_k = 0, or give objective '
+            'set record = ["sampling_mask"] to store what it keeps, or top_p = 1 and top_k = 0, or give objective '
             f"{stage.objective!r} a divergence instead"
         )
-    if "support" in rollout.record and rollout.teacher_mix:
+    if "sampling_mask" in rollout.record and rollout.teacher_mix:
         raise JobFileError(
             f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
-            'not from what the student keeps; take "support" out of rollout.record, or set teacher_mix = 0'
+            'not from what the student keeps; take "sampling_mask" out of rollout.record, or set teacher_mix = 0'
         )
     if rollout.record and job.engine.kind != "hf":
         raise JobFileError(
@@ -150,8 +150,8 @@ def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
     earlier = ["reference", *(s.name for s in job.stages[: job.stages.index(stage)])]
     if (text := stage.discriminator.text) not in earlier:
         raise JobFileError(f"{at}.discriminator.text: no earlier stage {text!r}: {nearest(text, earlier)}")
-    if stage.overlap:
-        raise JobFileError(f"{at}: a discriminator learns between rollout and training; set overlap = false")
+    if stage.concurrent:
+        raise JobFileError(f"{at}: a discriminator learns between rollout and training; set concurrent = false")
     if stage.data != "rollout" or not job.objective(stage).needs_rewards:
         raise JobFileError(
             f'{at}: a discriminator rewards rollouts; set data = "rollout", and reward_coef in objective '

@@ -62,7 +62,7 @@ class Stage(Section):
     score: Score = Score()
     plan: Plan
     train: Train = Train()
-    overlap: bool = False
+    concurrent: bool = False
     """Rollout, scoring and training run at once, each in a process of its own; `plan.max_staleness` bounds how far."""
     discriminator: Discriminator | None = None
     """Where the outcome rewards that are trained on come from, instead of the domains' verifiers."""
@@ -170,6 +170,12 @@ def check_job(raw: dict[str, Any], *, where: str) -> Job:
 
 
 _MOST_PROBLEMS = 20
+_RENAMED = {
+    ("Stage", "overlap"): "concurrent",
+    ("DivergenceTerm", "overlap"): "topk_agreement",
+    ("Score", "topk_support"): "topk_source",
+}
+"""(section, key of version 0.1) -> key."""
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
@@ -178,7 +184,7 @@ def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
     for problem in error.errors()[:_MOST_PROBLEMS]:
         path, section = _locate(problem["loc"], raw)
         if problem["type"] == "extra_forbidden" and section is not None:
-            lines.append(f"{where}: unknown key `{path}`: {nearest(str(problem['loc'][-1]), section.model_fields)}")
+            lines.append(f"{where}: unknown key `{path}`: {_hint(section, str(problem['loc'][-1]))}")
         elif problem["type"] == "missing":
             lines.append(f"{where}: missing key `{path}`")
         else:
@@ -188,6 +194,11 @@ def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
     if error.error_count() > len(lines):
         lines.append(f"{where}: and {error.error_count() - len(lines):,} more")
     return "\n".join(lines)
+
+
+def _hint(section: type[Section], key: str) -> str:
+    new = _RENAMED.get((section.__name__, key))
+    return f"it is called `{new}` now" if new else nearest(key, section.model_fields)
 
 
 def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, type[Section] | None]:

@@ -69,7 +69,7 @@ class DivergenceTerm(Section):
     alpha: Fraction = 0.1
     temperature: float = Field(default=1.0, gt=0)
     topk_mode: Literal["tail", "renormalised", "corrected", "truncated_biased"] = "tail"
-    overlap: int = Field(default=0, ge=0)
+    topk_agreement: int = Field(default=0, ge=0)
     """Also report how far student and teacher agree on their k likeliest tokens (arXiv 2604.13016); 0 leaves it out.
     Needs stored hidden states, and two more passes over the vocabulary for each of the two models."""
     normaliser: Normaliser = "token"
@@ -131,7 +131,7 @@ class Objective(Section):
             kinds.append("logprob")
         if self.divergence:
             kinds.append(self.divergence.signal)
-            kinds += ["hidden"] if self.divergence.overlap else []
+            kinds += ["hidden"] if self.divergence.topk_agreement else []
         return tuple(dict.fromkeys(kinds))
 
     @property

@@ -22,8 +22,8 @@ NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
 Fraction = typing.Annotated[float, Field(ge=0, le=1)]
 Band = tuple[float, float]
-SUPPORT_MOST = 1 << 16
-"""Largest kept set that is recorded."""
+SAMPLING_MASK_MOST = 1 << 16
+"""Largest sampling mask that is recorded."""
 Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
 
 
@@ -167,7 +167,7 @@ class Wal(Section):
     full_disk_wait_s: float = Field(default=3600.0, ge=0)
     """How long generation pauses for space before the run stops with its state kept."""
     kv_bytes: int = Field(default=1 << 30, ge=0)
-    """Largest key/value cache a polite stop saves beside the log, so that samples go on bit by bit; 0 saves none."""
+    """Largest key/value cache a graceful stop saves beside the log, so that samples go on bit by bit; 0 saves none."""
 
 
 class Rollout(Section):
@@ -176,7 +176,7 @@ class Rollout(Section):
     temperature: float = Field(default=1.0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    record: tuple[Literal["support", "experts"], ...] = ()
+    record: tuple[Literal["sampling_mask", "experts"], ...] = ()
     """What is stored of every token besides its log-prob. `support`: the ids that top_k and top_p left to draw from, at
     most top_k of them; a policy gradient then takes its log-probs over the same tokens. `experts`: which experts of a
     mixture of experts it went to; a policy gradient then sends it to the same ones."""
@@ -202,9 +202,10 @@ class Rollout(Section):
 
     @model_validator(mode="after")
     def _support_is_bounded(self) -> Rollout:
-        if "support" in self.record and not 1 <= self.top_k <= SUPPORT_MOST:
+        if "sampling_mask" in self.record and not 1 <= self.top_k <= SAMPLING_MASK_MOST:
             raise ValueError(
-                f'record = ["support"] stores up to top_k token ids for every token; set top_k to 1 .. {SUPPORT_MOST}, '
+                f'record = ["sampling_mask"] stores up to top_k token ids for every token; '
+                f"set top_k to 1 .. {SAMPLING_MASK_MOST}, "
                 f"found {self.top_k} (beside top_p it may be wide: 1000 rarely cuts more than top_p does)"
             )
         return self
@@ -225,7 +226,7 @@ class Score(Section):
     batch_tokens: int = Field(default=8192, ge=1)
     hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
     topk: int = Field(default=64, ge=1)
-    topk_support: Literal["teacher", "student"] = "teacher"
+    topk_source: Literal["teacher", "student"] = "teacher"
     """Whose k likeliest tokens are stored with the teacher's log-probs: its own, or those of the policy version that
     wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
     start's."""

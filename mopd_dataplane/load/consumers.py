@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.load.prefetch_depth import Pace
+from mopd_dataplane.load.prefetch_depth import PrefetchDepth
 from mopd_dataplane.load.ring import Slot
 from mopd_dataplane.load.slot_layout import Field
 from mopd_dataplane.load.source import WindowSource
@@ -23,7 +23,7 @@ from mopd_dataplane.load.source import WindowSource
 class Item:
     """One pack owed to one lane."""
 
-    pace: Pace
+    prefetch: PrefetchDepth
     """Of the lane."""
     source: WindowSource
     step: int
@@ -54,21 +54,21 @@ class Item:
 
 
 @dataclass(eq=False, slots=True)
-class Lane:
+class ConsumerGroup:
     """What one data-parallel rank will read. items: owed and not yet claimed by all, in order."""
 
     rank: int
     ranks: int
     members: int
-    pace: Pace
-    seats: set[int] = field(default_factory=set)
+    prefetch: PrefetchDepth
+    consumers: set[int] = field(default_factory=set)
     items: deque[Item] = field(default_factory=deque)
     source: WindowSource | None = None
     """Window that `next_step` belongs to."""
     next_step: int = 0
     """First step that has no items yet."""
 
-    def ready_after(self, item: Item, seat: int, most_bytes: int) -> list[Item]:
+    def ready_after(self, item: Item, consumer: int, most_bytes: int) -> list[Item]:
         """Items of its step right after one that is ready, ready too and not claimed by the seat, as long as the slots
         of all of them take at most so many bytes."""
         assert item.slot is not None
@@ -77,7 +77,12 @@ class Lane:
         for other in self.items:
             if other.place <= item.place:
                 continue
-            if other.slot is None or not other.ready or other.place[:2] != item.place[:2] or seat not in other.waiting:
+            if (
+                other.slot is None
+                or not other.ready
+                or other.place[:2] != item.place[:2]
+                or consumer not in other.waiting
+            ):
                 break
             left -= other.slot.capacity
             if left < 0:
@@ -87,22 +92,22 @@ class Lane:
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class Consumer:
     """One trainer process. step: the one its next batch is for."""
 
     id: int
-    lane: Lane
+    group: ConsumerGroup
     source: WindowSource | None = None
     step: int = 0
     held: dict[int, Item] = field(default_factory=dict)
     """Slot id → item whose slot this process reads."""
 
 
-def refusal(lanes: Iterable[Lane], rank: int, ranks: int, members: int) -> str:
+def refusal(groups: Iterable[ConsumerGroup], rank: int, ranks: int, members: int) -> str:
     """Why a trainer cannot join these lanes now; empty when it can."""
-    for lane in lanes:
-        if lane.ranks != ranks:
-            return f"a trainer of {ranks} ranks joins while others say {lane.ranks}"
-        if lane.rank == rank and (lane.members != members or len(lane.seats) == members):
-            return f"rank {rank} is served already ({len(lane.seats)} of {lane.members} members)"
+    for group in groups:
+        if group.ranks != ranks:
+            return f"a trainer of {ranks} ranks joins while others say {group.ranks}"
+        if group.rank == rank and (group.members != members or len(group.consumers) == members):
+            return f"rank {rank} is served already ({len(group.consumers)} of {group.members} members)"
     return ""

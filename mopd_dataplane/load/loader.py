@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
-from mopd_dataplane.load.consumers import Item, Lane, Seat, refusal
-from mopd_dataplane.load.prefetch_depth import REMEMBERED, Pace
+from mopd_dataplane.load.consumers import Consumer, ConsumerGroup, Item, refusal
+from mopd_dataplane.load.prefetch_depth import REMEMBERED, PrefetchDepth
 from mopd_dataplane.load.protocol import HEARTBEAT_S, MAX_FDS
 from mopd_dataplane.load.ring import Ring, Slot
 from mopd_dataplane.load.slot_layout import UNCHECKED, seal
@@ -64,7 +64,7 @@ class Loader:
         self._deal = deal
         self._windows = Windows(store, spec)
         self._changed = threading.Condition()
-        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._groups: dict[tuple[int, int], ConsumerGroup] = {}
         self._seats = 0
         self._probed = 0.0
         self._lent_packs = 0
@@ -74,7 +74,7 @@ class Loader:
         self._filler = threading.Thread(target=self._fill_forever, name="filler", daemon=True)
         self._filler.start()
 
-    def join(self, rank: int, ranks: int, member: int, members: int) -> Seat:
+    def join(self, rank: int, ranks: int, member: int, members: int) -> Consumer:
         """Take a seat. A trainer that was killed a moment ago may still hold it, so a taken one is waited for.
 
         Raises InputError for a rank outside 0..ranks-1, MismatchError when the seat stays taken or others disagree on
@@ -83,37 +83,39 @@ class Loader:
         if not 0 <= rank < ranks or not 0 <= member < members:
             raise InputError(f"rank {rank} of {ranks}, member {member} of {members}: both count from 0")
         with self._changed:
-            wanted = (self._lanes.values(), rank, ranks, members)
+            wanted = (self._groups.values(), rank, ranks, members)
             self._changed.wait_for(lambda: not refusal(*wanted), timeout=JOIN_S)
             if why := refusal(*wanted):
                 raise MismatchError(why)
-            lane = self._lanes.setdefault((rank, ranks), Lane(rank, ranks, members, Pace(self._spec.slots)))
+            group = self._groups.setdefault(
+                (rank, ranks), ConsumerGroup(rank, ranks, members, PrefetchDepth(self._spec.slots))
+            )
             self._seats += 1
-            lane.seats.add(self._seats)
+            group.consumers.add(self._seats)
             self._changed.notify_all()
-            return Seat(self._seats, lane)
+            return Consumer(self._seats, group)
 
-    def open(self, seat: Seat, window: int, step: int, beat: Beat) -> tuple[int, int]:
+    def open(self, consumer: Consumer, window: int, step: int, beat: Beat) -> tuple[int, int]:
         """Point a seat at a step of a window, waiting until the window is planned: (its steps, stage steps before it).
 
         Packs that were read ahead are kept when they are the ones asked for.
         """
         source = self._windows.wait_for(window, beat)
-        self._wait_for_members(seat, beat)
+        self._wait_for_members(consumer, beat)
         if not 0 <= step <= source.steps:
             raise InputError(f"step {step} is outside window {window} of {self._spec.stage!r}, of {source.steps} steps")
         with self._changed:
-            seat.source, seat.step = source, step
-            lane = seat.lane
-            self._forget_before(seat, (window, step))
-            ahead = lane.items[0].place[:2] if lane.items else None
-            at_tail = lane.source is not None and (lane.source.plan.window, lane.next_step) == (window, step)
+            consumer.source, consumer.step = source, step
+            group = consumer.group
+            self._forget_before(consumer, (window, step))
+            ahead = group.items[0].place[:2] if group.items else None
+            at_tail = group.source is not None and (group.source.plan.window, group.next_step) == (window, step)
             if ahead != (window, step) and not (ahead is None and at_tail):
-                for item in list(lane.items):
+                for item in list(group.items):
                     for waiting in list(item.waiting):
-                        self._forget(lane, item, waiting)
-                lane.source, lane.next_step = source, step
-            used = {other.source.plan.window for other in self._lanes.values() if other.source is not None}
+                        self._forget(group, item, waiting)
+                group.source, group.next_step = source, step
+            used = {other.source.plan.window for other in self._groups.values() if other.source is not None}
             self._changed.notify_all()
         self._windows.forget_before(min(used | {window}))
         return source.steps, self._store.steps_before(self._spec.stage, window)
@@ -127,19 +129,21 @@ class Loader:
             "snapshot_digest": plan.snapshot.digest,
         }
 
-    def advance(self, seat: Seat) -> tuple[WindowSource, int, list[int]] | None:
+    def advance(self, consumer: Consumer) -> tuple[WindowSource, int, list[int]] | None:
         """The seat's next step: (window, step, its packs); None at the end of the window."""
         with self._changed:
-            source, step = seat.source, seat.step
+            source, step = consumer.source, consumer.step
             if source is None:
                 raise InputError("no window is open; send open first")
-            self._forget_before(seat, (source.plan.window, step))
+            self._forget_before(consumer, (source.plan.window, step))
             if step == source.steps:
                 return None
-            seat.step += 1
-            return source, step, self._packs(seat.lane, source, step)
+            consumer.step += 1
+            return source, step, self._packs(consumer.group, source, step)
 
-    def claim(self, seat: Seat, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> list[tuple[int, Slot]]:
+    def claim(
+        self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]
+    ) -> list[tuple[int, Slot]]:
         """Wait for one pack of a step the seat has advanced to: (ordinal, slot) of it and of small ones right after it
         that are ready. The seat holds each slot until it releases it.
 
@@ -149,45 +153,45 @@ class Loader:
         while True:
             until = time.monotonic() + HEARTBEAT_S
             with self._changed:
-                item = self._find(seat, step, ordinal)
-                if not item.wanted and len(item.waiting) == seat.lane.members:
+                item = self._find(consumer, step, ordinal)
+                if not item.wanted and len(item.waiting) == consumer.group.members:
                     now = time.monotonic()
-                    seat.lane.pace.asked(now, [now - age for age in used])
-                while not self._deliverable(item, seat) and (left := until - time.monotonic()) > 0:
+                    consumer.group.prefetch.asked(now, [now - age for age in used])
+                while not self._deliverable(item, consumer) and (left := until - time.monotonic()) > 0:
                     if not item.wanted:
                         item.wanted = True
                         self._changed.notify_all()
                     self._changed.wait(left)
-                if self._deliverable(item, seat):
-                    return self._lend(item, seat)
+                if self._deliverable(item, consumer):
+                    return self._lend(item, consumer)
                 reason = f"waits for room, {self._full()}" if item.starved else "is being read"
             beat(f"pack {ordinal} of step {step} {reason}")
 
-    def release(self, seat: Seat, leases: list[tuple[int, int]]) -> None:
+    def release(self, consumer: Consumer, leases: list[tuple[int, int]]) -> None:
         """Give slots back: (slot id, generation) pairs. Raises InputError for a slot the seat does not hold."""
         with self._changed:
             for slot_id, generation in leases:
-                item = seat.held.get(slot_id)
+                item = consumer.held.get(slot_id)
                 if item is None or item.slot is None or item.slot.generation != generation:
                     raise InputError(f"slot {slot_id} generation {generation} is released but not held")
-                del seat.held[slot_id]
-                item.holders.discard(seat.id)
+                del consumer.held[slot_id]
+                item.holders.discard(consumer.id)
                 self._recycle(item)
             self._changed.notify_all()
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, consumer: Consumer) -> None:
         """Take back everything a trainer held, however it went."""
         with self._changed:
-            lane = seat.lane
-            for item in seat.held.values():
-                item.holders.discard(seat.id)
+            group = consumer.group
+            for item in consumer.held.values():
+                item.holders.discard(consumer.id)
                 self._recycle(item)
-            seat.held.clear()
-            for item in list(lane.items):
-                self._forget(lane, item, seat.id)
-            lane.seats.discard(seat.id)
-            if not lane.seats:
-                self._lanes.pop((lane.rank, lane.ranks), None)
+            consumer.held.clear()
+            for item in list(group.items):
+                self._forget(group, item, consumer.id)
+            group.consumers.discard(consumer.id)
+            if not group.consumers:
+                self._groups.pop((group.rank, group.ranks), None)
             self._changed.notify_all()
 
     def stats(self) -> dict[str, Any]:
@@ -195,13 +199,13 @@ class Loader:
         with self._changed:
             ranks = [
                 {
-                    "rank": lane.rank,
-                    "depth": lane.pace.depth,
-                    "ready": sum(item.ready for item in lane.items),
-                    "pack_s": lane.pace.pack_s,
-                    "longest_read_s": lane.pace.longest_read_s,
+                    "rank": group.rank,
+                    "depth": group.prefetch.depth,
+                    "ready": sum(item.ready for item in group.items),
+                    "pack_s": group.prefetch.pack_s,
+                    "longest_read_s": group.prefetch.longest_read_s,
                 }
-                for lane in self._lanes.values()
+                for group in self._groups.values()
             ]
             ring = self._ring
             return {
@@ -227,45 +231,45 @@ class Loader:
         with self._changed:
             self._ring.close()
 
-    def _wait_for_members(self, seat: Seat, beat: Beat) -> None:
+    def _wait_for_members(self, consumer: Consumer, beat: Beat) -> None:
         """Packs are shared out to all members of a lane, so each must be there before the first is lent."""
         while True:
             with self._changed:
-                here = len(seat.lane.seats)
-                if here == seat.lane.members:
+                here = len(consumer.group.consumers)
+                if here == consumer.group.members:
                     return
                 self._changed.wait(HEARTBEAT_S)
-            beat(f"{here} of {seat.lane.members} members of rank {seat.lane.rank} are here")
+            beat(f"{here} of {consumer.group.members} members of rank {consumer.group.rank} are here")
 
-    def _packs(self, lane: Lane, source: WindowSource, step: int) -> list[int]:
+    def _packs(self, group: ConsumerGroup, source: WindowSource, step: int) -> list[int]:
         """Packs of one step of a lane; asked for when it is read ahead, and when the trainer gets there."""
-        place = (source.plan.window, step, lane.ranks)
+        place = (source.plan.window, step, group.ranks)
         if place not in self._dealt:
             while len(self._dealt) >= DEALT_STEPS:
                 del self._dealt[next(iter(self._dealt))]
-            self._dealt[place] = self._deal(source.plan, source.lengths, step, lane.ranks)
-        return [pack for pack in self._dealt[place][lane.rank] if pack >= 0]
+            self._dealt[place] = self._deal(source.plan, source.lengths, step, group.ranks)
+        return [pack for pack in self._dealt[place][group.rank] if pack >= 0]
 
     # -- items; the lock is held -----------------------------------------------------------------------------------
 
-    def _find(self, seat: Seat, step: int, ordinal: int) -> Item:
-        if seat.source is None or step >= seat.step:
+    def _find(self, consumer: Consumer, step: int, ordinal: int) -> Item:
+        if consumer.source is None or step >= consumer.step:
             raise InputError(f"step {step} was not asked for with next")
-        lane, window = seat.lane, seat.source.plan.window
-        while lane.source is not None and lane.source.plan.window == window and lane.next_step <= step:
-            self._extend(lane)
-        for item in lane.items:
-            if item.place == (window, step, ordinal) and seat.id in item.waiting:
+        group, window = consumer.group, consumer.source.plan.window
+        while group.source is not None and group.source.plan.window == window and group.next_step <= step:
+            self._extend(group)
+        for item in group.items:
+            if item.place == (window, step, ordinal) and consumer.id in item.waiting:
                 return item
         raise InputError(f"pack {ordinal} of step {step} is not owed: claimed before, or the step has fewer packs")
 
-    def _deliverable(self, item: Item, seat: Seat) -> bool:
+    def _deliverable(self, item: Item, consumer: Consumer) -> bool:
         """Whether the wait for an item is over. Raises when it can never end well."""
         if item.error is not None:
             error, item.error, item.wanted = item.error, None, False
             raise error
-        if item.starved and seat.held:
-            raise ResourceError(errno.ENOMEM, self._full(len(seat.held)))
+        if item.starved and consumer.held:
+            raise ResourceError(errno.ENOMEM, self._full(len(consumer.held)))
         return item.ready
 
     def _full(self, own: int = 0) -> str:
@@ -275,26 +279,26 @@ class Loader:
             f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"
         )
 
-    def _lend(self, item: Item, seat: Seat) -> list[tuple[int, Slot]]:
+    def _lend(self, item: Item, consumer: Consumer) -> list[tuple[int, Slot]]:
         """The item, and those after it in its step that may go with it."""
-        lane, lent, first_read = seat.lane, [], 0
-        for one in (item, *self._following(item, seat)):
+        group, lent, first_read = consumer.group, [], 0
+        for one in (item, *self._following(item, consumer)):
             assert one.slot is not None
             one.wanted = False
-            first_read += len(one.waiting) == lane.members
-            one.waiting.discard(seat.id)
-            one.holders.add(seat.id)
-            seat.held[one.slot.id] = one
+            first_read += len(one.waiting) == group.members
+            one.waiting.discard(consumer.id)
+            one.holders.add(consumer.id)
+            consumer.held[one.slot.id] = one
             if not one.waiting:
-                lane.items.remove(one)
+                group.items.remove(one)
             lent.append((one.ordinal, one.slot))
         if first_read:
-            lane.pace.lent(time.monotonic())
+            group.prefetch.lent(time.monotonic())
             self._count_lent(first_read)
         self._changed.notify_all()
         return lent
 
-    def _following(self, item: Item, seat: Seat) -> list[Item]:
+    def _following(self, item: Item, consumer: Consumer) -> list[Item]:
         """Ready packs right after the item, as long as all of them are small beside the ring.
 
         Each trainer so holds a small part of the ring at most, or one pack: a ring that holds the largest pack of each
@@ -302,9 +306,9 @@ class Loader:
         """
         if self._spec.poison:
             return []
-        seats = sum(len(lane.seats) for lane in self._lanes.values())
-        most = min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // seats)
-        return seat.lane.ready_after(item, seat.id, most)[: MAX_FDS - 1]
+        consumers = sum(len(group.consumers) for group in self._groups.values())
+        most = min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // consumers)
+        return consumer.group.ready_after(item, consumer.id, most)[: MAX_FDS - 1]
 
     def _count_lent(self, packs: int) -> None:
         """Packs that the first of their readers has; now and then the ring is cut to what it needs."""
@@ -312,37 +316,37 @@ class Loader:
         if before // TRIM_PACKS != self._lent_packs // TRIM_PACKS:
             self._ring.trim()
 
-    def _extend(self, lane: Lane) -> bool:
+    def _extend(self, group: ConsumerGroup) -> bool:
         """Append the items of one more step; False at the end of what is planned."""
-        source = lane.source
+        source = group.source
         if source is None:
             return False
-        if lane.next_step >= source.steps:
+        if group.next_step >= source.steps:
             following = self._windows.opened(source.plan.window + 1)
             if following is None or source.steps == 0:
                 return False
-            lane.source, lane.next_step = following, 0
+            group.source, group.next_step = following, 0
             return True
-        for ordinal, pack in enumerate(self._packs(lane, source, lane.next_step)):
+        for ordinal, pack in enumerate(self._packs(group, source, group.next_step)):
             fields, nbytes = source.fields(pack)
             in_lists = sum(field.nbytes for field in fields if field.name != UNCHECKED)
-            place = (source, lane.next_step, ordinal, pack)
-            lane.items.append(Item(lane.pace, *place, set(lane.seats), fields, nbytes, in_lists))
-        lane.next_step += 1
+            place = (source, group.next_step, ordinal, pack)
+            group.items.append(Item(group.prefetch, *place, set(group.consumers), fields, nbytes, in_lists))
+        group.next_step += 1
         return True
 
-    def _forget_before(self, seat: Seat, place: tuple[int, int]) -> None:
+    def _forget_before(self, consumer: Consumer, place: tuple[int, int]) -> None:
         """A seat will not ask for items before this step of a window."""
-        earlier = list(takewhile(lambda item: item.place[:2] < place, seat.lane.items))
+        earlier = list(takewhile(lambda item: item.place[:2] < place, consumer.group.items))
         for item in earlier:
-            self._forget(seat.lane, item, seat.id)
+            self._forget(consumer.group, item, consumer.id)
 
-    def _forget(self, lane: Lane, item: Item, seat_id: int) -> None:
+    def _forget(self, group: ConsumerGroup, item: Item, consumer_id: int) -> None:
         """One seat will not ask for this item."""
-        item.waiting.discard(seat_id)
+        item.waiting.discard(consumer_id)
         if not item.waiting:
-            if item in lane.items:
-                lane.items.remove(item)
+            if item in group.items:
+                group.items.remove(item)
             self._recycle(item)
 
     def _recycle(self, item: Item) -> None:
@@ -373,9 +377,9 @@ class Loader:
         self._probed = time.monotonic()
         with self._changed:
             ends = {
-                lane.source.plan.window + 1
-                for lane in self._lanes.values()
-                if lane.source is not None and lane.source.steps and lane.next_step >= lane.source.steps
+                group.source.plan.window + 1
+                for group in self._groups.values()
+                if group.source is not None and group.source.steps and group.next_step >= group.source.steps
             }
         for window in ends:
             try:
@@ -386,12 +390,12 @@ class Loader:
     def _choose(self) -> list[Item]:
         """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every lane."""
         nearest: list[Item] = []
-        for lane in self._lanes.values():
-            depth = lane.pace.depth
-            while len(lane.items) < depth and self._extend(lane):
+        for group in self._groups.values():
+            depth = group.prefetch.depth
+            while len(group.items) < depth and self._extend(group):
                 pass
-            nearest += [item for item in lane.items if item.wanted and item.slot is None]
-            ahead = (item for item in islice(lane.items, depth) if item.slot is None and not item.wanted)
+            nearest += [item for item in group.items if item.wanted and item.slot is None]
+            ahead = (item for item in islice(group.items, depth) if item.slot is None and not item.wanted)
             nearest += islice(ahead, self._spec.slots)
         nearest.sort(key=lambda item: (not item.wanted, item.place))
         chosen: list[Item] = []
@@ -412,9 +416,9 @@ class Loader:
         """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all lanes."""
         packs = [item.pack for item in chosen if item.source is source]
         with self._changed:
-            for lane in self._lanes.values():
-                left = AHEAD_BYTES // len(self._lanes)
-                for item in self._owed(lane):
+            for group in self._groups.values():
+                left = AHEAD_BYTES // len(self._groups)
+                for item in self._owed(group):
                     left -= item.list_bytes
                     if left < 0:
                         break
@@ -422,12 +426,12 @@ class Loader:
                         packs.append(item.pack)
         return packs
 
-    def _owed(self, lane: Lane) -> Iterator[Item]:
+    def _owed(self, group: ConsumerGroup) -> Iterator[Item]:
         """Items of a lane in order, those of later steps appended as they are asked for."""
         place = 0
-        while place < len(lane.items) or (place < AHEAD_PACKS and self._extend(lane)):
-            if place < len(lane.items):
-                yield lane.items[place]
+        while place < len(group.items) or (place < AHEAD_PACKS and self._extend(group)):
+            if place < len(group.items):
+                yield group.items[place]
                 place += 1
 
     def _acquire(self, item: Item) -> Slot | None:
@@ -439,10 +443,10 @@ class Loader:
             return slot
         later = [
             other
-            for lane in self._lanes.values()
-            for other in lane.items
+            for group in self._groups.values()
+            for other in group.items
             if other.ready and not other.holders and not other.wanted
-            if other.place > item.place or (lane.pace is item.pace and len(other.waiting) == lane.members)
+            if other.place > item.place or (group.prefetch is item.prefetch and len(other.waiting) == group.members)
         ]
         for other in sorted(later, key=lambda other: other.place, reverse=True):
             assert other.slot is not None
@@ -494,6 +498,6 @@ class Loader:
             now = time.monotonic()
             for item in filled:
                 item.ready, item.error = True, None
-                item.pace.read(now, item.since)
+                item.prefetch.read(now, item.since)
                 self._recycle(item)
             self._changed.notify_all()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask")
 VERSIONS = ("version_starts", "versions")
-SUPPORT = ("support_sizes", "support_ids")
+SUPPORT = ("sampling_mask_sizes", "sampling_mask_ids")
 EXPERTS = ("experts",)
 
 Arrays = dict[str, Any]
@@ -122,7 +122,7 @@ class Payload:
         out["versions"][:] = self._versions[spans]
 
     def fill_support(self, part: slice, announced: NDArray[np.int64], out: Arrays) -> None:
-        """Write the kept sets of a pack, token after token; a sample without any was drawn from everything.
+        """Write the sampling masks of a pack, token after token; a sample without any was drawn from everything.
 
         announced: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
         """
@@ -135,11 +135,12 @@ class Payload:
                 own = np.zeros(0 if mask is None else int(mask.sum()), np.int32)
             if ids.lengths[place] != length or own.sum() != length:
                 self._refuse(place, f"{ids.lengths[place]} kept ids", length)
-            out["support_sizes"][begin : begin + len(own)] = own
-            ids.copy(slice(place, place + 1), [first], out["support_ids"].data)
+            out["sampling_mask_sizes"][begin : begin + len(own)] = own
+            ids.copy(slice(place, place + 1), [first], out["sampling_mask_ids"].data)
             begin, first = begin + len(own), first + length
-        if begin != len(out["support_sizes"]):
-            self._refuse(part.start, f"with the samples after it {begin} kept sets", len(out["support_sizes"]))
+        if begin != len(out["sampling_mask_sizes"]):
+            found = f"with the samples after it {begin} sampling masks"
+            self._refuse(part.start, found, len(out["sampling_mask_sizes"]))
 
     def fill_experts(self, part: slice, out: NDArray[np.int16]) -> None:
         """Write the expert ids of every token [T, W]; -1 at the last of each sample and where none are recorded.

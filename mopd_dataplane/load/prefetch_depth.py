@@ -22,7 +22,7 @@ FORGET = 0.999
 """Share of the longest read that is left after each further pack; one large read serves some five hundred packs."""
 
 
-class Pace:
+class PrefetchDepth:
     """Of one rank. Not thread-safe: the caller holds its lock. All times are seconds of one monotonic clock."""
 
     def __init__(self, least: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
-from mopd_dataplane.load.consumers import Seat
+from mopd_dataplane.load.consumers import Consumer
 from mopd_dataplane.load.launch import STORAGE_OPTIONS
 from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import (
@@ -99,7 +99,7 @@ class _Conversation:
         self._channel = channel
         self._loader = loader
         self._spec = spec
-        self._seat: Seat | None = None
+        self._consumer: Consumer | None = None
         self._known_slots: set[int] = set()
 
     def run(self) -> None:
@@ -117,46 +117,48 @@ class _Conversation:
                 except (KeyError, TypeError, ValueError) as error:
                     self._send(error_message(DamagedError(f"request {message.get('op')!r} is malformed: {error!r}")))
         finally:
-            if self._seat is not None:
-                self._loader.leave(self._seat)
+            if self._consumer is not None:
+                self._loader.leave(self._consumer)
 
     def _answer(self, message: Message) -> None:
         operation = message["op"]
         if operation == "hello":
             self._hello(message)
             return
-        if self._seat is None:
+        if self._consumer is None:
             raise InputError("the first message must be hello")
         if operation == "plan":
             self._send(self._loader.planned(int(message["window"]), self._beat))
         elif operation == "stats":
             self._send(self._loader.stats())
         elif operation == "open":
-            steps, base = self._loader.open(self._seat, int(message["window"]), int(message["step"]), self._beat)
+            steps, base = self._loader.open(self._consumer, int(message["window"]), int(message["step"]), self._beat)
             self._send({"steps": steps, "base": base})
         elif operation == "next":
-            self._next(self._seat)
+            self._next(self._consumer)
         elif operation == "pack":
             used = [float(age) for age in message["used"]]
             if not all(age >= 0 for age in used):
                 raise ValueError(f"ages {used}")
-            self._packs(self._seat, int(message["step"]), int(message["ordinal"]), used)
+            self._packs(self._consumer, int(message["step"]), int(message["ordinal"]), used)
         elif operation == "release":
-            self._loader.release(self._seat, [(int(slot), int(generation)) for slot, generation in message["leases"]])
+            self._loader.release(
+                self._consumer, [(int(slot), int(generation)) for slot, generation in message["leases"]]
+            )
         else:
             raise InputError(f"unknown request {operation!r}")
 
     def _hello(self, message: Message) -> None:
         if message["version"] != VERSION:
             raise MismatchError(f"the trainer speaks protocol version {message['version']}, the loader {VERSION}")
-        if self._seat is not None:
+        if self._consumer is not None:
             raise InputError("hello was said before")
         place = [int(message[name]) for name in ("rank", "world_size", "member", "members")]
-        self._seat = self._loader.join(*place)
+        self._consumer = self._loader.join(*place)
         self._send({"pid": os.getpid(), "stage": self._spec.stage, "deadline_s": self._spec.deadline_s})
 
-    def _next(self, seat: Seat) -> None:
-        found = self._loader.advance(seat)
+    def _next(self, consumer: Consumer) -> None:
+        found = self._loader.advance(consumer)
         if found is None:
             self._send({"end": True})
             return
@@ -179,8 +181,8 @@ class _Conversation:
             }
         )
 
-    def _packs(self, seat: Seat, step: int, ordinal: int, used: list[float]) -> None:
-        lent = self._loader.claim(seat, step, ordinal, self._beat, used)
+    def _packs(self, consumer: Consumer, step: int, ordinal: int, used: list[float]) -> None:
+        lent = self._loader.claim(consumer, step, ordinal, self._beat, used)
         answer: Message = {"packs": [[place, slot.id, slot.generation, slot.capacity] for place, slot in lent]}
         if gone := self._loader.retired(self._known_slots):
             answer["gone"] = sorted(gone)

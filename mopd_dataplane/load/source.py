@@ -47,7 +47,7 @@ class WindowSource:
         self._sizes = np.diff(plan.pack_starts)
         """[packs] samples of each pack."""
         self._firsts = _starts_in_packs(self.lengths, plan.pack_starts)
-        self._support_lens = self._support() if spec.support else None
+        self._support_lens = self._support() if spec.topk_source else None
         self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
@@ -83,7 +83,7 @@ class WindowSource:
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Where each array of the pack goes in a slot, and the bytes it takes."""
-        tokens, trained, spans, support = self._sums[pack]
+        tokens, trained, spans, topk_source = self._sums[pack]
         sequences = int(self.plan.pack_starts[pack + 1] - self.plan.pack_starts[pack])
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("<i4", (tokens,)),
@@ -97,8 +97,8 @@ class WindowSource:
             "advantages": ("<f4", (sequences,)),
         }
         if self._support_lens is not None:
-            shapes["support_sizes"] = ("<i4", (trained,))
-            shapes["support_ids"] = ("<i4", (support,))
+            shapes["sampling_mask_sizes"] = ("<i4", (trained,))
+            shapes["sampling_mask_ids"] = ("<i4", (topk_source,))
         if self._experts_width:
             shapes["experts"] = ("<i2", (tokens, self._experts_width))
         if "logprob" in self._spec.signals:
@@ -238,10 +238,10 @@ class WindowSource:
 
     def _support(self) -> NDArray[np.int64] | None:
         """Kept ids of each sample; None when no sample of the window has any."""
-        if not self._store.has_column("samples", "support_len", self.plan.snapshot):
+        if not self._store.has_column("samples", "sampling_mask_len", self.plan.snapshot):
             return None
-        metadata = self._store.take_samples(self.plan.sample_rows, ["support_len"], self.plan.snapshot)
-        lengths: NDArray[np.int64] = metadata["support_len"].fill_null(0).to_numpy().astype(np.int64)
+        metadata = self._store.take_samples(self.plan.sample_rows, ["sampling_mask_len"], self.plan.snapshot)
+        lengths: NDArray[np.int64] = metadata["sampling_mask_len"].fill_null(0).to_numpy().astype(np.int64)
         return lengths if lengths.any() else None
 
     def _width_of_experts(self) -> int:
@@ -259,11 +259,11 @@ class WindowSource:
 
     def _rewards(self) -> Outcomes:
         table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)
-        parts = list(self._store.scan_samples(["run", "group_id"], self.plan.snapshot))
+        parts = list(self._store.scan_samples(["stage", "group_id"], self.plan.snapshot))
         rows = np.concatenate([rows for rows, _ in parts])
         # A group is named after its prompt and iteration: two stages that ask one prompt have two groups.
         groups = pa.chunked_array(
-            [pc.binary_join_element_wise(batch["run"], batch["group_id"], "\0") for _, batch in parts]
+            [pc.binary_join_element_wise(batch["stage"], batch["group_id"], "\0") for _, batch in parts]
         )
         return group_outcomes(
             table,
@@ -281,9 +281,9 @@ class WindowSource:
         for code in np.unique(self.plan.pack_teachers).tolist():
             teacher, rows = self.plan.teachers[code], self.plan.sample_rows[sample_teachers == code]
             forms = self._signals[teacher, "topk"].topk_forms(np.unique(rows))
-            wanted = self._spec.topk_support
+            wanted = self._spec.topk_source
             if len(forms) != 1 or wanted not in ("", forms[0][1]):
-                found = ", ".join(f"{k} of the {support}" for k, support in forms)
+                found = ", ".join(f"{k} of the {topk_source}" for k, topk_source in forms)
                 raise MismatchError(
                     f"the top-k of teacher {teacher!r} holds the likeliest {found}, the stage asks for one kind"
                     f"{f', of the {wanted}' if wanted else ''}: go back to the settings it was scored with, or score "

@@ -18,14 +18,14 @@ class LoadSpec(Section):
     """Stage whose plan windows are served."""
     signals: tuple[Annotated[str, Field(pattern="^(logprob|topk|hidden)$")], ...] = ()
     """Signals of each pack's own teacher."""
-    topk_support: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
+    topk_source: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
     """Whose top-k must be stored; empty takes either."""
     reference: str = ""
     """Teacher whose log-probs are the reference policy's; empty for none."""
     rewards: bool = False
     """Whether packs carry outcome rewards and group-relative advantages."""
     support: bool = False
-    """Whether packs carry the kept sets of their tokens, where a sample of the window has them."""
+    """Whether packs carry the sampling masks of their tokens, where a sample of the window has them."""
     experts: bool = False
     """Whether packs carry the recorded experts of their tokens, where a sample of the window has them."""
     reward_std: bool = False
@@ -51,17 +51,17 @@ class LoadSpec(Section):
 
     @classmethod
     def for_stage(
-        cls, stage: str, load: Load, objective: Objective, *, topk_support: str = "", verifier: str = ""
+        cls, stage: str, load: Load, objective: Objective, *, topk_source: str = "", verifier: str = ""
     ) -> LoadSpec:
         """What a stage's objective needs, under the job's [load] settings.
 
-        topk_support: the stage's `score.topk_support`. verifier: whose rewards, where a stage has several.
+        topk_source: the stage's `score.topk_source`. verifier: whose rewards, where a stage has several.
         """
         gradient = objective.policy_gradient
         return cls(
             stage=stage,
             signals=objective.signals,
-            topk_support=topk_support if "topk" in objective.signals else "",
+            topk_source=topk_source if "topk" in objective.signals else "",
             reference=gradient.reference if gradient else "",
             rewards=objective.needs_rewards,
             support=gradient is not None,

@@ -15,7 +15,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.plan.shuffle import BLOCK, ascends, stable_order
 
 SAMPLE_COLUMNS = (
-    "generation",
+    "iteration",
     "writer",
     "writer_seq",
     "domain",
@@ -137,11 +137,11 @@ def collect_columns(
 
 
 _KINDS = {
-    "row": np.int64, "generation": np.int32, "writer_seq": np.int64, "policy_version_first": np.int32,
+    "row": np.int64, "iteration": np.int32, "writer_seq": np.int64, "policy_version_first": np.int32,
     "total_len": np.int32, "loss_tokens": np.int32, "abandoned": np.bool_,
     "writer": np.int32, "domain": np.int16, "effort": np.int16,
 }  # fmt: skip
-_INTEGERS = ("generation", "writer_seq", "policy_version_first", "total_len", "loss_tokens")
+_INTEGERS = ("iteration", "writer_seq", "policy_version_first", "total_len", "loss_tokens")
 _NAMES = ("writer", "domain", EFFORT_COLUMN)
 
 
@@ -248,10 +248,10 @@ class _Numbers:
         Returns [n] row of each. What only this order needs is given up.
         """
         writers, names = self.codes("writer")
-        generation, admission = self["generation"], np.require(self["writer_seq"], requirements="W")
+        iteration, admission = self["iteration"], np.require(self["writer_seq"], requirements="W")
         if self._count:
-            oldest, lowest = int(generation.min()), int(admission.min())
-            rounds, places = int(generation.max()) - oldest + 1, int(admission.max()) - lowest + 1
+            oldest, lowest = int(iteration.min()), int(admission.min())
+            rounds, places = int(iteration.max()) - oldest + 1, int(admission.max()) - lowest + 1
             if rounds * places * len(names) > np.iinfo(np.int64).max:
                 raise InputError(
                     f"{rounds:,} generations of up to {places:,} samples from {len(names)} writers do not fit one "
@@ -262,14 +262,14 @@ class _Numbers:
                 block = admission[here]
                 block -= lowest
                 if rounds > 1:
-                    block += (generation[here] - oldest) * np.int64(places)
+                    block += (iteration[here] - oldest) * np.int64(places)
                 block *= len(names)
                 block += writers[here]
         if self._group_names:
             self.groups = _codes(pa.chunked_array(self._group_names))[0].astype(np.int64)
             self._group_names = []
-        del writers, generation
-        for name in ("generation", "writer", "writer_seq"):
+        del writers, iteration
+        for name in ("iteration", "writer", "writer_seq"):
             del self._arrays[name]
         rows = self._columns.pop("row")
         if ascends(admission):

@@ -30,18 +30,18 @@ QUERIES: dict[str, str] = {
         order by policy_version, policy, domain""",
     "routing": """
         with counted as (
-            select run, domain, teacher, count(*) as samples
-            from samples join (select distinct uid, teacher from scores) using (uid) group by run, domain, teacher)
-        select run, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
-        from counted group by run, domain order by run, domain""",
+            select stage, domain, teacher, count(*) as samples
+            from samples join (select distinct uid, teacher from scores) using (uid) group by stage, domain, teacher)
+        select stage, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
+        from counted group by stage, domain order by stage, domain""",
     "teacher_kl": """
-        select run, teacher, generation,
+        select stage, teacher, iteration,
                (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
                sum(loss_tokens)::bigint as tokens
         from samples join (
             select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
             from scores where not isnan(mean_reverse_kl) group by uid, teacher) using (uid)
-        where loss_tokens > 0 group by run, teacher, generation order by run, teacher, generation""",
+        where loss_tokens > 0 group by stage, teacher, iteration order by stage, teacher, iteration""",
     "suitability": """
         select domain, teacher, (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
                count(*) as samples
@@ -50,8 +50,8 @@ QUERIES: dict[str, str] = {
             from scores where not isnan(mean_reverse_kl) group by uid, teacher) using (uid)
         where loss_tokens > 0 group by domain, teacher order by domain, teacher""",
     "rewards": """
-        select run, domain, generation, avg(reward)::double as reward, count(*) as samples
-        from samples join rewards using (uid) group by run, domain, generation order by run, domain, generation""",
+        select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples
+        from samples join rewards using (uid) group by stage, domain, iteration order by stage, domain, iteration""",
     "steps": f"""
         with placed as (
             select *, row_number() over (partition by stage order by step) - 1 as place,
@@ -71,8 +71,8 @@ QUERIES: dict[str, str] = {
         select domain, (response_len // w) * w as start, any_value(w) as width, count(*) as samples
         from sampled, width group by domain, 2 order by domain, 2""",
     "finish": """
-        select run, finish_reason, count(*) as samples, sum((interruptions > 0)::int)::bigint as interrupted
-        from samples group by run, finish_reason order by run, finish_reason""",
+        select stage, finish_reason, count(*) as samples, sum((interruptions > 0)::int)::bigint as interrupted
+        from samples group by stage, finish_reason order by stage, finish_reason""",
     "times": """
         select stage, coalesce(json_extract_string(detail, '$.action'), 'other') as action,
                sum(value) as seconds, min(created_at) as since
@@ -249,7 +249,7 @@ def grouped_routes(measures: Measures) -> dict[str, dict[str, str]]:
     """Stage -> domain -> teacher."""
     routes: dict[str, dict[str, str]] = {}
     for route in measures.routing:
-        routes.setdefault(route["run"], {})[route["domain"]] = route["teacher"]
+        routes.setdefault(route["stage"], {})[route["domain"]] = route["teacher"]
     return routes
 
 

@@ -24,10 +24,10 @@ EXCERPT_TOKENS = 400
 
 _MOST_DIFFERENT = f"""
     with scored as (
-        select uid, domain, generation, mean_reverse_kl from samples join scores using (uid)
+        select uid, domain, iteration, mean_reverse_kl from samples join scores using (uid)
         where not isnan(mean_reverse_kl) and policy <> 'reference'),
-    newest as (select domain, max(generation) as generation from scored group by domain)
-    select domain, arg_max(uid, mean_reverse_kl) as uid from scored join newest using (domain, generation)
+    newest as (select domain, max(iteration) as iteration from scored group by domain)
+    select domain, arg_max(uid, mean_reverse_kl) as uid from scored join newest using (domain, iteration)
     group by domain order by domain limit {EXCERPT_DOMAINS}"""
 _ANSWERS = f"""
     with latest as (select policy, max(policy_version) as policy_version from evals group by policy

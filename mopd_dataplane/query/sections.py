@@ -216,8 +216,8 @@ def learning(measures: Measures) -> Section:
         dashed = " Dashed: the domain's teacher." if any(line.level is not None for line in lines) else ""
         plot = line_plot(f"acc{len(plots)}", alt, lines, x="policy version", y="held-out accuracy", share=True)
         plots.append((f"{policy}: held-out accuracy.{dashed}", plot))
-    for run, rows in grouped(measures.rewards, "run").items():
-        lines = [_line(d, part, "generation", "reward") for d, part in grouped(rows, "domain").items()]
+    for run, rows in grouped(measures.rewards, "stage").items():
+        lines = [_line(d, part, "iteration", "reward") for d, part in grouped(rows, "domain").items()]
         if max(len(line.x) for line in lines) > 1:
             alt = f"Mean reward of the rollouts of {run} by iteration. {_ends(lines, number)}"
             plot = line_plot(f"rew{len(plots)}", alt, lines, x="iteration", y="mean reward")
@@ -229,8 +229,8 @@ def learning(measures: Measures) -> Section:
 def divergence(measures: Measures) -> Section:
     """Reverse KL: per teacher over iterations, per stage over steps, held out over versions."""
     plots: Plots = []
-    for run, rows in grouped(measures.teacher_kl, "run").items():
-        lines = [_line(t, part, "generation", "reverse_kl") for t, part in grouped(rows, "teacher").items()]
+    for run, rows in grouped(measures.teacher_kl, "stage").items():
+        lines = [_line(t, part, "iteration", "reverse_kl") for t, part in grouped(rows, "teacher").items()]
         if max(len(line.x) for line in lines) > 1:
             alt = f"Reverse KL of {run} to each teacher by iteration. {_ends(lines, number)}"
             plot = line_plot(f"kl{len(plots)}", alt, lines, x="iteration", y="nat per token")
@@ -295,7 +295,7 @@ def _rounding(rows: Rows) -> list[Grid]:
         ]
         for row in rows
     ]
-    return [Grid(head=head, rows=body, caption="Teachers with rounded weights, against the same ones as stored.")]
+    return [Grid(head=head, rows=body, caption="Teachers with quantised weights, against the same ones as stored.")]
 
 
 def samples(measures: Measures) -> Section:
@@ -312,7 +312,7 @@ def samples(measures: Measures) -> Section:
     alt = f"Histogram of the length of {count(total)} responses, in tokens, by domain."
     plot = histogram("lengths", alt, groups, width=width, x="response tokens", y="samples")
     body = [
-        _plain(row["run"], row["finish_reason"], count(row["samples"]), count(row["interrupted"]))
+        _plain(row["stage"], row["finish_reason"], count(row["samples"]), count(row["interrupted"]))
         for row in measures.finish
     ]
     grid = Grid(head=["stage", "finished by", "samples", "interrupted"], rows=body, words=2)

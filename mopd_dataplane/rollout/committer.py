@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import is_disk_full
 from mopd_dataplane.errors import DeadlineError, ResourceError
 from mopd_dataplane.records import Sample
@@ -129,7 +129,7 @@ class Committer:
     def _commit_batch(self, batch: list[Finished]) -> None:
         batch.sort(key=lambda finished: finished.handle)
         self._log.wait_durable(max(finished.lsn for finished in batch))
-        checkpoint("rollout.commit")
+        fault_point("rollout.commit")
         samples = [finished.sample for finished in batch]
         full_since: float | None = None
         while True:
@@ -142,7 +142,7 @@ class Committer:
                 full_since = self._wait_for_space(full_since, error)
         if full_since is not None:
             self._notice("the store's disk has space again: commits continue")
-        checkpoint("rollout.committed")
+        fault_point("rollout.committed")
         self._done.put([finished.handle for finished in batch])
 
     def _wait_for_space(self, since: float | None, error: OSError) -> float:

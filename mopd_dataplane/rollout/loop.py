@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.fault_points import checkpoint
-from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.committer import Committer, Finished
-from mopd_dataplane.rollout.engines.call_timeout import Watch
+from mopd_dataplane.rollout.engines.call_timeout import CallTimeout
 from mopd_dataplane.rollout.engines.engine import (
     FINISH_REASON,
     LENGTH,
@@ -37,7 +37,7 @@ from mopd_dataplane.rollout.engines.engine import (
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.wal import TokenLog
-from mopd_dataplane.rollout.partial_sample import Draft, Opening
+from mopd_dataplane.rollout.partial_sample import PartialSample, SampleSpec
 from mopd_dataplane.rollout.policy_update import WeightChange
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.tools.sandbox import Abandoned, Call, Sandbox, Turn
@@ -72,7 +72,7 @@ class RolloutLoop:
         stopping: Callable[[], bool],
     ) -> None:
         self._engine = engine
-        self._watch = Watch()
+        self._watch = CallTimeout()
         self._log = log
         self._ledger = ledger
         self._committer = committer
@@ -87,10 +87,10 @@ class RolloutLoop:
         self._handle = np.zeros(engine.slots, np.uint32)
         self._due = np.full(engine.slots, _FREE, np.int32)
         self._asks = np.zeros(engine.slots, np.bool_)
-        """Slots whose sample has its kept sets recorded."""
+        """Slots whose sample has its sampling masks recorded."""
         self._asks_experts = np.zeros(engine.slots, np.bool_)
         """Slots whose sample has its experts recorded."""
-        self._work: deque[int | Opening] = deque()
+        self._work: deque[int | SampleSpec] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
         self._shown = 0.0
@@ -102,20 +102,20 @@ class RolloutLoop:
 
     def settle(self, already: Collection[str]) -> None:
         """Deal with recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
-        drafts = self._ledger.drafts
-        stored = tuple(handle for handle, draft in drafts.items() if draft.opening.uid in already)
+        partials = self._ledger.partials
+        stored = tuple(handle for handle, partial in partials.items() if partial.spec.uid in already)
         if stored:
             self._say(log_records.Commit(stored))
-        for handle, draft in list(drafts.items()):
-            if draft.finish_reason:
+        for handle, partial in list(partials.items()):
+            if partial.finish_reason:
                 self._hand_over(handle, self._log.synced_lsn)
             else:
                 self._interrupted.add(handle)
-                if draft.ended:
+                if partial.ended:
                     self._turn_ended(handle)
         self._work.clear()  # whoever calls run() lists what is unfinished, these included
 
-    def run(self, work: Iterable[int | Opening]) -> None:
+    def run(self, work: Iterable[int | SampleSpec]) -> None:
         """Decode samples of the ledger (by handle) and new ones, admitted in this order.
 
         A sample that is in a slot already stays there.
@@ -147,26 +147,26 @@ class RolloutLoop:
 
     def save(self, file: Path, limit_bytes: int) -> None:
         """Save what the engine remembers of the samples in its slots."""
-        drafts = self._ledger.drafts
-        requests = [(slot, drafts[int(self._handle[slot])].request()) for slot in self._live()]
+        partials = self._ledger.partials
+        requests = [(slot, partials[int(self._handle[slot])].request()) for slot in self._live()]
         self._watch.call(lambda: self._engine.save(file, requests, limit_bytes=limit_bytes))
 
     def restore(self, file: Path, handles: Iterable[int]) -> None:
         """Put samples back into the slots that `save` took them from; none, when the file does not fit them."""
-        drafts = {self._ledger.drafts[handle].opening.uid: handle for handle in handles}
-        requests = [self._ledger.drafts[handle].request() for handle in drafts.values()]
+        partials = {self._ledger.partials[handle].spec.uid: handle for handle in handles}
+        requests = [self._ledger.partials[handle].request() for handle in partials.values()]
         restored = self._watch.call(lambda: self._engine.restore(file, requests))
         for slot, (uid, gap) in enumerate(restored):
             self._free.remove(slot)
-            self._take(slot, drafts[uid])
-            self._resume(drafts[uid], exact=gap == 0, drift=gap)
+            self._take(slot, partials[uid])
+            self._resume(partials[uid], exact=gap == 0, drift=gap)
             self._report.restored += 1
 
     def collect_commits(self) -> None:
         """Log what the store has taken since the last look."""
         for handles in self._committer.committed():
             for handle in handles:
-                self._report.committed(self._ledger.drafts[handle].finish_reason)
+                self._report.committed(self._ledger.partials[handle].finish_reason)
             self._say(log_records.Commit(tuple(handles)))
 
     def _live(self) -> list[int]:
@@ -176,16 +176,16 @@ class RolloutLoop:
 
     def _admissible(self) -> bool:
         """Whether the next sample may be admitted: a new one not, while others finish on a policy that is replaced."""
-        return bool(self._work) and not (self._weights.awaited and isinstance(self._work[0], Opening))
+        return bool(self._work) and not (self._weights.awaited and isinstance(self._work[0], SampleSpec))
 
     def _admit(self) -> None:
         admitted: list[tuple[int, Request]] = []
         while self._admissible() and self._free:
             item = self._work.popleft()
-            handle = self._open(item) if isinstance(item, Opening) else item
+            handle = self._open(item) if isinstance(item, SampleSpec) else item
             slot = self._free.pop()
             self._take(slot, handle)
-            admitted.append((slot, self._ledger.drafts[handle].request()))
+            admitted.append((slot, self._ledger.partials[handle].request()))
         rescored = self._watch.call(lambda: self._engine.admit(admitted))
         for slot, _ in admitted:
             handle = int(self._handle[slot])
@@ -195,13 +195,13 @@ class RolloutLoop:
 
     def _take(self, slot: int, handle: int) -> None:
         """From now on the slot works for this sample."""
-        draft = self._ledger.drafts[handle]
-        self._handle[slot], self._due[slot] = handle, len(draft)
-        self._asks[slot], self._asks_experts[slot] = draft.opening.support, draft.opening.experts
+        partial = self._ledger.partials[handle]
+        self._handle[slot], self._due[slot] = handle, len(partial)
+        self._asks[slot], self._asks_experts[slot] = partial.spec.sampling_mask, partial.spec.experts
 
-    def _open(self, opening: Opening) -> int:
+    def _open(self, spec: SampleSpec) -> int:
         handle = self._ledger.next_handle
-        self._say(log_records.Open(handle, opening))
+        self._say(log_records.Open(handle, spec))
         self._say_policy(handle)
         return handle
 
@@ -214,28 +214,28 @@ class RolloutLoop:
         for slot in live:
             self._engine.release(slot)
         self._watch.call(lambda: self._weights.take_up(self._engine))
-        again = [(slot, self._ledger.drafts[int(self._handle[slot])].request()) for slot in live]
+        again = [(slot, self._ledger.partials[int(self._handle[slot])].request()) for slot in live]
         self._watch.call(lambda: self._engine.admit(again))
         for slot in live:
             self._say_policy(int(self._handle[slot]))
-            checkpoint("rollout.span")
+            fault_point("rollout.span")
         self._report.weight_changes += 1
 
     def _say_policy(self, handle: int) -> None:
         """Record where a sample goes over to the engine's policy, unless it was that one's already."""
-        draft = self._ledger.drafts[handle]
-        if not draft.is_by(self._engine.policy_digest):
-            self._say(log_records.Span(handle, len(draft), self._engine.policy_version, self._engine.policy_digest))
+        partial = self._ledger.partials[handle]
+        if not partial.is_by(self._engine.policy_digest):
+            self._say(log_records.Span(handle, len(partial), self._engine.policy_version, self._engine.policy_digest))
 
     def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
         """Whether the sample goes on as if never interrupted, and the gap.
 
         The engine's policy must give its newest tokens the log-prob bits that were logged, and draw with its noise.
         """
-        draft = self._ledger.drafts[handle]
-        if not draft.is_by(self._engine.policy_digest):
+        partial = self._ledger.partials[handle]
+        if not partial.is_by(self._engine.policy_digest):
             return False, 0.0
-        same, gap = _compare(draft, rescored)
+        same, gap = _compare(partial, rescored)
         return same and self._engine.position_keyed, gap
 
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
@@ -255,7 +255,7 @@ class RolloutLoop:
         self._say_routes(output, handles)
         columns = (output.positions.view(np.uint32), output.token_ids.view(np.uint32))
         self._say(log_records.Step(handles, *columns, output.logprobs, output.finished))
-        checkpoint("rollout.step")
+        fault_point("rollout.step")
         self._due[output.slots] += 1
         self._report.tokens += len(handles)
         for row in np.flatnonzero(output.finished):
@@ -268,11 +268,11 @@ class RolloutLoop:
         """Record what the step's tokens were drawn from, for the samples that ask."""
         asked = self._asks[output.slots]
         check_kept(output, asked)
-        if output.kept is None or not asked.any():
+        if output.masks is None or not asked.any():
             return
-        ordinals = [self._ledger.drafts[handle].kept.drawn for handle in handles[asked].tolist()]
-        kept = Kept(output.kept.sizes[asked], output.kept.ids)
-        for message in log_records.Support.records(handles[asked], np.array(ordinals, np.uint32), kept):
+        ordinals = [self._ledger.partials[handle].masks.drawn for handle in handles[asked].tolist()]
+        masks = SamplingMasks(output.masks.sizes[asked], output.masks.ids)
+        for message in log_records.SamplingMask.records(handles[asked], np.array(ordinals, np.uint32), masks):
             self._say(message)
 
     def _say_routes(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
@@ -280,10 +280,10 @@ class RolloutLoop:
         asked = self._asks_experts[output.slots]
         if not asked.any():
             return
-        drafts = [self._ledger.drafts[handle] for handle in handles.tolist()]
+        partials = [self._ledger.partials[handle] for handle in handles.tolist()]
         # The token at response position p is drawn when P + p tokens have been read.
-        read = np.array([len(draft.opening.prompt_ids) for draft in drafts]) + output.positions
-        lacking = np.where(asked, read - [draft.routed for draft in drafts], 0)
+        read = np.array([len(partial.spec.prompt_ids) for partial in partials]) + output.positions
+        lacking = np.where(asked, read - [partial.routed for partial in partials], 0)
         routes = check_routes(output, asked, lacking)
         ends = np.cumsum(routes.counts)
         fresh = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lacking, strict=True)])
@@ -294,29 +294,29 @@ class RolloutLoop:
 
     def _turn_ended(self, handle: int) -> None:
         """The policy stopped writing: ask the environment for more, or finish the sample."""
-        draft = self._ledger.drafts[handle]
+        partial = self._ledger.partials[handle]
         try:
-            said = self._ask_environment(handle, draft) if draft.ended == STOP else None
+            said = self._ask_environment(handle, partial) if partial.ended == STOP else None
         except Abandoned as abandoned:
             self._say(log_records.Abandon(handle, abandoned.reason))
             self._report.abandoned[abandoned.reason] = self._report.abandoned.get(abandoned.reason, 0) + 1
-            self._finish(handle, draft, "abandoned")
+            self._finish(handle, partial, "abandoned")
             return
-        if said and len(said) < draft.budget_left:
+        if said and len(said) < partial.budget_left:
             ids = np.array(said, np.int32)
             silent = np.zeros(len(ids))
-            self._say(log_records.Tokens(handle, len(draft), ids, silent.astype(np.float32), silent.astype(np.uint8)))
+            self._say(log_records.Tokens(handle, len(partial), ids, silent.astype(np.float32), silent.astype(np.uint8)))
             self._work.appendleft(handle)
             return
-        self._finish(handle, draft, FINISH_REASON[LENGTH if said else draft.ended])
+        self._finish(handle, partial, FINISH_REASON[LENGTH if said else partial.ended])
 
-    def _finish(self, handle: int, draft: Draft, reason: str) -> None:
-        lsn = self._say(log_records.Finish(handle, len(draft), draft.digest(), reason))
+    def _finish(self, handle: int, partial: PartialSample, reason: str) -> None:
+        lsn = self._say(log_records.Finish(handle, len(partial), partial.digest(), reason))
         self._interrupted.discard(handle)
-        checkpoint("rollout.finish")
+        fault_point("rollout.finish")
         self._hand_over(handle, lsn)
 
-    def _ask_environment(self, handle: int, draft: Draft) -> list[int] | None:
+    def _ask_environment(self, handle: int, partial: PartialSample) -> list[int] | None:
         if self._environment is None:
             return None
         self._log.wait_durable(self._log.appended_lsn)
@@ -324,16 +324,16 @@ class RolloutLoop:
         def say(call: Call, ordinal: int) -> None:
             self._log.wait_durable(self._say(log_records.Tool(handle, ordinal, call)))
 
-        prompt = self._prompts[draft.opening.prompt_id]
+        prompt = self._prompts[partial.spec.prompt_id]
         turn = Turn(
-            prompt, list(draft.tokens), uid=draft.opening.uid, calls=draft.calls, sandbox=self._sandbox, say=say
+            prompt, list(partial.tokens), uid=partial.spec.uid, calls=partial.calls, sandbox=self._sandbox, say=say
         )
         return self._environment(turn)
 
     def _hand_over(self, handle: int, lsn: int) -> None:
-        self._committer.hand_over(Finished(handle, lsn, self._ledger.drafts[handle].sample()))
+        self._committer.hand_over(Finished(handle, lsn, self._ledger.partials[handle].sample()))
 
-    def _say(self, message: log_records.Any) -> int:
+    def _say(self, message: log_records.LogRecord) -> int:
         """Log a message, then apply it, as recovery will."""
         lsn = self._log.append(message)
         self._ledger.apply(message)
@@ -347,11 +347,11 @@ class RolloutLoop:
             self._progress(self._report.samples, rate=f"{rate:,.0f} tok/s")
 
 
-def _compare(draft: Draft, rescored: NDArray[np.float32]) -> tuple[bool, float]:
+def _compare(partial: PartialSample, rescored: NDArray[np.float32]) -> tuple[bool, float]:
     """Whether the engine gives the newest tokens of its own the same log-prob bits as logged, and the largest gap."""
-    first = len(draft) - len(rescored)
-    logged = np.array(draft.logprobs, np.float32)[first:]
-    own = np.array(draft.loss_mask, bool)[first:] & (np.arange(first, len(draft)) >= draft.spans[-1][0])
+    first = len(partial) - len(rescored)
+    logged = np.array(partial.logprobs, np.float32)[first:]
+    own = np.array(partial.loss_mask, bool)[first:] & (np.arange(first, len(partial)) >= partial.spans[-1][0])
     if not own.any():
         return True, 0.0
     return bool(np.array_equal(logged[own], rescored[own])), float(np.abs(logged[own] - rescored[own]).max())

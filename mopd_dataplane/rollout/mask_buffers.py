@@ -1,4 +1,4 @@
-"""Kept sets of an engine's step, and of a sample that is being written."""
+"""Sampling masks of an engine's step, and of a sample that is being written."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.rollout.engines.sampling import Floats
 
 
-def kept_of(log_q: Floats, asked: NDArray[np.bool_]) -> Kept:
-    """Kept sets of the rows that were asked for [B], from the log-probs [B, V] that tokens are drawn with."""
-    kept = np.isfinite(log_q) & asked[:, None]
-    sizes = kept.sum(axis=1, dtype=np.int32)
+def sampling_masks_of(log_q: Floats, asked: NDArray[np.bool_]) -> SamplingMasks:
+    """Sampling masks of the rows that were asked for [B], from the log-probs [B, V] that tokens are drawn with."""
+    masks = np.isfinite(log_q) & asked[:, None]
+    sizes = masks.sum(axis=1, dtype=np.int32)
     uncut = sizes == log_q.shape[1]
-    kept[uncut], sizes[uncut] = False, 0
-    return Kept(sizes, np.nonzero(kept)[1].astype(np.int32))
+    masks[uncut], sizes[uncut] = False, 0
+    return SamplingMasks(sizes, np.nonzero(masks)[1].astype(np.int32))
 
 
-def joined(parts: list[Kept]) -> Kept:
-    """Kept sets of several runs of rows as one."""
-    return Kept(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
+def joined(parts: list[SamplingMasks]) -> SamplingMasks:
+    """Sampling masks of several runs of rows as one."""
+    return SamplingMasks(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
 
 
 @dataclass(slots=True)
-class KeptSets:
-    """Kept sets of one sample's own tokens, in their order.
+class PartialMasks:
+    """Sampling masks of one sample's own tokens, in their order.
 
     A set is logged before the step that draws from it, so the newest may be of a token that was never logged; when
     the token is drawn again, its set comes again and replaces it.
@@ -42,7 +42,7 @@ class KeptSets:
     def put(self, ordinal: int, ids: NDArray[np.integer]) -> None:
         """The set of the sample's own token of that ordinal. Raises ValueError when it is not one that comes next."""
         if not self.drawn <= ordinal <= len(self.sizes):
-            raise ValueError(f"kept set of token {ordinal}, {self.drawn} tokens and {len(self.sizes)} sets so far")
+            raise ValueError(f"sampling mask of token {ordinal}, {self.drawn} tokens and {len(self.sizes)} sets so far")
         if dropped := sum(self.sizes[ordinal:]):
             del self.ids[-dropped:]
         del self.sizes[ordinal:]
@@ -52,14 +52,14 @@ class KeptSets:
     def take(self, tokens: int) -> None:
         """The next tokens were drawn. Raises ValueError when the set of one is missing."""
         if self.drawn + tokens > len(self.sizes):
-            raise ValueError(f"token {self.drawn + tokens - 1} has no kept set, {len(self.sizes)} sets so far")
+            raise ValueError(f"token {self.drawn + tokens - 1} has no sampling mask, {len(self.sizes)} sets so far")
         self.drawn += tokens
 
     def __len__(self) -> int:
         """Sets, with those that no token has drawn from yet."""
         return len(self.sizes)
 
-    def first(self, count: int) -> Kept:
+    def first(self, count: int) -> SamplingMasks:
         """The first `count` sets (a copy)."""
         sizes = np.array(self.sizes[:count], np.int32)
-        return Kept(sizes, np.array(self.ids[: int(sizes.sum())], np.int32))
+        return SamplingMasks(sizes, np.array(self.ids[: int(sizes.sum())], np.int32))

@@ -12,22 +12,22 @@ from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engines.engine import GOING, Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
-from mopd_dataplane.rollout.mask_buffers import KeptSets
+from mopd_dataplane.rollout.mask_buffers import PartialMasks
 from mopd_dataplane.rollout.tools.sandbox import Call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opening:
+class SampleSpec:
     """Everything that is known of a sample before its first token; a resume needs nothing else."""
 
     uid: str
     prompt_id: str
     group_id: str
     group_index: int
-    generation: int
+    iteration: int
     domain: str
     effort: str
-    run: str
+    stage: str
     writer: str
     writer_seq: int
     policy: str
@@ -38,24 +38,24 @@ class Opening:
     stop: tuple[str, ...]
     tokenizer: str
     prompt_ids: tuple[int, ...]
-    support: bool = False
-    """Whether the kept sets of its tokens are recorded."""
+    sampling_mask: bool = False
+    """Whether the sampling masks of its tokens are recorded."""
     experts: bool = False
     """Whether the experts of its tokens are recorded."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Draft:
+class PartialSample:
     """The response so far: token, log-prob and mask of every position, and which policy version wrote it."""
 
-    opening: Opening
+    spec: SampleSpec
     tokens: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     loss_mask: bytearray = field(default_factory=bytearray)
-    kept: KeptSets = field(default_factory=KeptSets)
-    """Of the tokens that the policy wrote; empty unless the opening asks for them."""
+    masks: PartialMasks = field(default_factory=PartialMasks)
+    """Of the tokens that the policy wrote; empty unless the spec asks for them."""
     routes: bytearray = field(default_factory=bytearray)
-    """int16 expert ids of prompt and response, token after token; empty unless the opening asks for them"""
+    """int16 expert ids of prompt and response, token after token; empty unless the spec asks for them"""
     routes_width: int = 0
     """Expert ids of one token over all layers; 0 until the first are known."""
     spans: list[tuple[int, int, str]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Draft:
     @property
     def budget_left(self) -> int:
         """Response tokens that may still be written."""
-        return self.opening.max_new_tokens - len(self.tokens)
+        return self.spec.max_new_tokens - len(self.tokens)
 
     @property
     def response(self) -> NDArray[np.int32]:
@@ -102,68 +102,68 @@ class Draft:
     @property
     def experts(self) -> NDArray[np.int16]:
         """[L - 1, W] expert ids of every token but the last, which nothing has read (a copy)."""
-        read = max(len(self.opening.prompt_ids) + len(self) - 1, 0)
+        read = max(len(self.spec.prompt_ids) + len(self) - 1, 0)
         return np.frombuffer(self.routes, np.int16).reshape(-1, max(self.routes_width, 1))[:read].copy()
 
     def digest(self) -> int:
-        """crc32c over tokens, log-prob bits, mask, and kept sets where they are recorded."""
+        """crc32c over tokens, log-prob bits, mask, and sampling masks where they are recorded."""
         columns = [self.tokens.tobytes(), self.logprobs.tobytes(), bytes(self.loss_mask)]
-        if self.opening.support:
-            kept = self.kept.first(self.kept.drawn)
-            columns += [kept.sizes.tobytes(), kept.ids.tobytes()]
-        if self.opening.experts:
+        if self.spec.sampling_mask:
+            masks = self.masks.first(self.masks.drawn)
+            columns += [masks.sizes.tobytes(), masks.ids.tobytes()]
+        if self.spec.experts:
             columns.append(self.experts.tobytes())
         return crc32c(*columns)
 
     def request(self) -> Request:
         """What the engine needs to continue."""
-        opening = self.opening
+        spec = self.spec
         return Request(
-            uid=opening.uid,
-            prompt_ids=np.array(opening.prompt_ids, np.int32),
+            uid=spec.uid,
+            prompt_ids=np.array(spec.prompt_ids, np.int32),
             prefix_ids=self.response,
-            key=sample_key(opening.uid),
-            temperature=opening.temperature,
-            top_p=opening.top_p,
-            top_k=opening.top_k,
-            max_new_tokens=opening.max_new_tokens,
-            stop=opening.stop,
-            support=opening.support,
-            experts=opening.experts,
+            key=sample_key(spec.uid),
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            max_new_tokens=spec.max_new_tokens,
+            stop=spec.stop,
+            sampling_mask=spec.sampling_mask,
+            experts=spec.experts,
         )
 
     def sample(self) -> Sample:
         """The finished sample."""
-        opening = self.opening
-        kept = self.kept.first(self.kept.drawn) if opening.support else None
+        spec = self.spec
+        masks = self.masks.first(self.masks.drawn) if spec.sampling_mask else None
         return Sample(
-            uid=opening.uid,
-            prompt_id=opening.prompt_id,
-            group_id=opening.group_id,
-            group_index=opening.group_index,
-            generation=opening.generation,
-            domain=opening.domain,
-            effort=opening.effort,
-            run=opening.run,
-            writer=opening.writer,
-            writer_seq=opening.writer_seq,
-            policy=opening.policy,
-            temperature=opening.temperature,
-            top_p=opening.top_p,
-            top_k=opening.top_k,
-            prompt_len=len(opening.prompt_ids),
-            tokens=np.concatenate([np.array(opening.prompt_ids, np.int32), self.response]),
+            uid=spec.uid,
+            prompt_id=spec.prompt_id,
+            group_id=spec.group_id,
+            group_index=spec.group_index,
+            iteration=spec.iteration,
+            domain=spec.domain,
+            effort=spec.effort,
+            stage=spec.stage,
+            writer=spec.writer,
+            writer_seq=spec.writer_seq,
+            policy=spec.policy,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            prompt_len=len(spec.prompt_ids),
+            tokens=np.concatenate([np.array(spec.prompt_ids, np.int32), self.response]),
             logprobs=np.array(self.logprobs, np.float32),
             loss_mask=np.array(self.loss_mask, np.uint8),
             version_starts=np.array([start for start, _, _ in self.spans], np.int32),
             versions=np.array([version for _, version, _ in self.spans], np.int32),
-            support_sizes=None if kept is None else kept.sizes,
-            support_ids=None if kept is None else kept.ids,
-            experts=self.experts if opening.experts else None,
+            sampling_mask_sizes=None if masks is None else masks.sizes,
+            sampling_mask_ids=None if masks is None else masks.ids,
+            experts=self.experts if spec.experts else None,
             turns=self.turns,
             finish_reason=self.finish_reason,
             interruptions=self.interruptions,
             resume=self.resume,
             abandoned=self.abandoned,
-            tokenizer=opening.tokenizer,
+            tokenizer=spec.tokenizer,
         )

@@ -15,7 +15,7 @@ from typing import Literal
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.partial_sample import Draft
+from mopd_dataplane.rollout.partial_sample import PartialSample
 
 Published = Callable[[], tuple[int, Path]]
 """The newest policy there is: its version and its folder."""
@@ -54,13 +54,13 @@ class WeightChange:
 def pinned(engine: Engine, ledger: Ledger) -> dict[int, list[int]]:
     """Unfinished samples that other weights than the engine's began: handles by policy version, oldest first."""
     behind: dict[int, list[int]] = {}
-    for handle, draft in ledger.unfinished().items():
-        if draft.spans and not draft.is_by(engine.policy_digest):
-            behind.setdefault(draft.spans[-1][1], []).append(handle)
+    for handle, partial in ledger.unfinished().items():
+        if partial.spans and not partial.is_by(engine.policy_digest):
+            behind.setdefault(partial.spans[-1][1], []).append(handle)
     return dict(sorted(behind.items()))
 
 
-def load_pinned(engine: Engine, policies: Callable[[int], Path] | None, version: int, draft: Draft) -> None:
+def load_pinned(engine: Engine, policies: Callable[[int], Path] | None, version: int, partial: PartialSample) -> None:
     """Load the version that a sample began with. Raises MismatchError when those weights are gone or are others."""
     folder = policies(version) if policies is not None else None
     if folder is None or not folder.is_dir():
@@ -70,8 +70,8 @@ def load_pinned(engine: Engine, policies: Callable[[int], Path] | None, version:
             'rollout.weight_change = "span"'
         )
     engine.load_policy(folder, version)
-    if not draft.is_by(engine.policy_digest):
+    if not partial.is_by(engine.policy_digest):
         raise MismatchError(
             f"policy version {version} has weights {engine.policy_digest[:16]}, the log's samples were begun by "
-            f'{draft.spans[-1][2][:16]}; bring those weights back, or set rollout.weight_change = "span"'
+            f'{partial.spans[-1][2][:16]}; bring those weights back, or set rollout.weight_change = "span"'
         )

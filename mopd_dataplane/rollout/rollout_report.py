@@ -12,7 +12,7 @@ class RolloutReport:
     """Counts and rates of one rollout."""
 
     stage: str
-    generation: int
+    iteration: int
     level: Level = "durable"
     """Level the log could promise of every token, `durable` or `logged`; `samples` are `committed`."""
     filesystem: str = ""
@@ -29,7 +29,7 @@ class RolloutReport:
     max_drift: float = 0.0
     """Largest |log-prob now - log-prob as logged| at a resume, nat."""
     restored: int = 0
-    """Resumed samples whose keys and values a polite stop had saved; the others were prefilled again."""
+    """Resumed samples whose keys and values a graceful stop had saved; the others were prefilled again."""
     weight_changes: int = 0
     """Newer policies taken up while sampling."""
     torn_bytes: int = 0

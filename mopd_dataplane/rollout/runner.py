@@ -23,13 +23,13 @@ from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.remote_copy import LogCopy
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.loop import Environment, RolloutLoop
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.policy_update import Published, WeightChange, load_pinned, pinned
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.tools.sandbox import Sandbox
 
 SAVED = "kv.safetensors"
-"""Beside the log: keys and values of the samples that a polite stop interrupted (see engines/kv_file.py)."""
+"""Beside the log: keys and values of the samples that a graceful stop interrupted (see engines/kv_file.py)."""
 
 __all__ = ["Environment", "RolloutReport", "run_rollout"]
 
@@ -39,7 +39,7 @@ def run_rollout(
     prompts: Sequence[Prompt],
     *,
     stage: str,
-    generation: int,
+    iteration: int,
     seed: int,
     rollout: sections.Rollout,
     wal: sections.Wal,
@@ -76,8 +76,8 @@ def run_rollout(
     (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
     """
     _check_names(stage, writer)
-    openings = _openings(engine, prompts, stage, generation, seed, rollout, render, writer, share)
-    report = RolloutReport(stage=stage, generation=generation)
+    specs = _sample_specs(engine, prompts, stage, iteration, seed, rollout, render, writer, share)
+    report = RolloutReport(stage=stage, iteration=iteration)
     began = time.monotonic()
 
     def notice(text: str) -> None:
@@ -99,7 +99,7 @@ def run_rollout(
         try:
             stored = frozenset(already)
             loop.settle(stored)
-            known = stored | {draft.opening.uid for draft in ledger.drafts.values()}
+            known = stored | {partial.spec.uid for partial in ledger.partials.values()}
             saved = log.folder / SAVED
             lost = False
             try:
@@ -108,7 +108,7 @@ def run_rollout(
                 if not stop.asked:
                     loop.restore(saved, ledger.unfinished())
                     _discard_saved(log.folder)
-                    loop.run([*ledger.unfinished(), *(opening for opening in openings if opening.uid not in known)])
+                    loop.run([*ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
             except EngineError:
                 if not stop.asked:
                     raise
@@ -124,11 +124,11 @@ def run_rollout(
         finally:
             loop.let_go()
             report.seconds = time.monotonic() - began
-        log.close(forget=not ledger.drafts)
+        log.close(forget=not ledger.partials)
         log.ship()
     if stop.asked:
         raise KeyboardInterrupt(
-            f"stopped: {report.samples} samples committed, {len(ledger.drafts)} unfinished ones are kept in the log "
+            f"stopped: {report.samples} samples committed, {len(ledger.partials)} unfinished ones are kept in the log "
             f"({report.level}); run the same command to continue them"
         )
     return report
@@ -140,7 +140,7 @@ def _finish_pinned(
     """Finish every sample that another policy version began on that version, then load the current one again."""
     current = engine.policy_version
     for version, handles in pinned(engine, ledger).items():
-        load_pinned(engine, policies, version, ledger.drafts[handles[0]])
+        load_pinned(engine, policies, version, ledger.partials[handles[0]])
         loop.restore(saved, handles)
         loop.run(handles)
         if loop.stopped:
@@ -165,49 +165,49 @@ def _check_names(*names: str) -> None:
 
 
 def _check_ledger(engine: Engine, ledger: Ledger) -> None:
-    for draft in ledger.drafts.values():
-        if draft.opening.tokenizer != engine.tokenizer_digest:
+    for partial in ledger.partials.values():
+        if partial.spec.tokenizer != engine.tokenizer_digest:
             raise MismatchError(
-                f"the log holds sample {draft.opening.uid} of tokenizer {draft.opening.tokenizer}, the engine has "
+                f"the log holds sample {partial.spec.uid} of tokenizer {partial.spec.tokenizer}, the engine has "
                 f"{engine.tokenizer_digest}; finish that run with its own tokenizer first"
             )
 
 
-def _openings(
+def _sample_specs(
     engine: Engine,
     prompts: Sequence[Prompt],
     stage: str,
-    generation: int,
+    iteration: int,
     seed: int,
     rollout: sections.Rollout,
     render: Callable[[Prompt], list[int]],
     writer: str,
     share: Collection[str] | None,
-) -> list[Opening]:
+) -> list[SampleSpec]:
     """The samples of the generation, or a share of them, numbered in its admission order. Raises PromptError."""
     if not prompts:
         raise PromptError(f"stage {stage!r}: no prompts to roll out; check the domains' source and `train` count")
     if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
         raise PromptError(f"stage {stage!r}: a prompt comes twice; use rollout.group_size to sample it several times")
-    openings: list[Opening] = []
+    specs: list[SampleSpec] = []
     for place, prompt in enumerate(prompts):
-        uids = [sample_uid(seed, stage, prompt.prompt_id, index, generation) for index in range(rollout.group_size)]
+        uids = [sample_uid(seed, stage, prompt.prompt_id, index, iteration) for index in range(rollout.group_size)]
         mine = [index for index, uid in enumerate(uids) if share is None or uid in share]
         if not mine:
             continue
         ids = tuple(render(prompt))
         _check_budget(prompt, len(ids), engine, rollout)
         for index in mine:
-            openings.append(
-                Opening(
+            specs.append(
+                SampleSpec(
                     uid=uids[index],
                     prompt_id=prompt.prompt_id,
-                    group_id=f"{prompt.prompt_id}#{generation}",
+                    group_id=f"{prompt.prompt_id}#{iteration}",
                     group_index=index,
-                    generation=generation,
+                    iteration=iteration,
                     domain=prompt.domain,
                     effort=prompt.effort,
-                    run=stage,
+                    stage=stage,
                     writer=writer,
                     writer_seq=place * rollout.group_size + index,
                     policy=stage if rollout.policy == "self" else rollout.policy,
@@ -218,11 +218,11 @@ def _openings(
                     stop=rollout.stop,
                     tokenizer=engine.tokenizer_digest,
                     prompt_ids=ids,
-                    support="support" in rollout.record,
+                    sampling_mask="sampling_mask" in rollout.record,
                     experts="experts" in rollout.record,
                 )
             )
-    return openings
+    return specs
 
 
 def _check_budget(prompt: Prompt, length: int, engine: Engine, rollout: sections.Rollout) -> None:

@@ -25,8 +25,8 @@ class StoredCheckpoints:
 
     def fetch(self) -> None:
         """Have the newest checkpoint here, with the metrics up to it, when another node wrote it."""
-        shelf = self._work.shelf
-        newest = max(shelf.names(self._name), default="") if shelf is not None else ""
+        artifacts = self._work.artifacts
+        newest = max(artifacts.names(self._name), default="") if artifacts is not None else ""
         if newest <= self._local():
             return
         (self.folder / METRICS).unlink(missing_ok=True)
@@ -36,8 +36,8 @@ class StoredCheckpoints:
 
     def publish(self) -> None:
         """Have the newest checkpoint in the store; one that is replaced meanwhile is left for the next call."""
-        shelf, newest = self._work.shelf, self._local()
-        if shelf is None or newest in ("", self._published):
+        artifacts, newest = self._work.artifacts, self._local()
+        if artifacts is None or newest in ("", self._published):
             return
         try:
             self._work.publish_file(f"{self._name}/{METRICS}")
@@ -45,8 +45,8 @@ class StoredCheckpoints:
         except FileNotFoundError:
             return
         self._published = newest
-        for old in shelf.names(self._name)[:-KEEP]:
-            shelf.drop(f"{self._name}/{old}")
+        for old in artifacts.names(self._name)[:-KEEP]:
+            artifacts.drop(f"{self._name}/{old}")
 
     def try_to_publish(self) -> str:
         """Publish unless the store does not answer; why it was not, empty when it was."""

@@ -20,7 +20,7 @@ STOP_S = 60.0
 """How long a part may take to save its state once it is asked to stop."""
 
 
-def run_overlapped(run: Run, stage: Stage) -> None:
+def run_concurrent(run: Run, stage: Stage) -> None:
     """Run every part of a stage to its end; on an error or an interruption all of them stop politely.
 
     Each continues where it stopped, so the same call continues after any kill. Raises the error of the first part that

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.rollout.rollout_report import RolloutReport
     from mopd_dataplane.run.steps.rollout import Part
-    from mopd_dataplane.run.steps.score import Judged, JudgeTask
+    from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
 
 JOB = "job.json"
 """The job as the store remembers it."""
@@ -39,7 +39,7 @@ class Fleet(Protocol):
     def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
         """What generate.roll_out does, shared out over engine replicas."""
 
-    def judge(self, stage: Stage, tasks: Sequence[JudgeTask], done: Callable[[Judged], None]) -> None:
+    def judge(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
         """What judge.judge does, for every task, on one worker a teacher; `done` is told of each."""
 
 

@@ -22,7 +22,7 @@ from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.run.steps.plan import planner_columns, window_tag
-from mopd_dataplane.run.steps.rollout import generation_prompts, rollout
+from mopd_dataplane.run.steps.rollout import prompts_of, rollout
 from mopd_dataplane.run.steps.score import register_teachers, reward, score
 from mopd_dataplane.run.steps.train import Training
 
@@ -31,7 +31,7 @@ PATIENCE_S = 7 * 86400.0
 """How long one part waits for another in which nothing moves."""
 
 
-class Patience:
+class StallTimeout:
     """The deadline of a wait for another process: it starts again whenever something has moved."""
 
     def __init__(self, missing: str) -> None:
@@ -59,18 +59,18 @@ def rollout_follow(run: Run, stage: Stage) -> int:
             f"stage {stage.name!r} has a discriminator, which learns between rollout and training; run it without "
             "--follow"
         )
-    for generation in range(stage.iterations):
+    for iteration in range(stage.iterations):
         _hold_back(run, stage)
-        rollout(run, stage, generation, follow=True)
+        rollout(run, stage, iteration, follow=True)
     _record_end(run, stage, "rollout")
-    return len(stage_samples(run.store, stage, None, ["run"])[0])
+    return len(stage_samples(run.store, stage, None, ["stage"])[0])
 
 
 def score_follow(run: Run, stage: Stage) -> dict[str, float]:
     """Judge and verify samples as they become visible, until the rollouts have ended."""
     register_teachers(run, stage)
     counts = {"signals": 0.0, "rewards": 0.0}
-    patience = Patience(f"mopd rollout JOB --stage {stage.name} --follow")
+    stall = StallTimeout(f"mopd rollout JOB --stage {stage.name} --follow")
     while True:
         last_round = _has_ended(run, stage, "rollout")
         signals = score(run, stage)["signals"]
@@ -80,9 +80,9 @@ def score_follow(run: Run, stage: Stage) -> dict[str, float]:
             _record_end(run, stage, "score")
             return counts
         if signals or rewards:
-            patience.renew()
+            stall.renew()
         else:
-            patience.pause()
+            stall.pause()
 
 
 def train_follow(run: Run, stage: Stage) -> dict[str, float]:
@@ -91,7 +91,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
     Returns how stale the trained samples were, in policy versions.
     """
     told = ""
-    patience = Patience(f"mopd score JOB --stage {stage.name} --follow")
+    stall = StallTimeout(f"mopd score JOB --stage {stage.name} --follow")
     with Training(run, stage, samples=samples_expected(run, stage)) as training:
         while True:
             window = run.policies.latest(stage)
@@ -100,13 +100,13 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
                 if plan != told:
                     run.progress.say(f"{stage.name:<16} wait     {plan}")
                     told = plan
-                patience.pause()
+                stall.pause()
             elif not len(plan.sample_rows):
                 break
             else:
                 run.store.pin(plan.snapshot, window_tag(stage, window))  # it may be trained on much later
                 training.train(plan)
-                patience.renew()
+                stall.renew()
     steps = run.store.table("steps", ["stage", "staleness_mean", "staleness_max", "loss_tokens"]).to_pylist()
     mine = [step for step in steps if step["stage"] == stage.name]
     tokens = sum(step["loss_tokens"] for step in mine)
@@ -120,7 +120,7 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
 
 def samples_expected(run: Run, stage: Stage) -> int:
     """Samples of all iterations of a stage."""
-    return stage.iterations * len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
+    return stage.iterations * len(prompts_of(run, stage, 0)) * stage.rollout.group_size
 
 
 def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
@@ -138,11 +138,11 @@ def _next_plan(run: Run, stage: Stage, window: int) -> PlanWindow | str:
 
 def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
     snapshot = run.store.snapshot()
-    rows, samples = stage_samples(run.store, stage, None, ["generation", "writer_seq"], snapshot)
+    rows, samples = stage_samples(run.store, stage, None, ["iteration", "writer_seq"], snapshot)
     if not len(rows) and not finished:
         return Decision(wait="no samples yet")
-    per_generation = len(generation_prompts(run, stage, 0)) * stage.rollout.group_size
-    admission = samples["generation"].to_numpy().astype(np.int64) * per_generation + samples["writer_seq"].to_numpy()
+    per_iteration = len(prompts_of(run, stage, 0)) * stage.rollout.group_size
+    admission = samples["iteration"].to_numpy().astype(np.int64) * per_iteration + samples["writer_seq"].to_numpy()
     columns = planner_columns(run, stage, None, snapshot)
     return next_window(
         columns,
@@ -177,19 +177,19 @@ def _hold_back(run: Run, stage: Stage) -> None:
     """Wait until one more iteration fits the staleness bound; when less than a window is waiting, it always goes on."""
     window = stage.plan.batch_samples or stage.plan.batch_tokens
     told = False
-    patience = Patience(f"mopd train JOB --stage {stage.name} --follow")
+    stall = StallTimeout(f"mopd train JOB --stage {stage.name} --follow")
     while stage.plan.max_staleness:
         rows, samples = stage_samples(run.store, stage, None, ["total_len"])
         weights = np.ones(len(rows)) if stage.plan.batch_samples else samples["total_len"].to_numpy()
         ahead = int(weights[~np.isin(rows, settled_rows(run, stage))].sum())
-        more = len(generation_prompts(run, stage, 0)) * stage.rollout.group_size * (weights.mean() if len(rows) else 0)
+        more = len(prompts_of(run, stage, 0)) * stage.rollout.group_size * (weights.mean() if len(rows) else 0)
         if ahead < window or ahead + more <= stage.plan.max_staleness * window:
             return
         if not told:
             bound = stage.plan.max_staleness * window
             run.progress.say(f"{stage.name:<16} wait     {ahead:,} ahead of the trainer; the bound is {bound:,}")
             told = True
-        patience.pause()
+        stall.pause()
 
 
 def _record_end(run: Run, stage: Stage, what: str) -> None:

@@ -50,11 +50,11 @@ def reference_samples(
     tokenizer: PreTrainedTokenizerBase,
     digest: str,
     *,
-    generation: int = 0,
+    iteration: int = 0,
 ) -> Iterator[Sample]:
     """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs.
 
-    generation: the iteration they belong to, which also is the policy version they count as.
+    iteration: the iteration they belong to, which also is the policy version they count as.
     """
     if tokenizer.eos_token_id is None:
         raise PromptError(f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token")
@@ -68,14 +68,14 @@ def reference_samples(
         answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
         response = [*answer, tokenizer.eos_token_id]
         yield Sample(
-            uid=sample_uid(job.seed, stage.name, prompt.prompt_id, 0, generation),
+            uid=sample_uid(job.seed, stage.name, prompt.prompt_id, 0, iteration),
             prompt_id=prompt.prompt_id,
-            group_id=f"{prompt.prompt_id}#{generation}",
+            group_id=f"{prompt.prompt_id}#{iteration}",
             group_index=0,
-            generation=generation,
+            iteration=iteration,
             domain=prompt.domain,
             effort=prompt.effort,
-            run=stage.name,
+            stage=stage.name,
             writer="reference",
             writer_seq=ordinal,
             policy="reference",
@@ -87,18 +87,18 @@ def reference_samples(
             logprobs=None,
             loss_mask=np.ones(len(response), np.uint8),
             version_starts=np.zeros(1, np.int32),
-            versions=np.full(1, generation, np.int32),
+            versions=np.full(1, iteration, np.int32),
             finish_reason="reference",
             tokenizer=digest,
         )
 
 
-def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, generation: int = 0) -> None:
+def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
     """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is."""
     if prompts is None:
         prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
     digest = run.tokenizer_digest
-    samples = list(reference_samples(run.job, stage, prompts, run.tokenizer, digest, generation=generation))
+    samples = list(reference_samples(run.job, stage, prompts, run.tokenizer, digest, iteration=iteration))
     with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
         for start in range(0, len(samples), REFERENCE_BATCH):
             run.store.commit_samples(samples[start : start + REFERENCE_BATCH], writer="reference")

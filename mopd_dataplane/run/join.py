@@ -9,7 +9,7 @@ from __future__ import annotations
 from mopd_dataplane.errors import InputError, UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.run.context import Run, open_existing
-from mopd_dataplane.run.follow import Patience, samples_expected
+from mopd_dataplane.run.follow import StallTimeout, samples_expected
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.steps.train import Training
 
@@ -28,22 +28,22 @@ def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
 
 
 def _opened(job: Job, progress: Progress) -> Run:
-    patience = Patience("mopd run JOB on the first node")
+    stall = StallTimeout("mopd run JOB on the first node")
     while True:
         try:
             return open_existing(job, progress)
         except UnknownNameError:
-            patience.pause()
+            stall.pause()
 
 
 def _join_stage(run: Run, stage: Stage) -> None:
-    patience = Patience("mopd run JOB on the first node")
+    stall = StallTimeout("mopd run JOB on the first node")
     while not run.is_done(stage):
         window = run.policies.latest(stage)
-        plan = run.store.plan(stage.name, window) if stage.overlap or window < stage.iterations else None
+        plan = run.store.plan(stage.name, window) if stage.concurrent or window < stage.iterations else None
         if plan is None or not len(plan.sample_rows):
-            patience.pause()
+            stall.pause()
             continue
-        with Training(run, stage, samples=samples_expected(run, stage) if stage.overlap else 0) as training:
-            training.take_part(None if stage.overlap else stage.iterations)
-        patience.renew()
+        with Training(run, stage, samples=samples_expected(run, stage) if stage.concurrent else 0) as training:
+            training.take_part(None if stage.concurrent else stage.iterations)
+        stall.renew()

@@ -18,14 +18,14 @@ from rich.console import Console
 
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
-from mopd_dataplane.run.concurrent import run_overlapped
+from mopd_dataplane.run.concurrent import run_concurrent
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
 from mopd_dataplane.run.job_data import store_reference
 from mopd_dataplane.run.join import join_job
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
-from mopd_dataplane.run.steps.discriminate import judge_text
+from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
 from mopd_dataplane.run.steps.explain_plan import explain_plan
 from mopd_dataplane.run.steps.plan import plan_window
@@ -66,8 +66,8 @@ def run_stage(run: Run, stage: Stage) -> None:
         run.progress.say(f"{stage.name:<16} done")
         return
     _evaluate_start(run, stage)
-    if stage.overlap:
-        run_overlapped(run, stage)
+    if stage.concurrent:
+        run_concurrent(run, stage)
         for version in range(1, run.policies.latest(stage) + 1):
             if _is_evaluated(run, stage, version):
                 evaluate(run, stage, version)
@@ -98,8 +98,8 @@ def run_in_turn(run: Run, stage: Stage) -> None:
 def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
     """One round of data, signals, plan and training; leaves policy version `window + 1`."""
     produce(run, stage, window)
-    score(run, stage, generation=_generation(stage, window))
-    training.train(plan_window(run, stage, window, generation=_generation(stage, window)))
+    score(run, stage, iteration=_iteration(stage, window))
+    training.train(plan_window(run, stage, window, iteration=_iteration(stage, window)))
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
@@ -111,9 +111,9 @@ def produce(run: Run, stage: Stage, window: int) -> None:
             reward(run, stage)
     else:
         rollout(run, stage, window)
-        reward(run, stage, generation=window)
+        reward(run, stage, iteration=window)
         if stage.discriminator:
-            judge_text(run, stage, window)
+            discriminate(run, stage, window)
 
 
 def accuracy_table(run: Run) -> dict[str, dict[str, float]]:
@@ -146,7 +146,9 @@ def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> S
     run = open_run(job, Progress(console), make=False)
     found = {"stage": stage.name, **reward(run, stage)}
     return (
-        {**found, "discriminator": judge_text(run, stage, run.policies.latest(stage))} if stage.discriminator else found
+        {**found, "discriminator": discriminate(run, stage, run.policies.latest(stage))}
+        if stage.discriminator
+        else found
     )
 
 
@@ -162,7 +164,7 @@ def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explai
     """Record the plan of the stage's next window."""
     run = open_run(job, Progress(console), make=False)
     window = run.policies.latest(stage)
-    plan = plan_window(run, stage, window, generation=_generation(stage, window))
+    plan = plan_window(run, stage, window, iteration=_iteration(stage, window))
     summary = {"stage": stage.name, "window": window, "digest": plan.digest, **plan.stats}
     return {**summary, **explain_plan(run, stage, plan)} if explain else summary
 
@@ -189,14 +191,14 @@ def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
 
 def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
     """The last version of a stage always is, others every so many iterations."""
-    every, last = run.job.eval.every, run.policies.latest(stage) if stage.overlap else stage.iterations
+    every, last = run.job.eval.every, run.policies.latest(stage) if stage.concurrent else stage.iterations
     return version == last or (every > 0 and version % every == 0)
 
 
-def _generation(stage: Stage, window: int) -> int | None:
-    """Samples a window covers: one generation of rollouts, or all reference data."""
+def _iteration(stage: Stage, window: int) -> int | None:
+    """Samples a window covers: one iteration of rollouts, or all reference data."""
     return window if stage.data == "rollout" else None
 
 
 def _samples(run: Run, stage: Stage) -> int:
-    return run.store.dataset("samples").count_rows(f"run = '{stage.name}'")
+    return run.store.dataset("samples").count_rows(f"stage = '{stage.name}'")

@@ -12,7 +12,7 @@ from mopd_dataplane.plan.shuffle import permutation, philox_key
 from mopd_dataplane.records import Prompt
 
 
-def iteration_prompts(prompts: Sequence[Prompt], *, count: int, generation: int, seed: int, stage: str) -> list[Prompt]:
+def iteration_prompts(prompts: Sequence[Prompt], *, count: int, iteration: int, seed: int, stage: str) -> list[Prompt]:
     """Prompts of one iteration, in admission order: consecutive slices of seeded permutations, one for each epoch.
 
     Every prompt comes once an epoch, and never twice in one iteration: a sample's uid is its prompt, its place in the
@@ -29,7 +29,7 @@ def iteration_prompts(prompts: Sequence[Prompt], *, count: int, generation: int,
             f"stage {stage!r}: rollout.prompts_per_iteration is {count}, its domains have {total} training prompts; "
             "raise domains.*.train, or sample each prompt several times with rollout.group_size"
         )
-    start = generation * count
+    start = iteration * count
     first, last = start // total, (start + count - 1) // total
     orders = _epoch_orders(total, count, last, seed, stage)[first:]
     begin = start - first * total

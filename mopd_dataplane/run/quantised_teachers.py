@@ -1,4 +1,4 @@
-"""Teachers with rounded weights in a run: no two precisions under one name, and what rounding does is on record."""
+"""Teachers with quantised weights in a run: no two precisions under one name, and what rounding does is on record."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ class Sampler:
         return "engine-" if self.policy == "self" else f"teacher-{self.policy}-"
 
 
-def sampler_of(job: Job, stage: Stage, prompt: Prompt, generation: int) -> Sampler:
+def sampler_of(job: Job, stage: Stage, prompt: Prompt, iteration: int) -> Sampler:
     """Who answers a prompt in an iteration; a function of names and seed, so that it is the same after a kill."""
     rollout = stage.rollout
-    answered = _fraction(job.seed, stage.name, prompt.prompt_id, generation) < rollout.student_share
+    answered = _fraction(job.seed, stage.name, prompt.prompt_id, iteration) < rollout.student_share
     policy = job.sampler_of(stage, rollout.policy if answered else rollout.rest, prompt.domain, prompt.effort)
     mixed = answered and rollout.teacher_mix > 0
     return Sampler(policy, job.teacher_of(stage, prompt.domain, prompt.effort) if mixed else "")
 
 
-def _fraction(seed: int, stage: str, prompt_id: str, generation: int) -> float:
+def _fraction(seed: int, stage: str, prompt_id: str, iteration: int) -> float:
     """Uniform in [0, 1)."""
-    name = f"{seed}\0{stage}\0{prompt_id}\0{generation}".encode()
+    name = f"{seed}\0{stage}\0{prompt_id}\0{iteration}".encode()
     digest = hashlib.blake2b(name, digest_size=8, person=b"mopd-share").digest()
     return int.from_bytes(digest, "little") / 2**64

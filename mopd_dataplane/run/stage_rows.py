@@ -19,22 +19,22 @@ Rows = NDArray[np.int64]
 def scan_stage(
     store: Store,
     stage: str,
-    generation: int | None,
+    iteration: int | None,
     columns: Sequence[str],
     snapshot: Snapshot | None = None,
     *,
     first: int = 0,
     limit: int | None = None,
 ) -> Iterator[tuple[Rows, pa.RecordBatch]]:
-    """(rows, the asked columns of them) of some of a stage's samples at a time (of one generation, or of all).
+    """(rows, the asked columns of them) of some of a stage's samples at a time (of one iteration, or of all).
 
     Metadata is scanned whole, or from row `first` on as many as `limit`.
     """
-    read = [*dict.fromkeys([*columns, "run", "generation"])]
+    read = [*dict.fromkeys([*columns, "stage", "iteration"])]
     for rows, batch in store.scan_samples(read, snapshot, first=first, limit=limit):
-        mask = pc.equal(batch["run"], stage)
-        if generation is not None:
-            mask = pc.and_(mask, pc.equal(batch["generation"], generation))
+        mask = pc.equal(batch["stage"], stage)
+        if iteration is not None:
+            mask = pc.and_(mask, pc.equal(batch["iteration"], iteration))
         inside = mask.true_count
         asked = batch.select(list(columns))
         if inside == batch.num_rows:
@@ -44,10 +44,10 @@ def scan_stage(
 
 
 def stage_samples(
-    store: Store, stage: Stage, generation: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
+    store: Store, stage: Stage, iteration: int | None, columns: Sequence[str], snapshot: Snapshot | None = None
 ) -> tuple[Rows, pa.Table]:
-    """Rows of a stage's samples (of one generation, or of all), and the asked columns of them, aligned."""
-    parts = list(scan_stage(store, stage.name, generation, columns, snapshot))
+    """Rows of a stage's samples (of one iteration, or of all), and the asked columns of them, aligned."""
+    parts = list(scan_stage(store, stage.name, iteration, columns, snapshot))
     stored = store.dataset("samples", snapshot).schema
     schema = pa.schema([stored.field(name) for name in columns])
     rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])

@@ -1,7 +1,7 @@
 """The copy of a token log on the object store: what another node needs to continue its samples.
 
     wal/<stage>/<writer>/shipped.json        epoch, and the files of the newest complete copy
-    wal/<stage>/<writer>/<copy>/...          segments, and the keys and values a polite stop saved
+    wal/<stage>/<writer>/<copy>/...          segments, and the keys and values a graceful stop saved
     wal/<stage>/<writer>/epoch/<n>.json      claims: whoever holds the highest may ship
 
 The copy of a later epoch replaces a local log: another node went on from there. Samples are exactly once by uid
@@ -18,7 +18,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
@@ -43,7 +43,7 @@ class StoredLog:
             shutil.rmtree(staging, ignore_errors=True)
             for relative, digest in listing["files"].items():
                 self._download(f"{listing['folder']}/{relative}", staging / relative, digest)
-            checkpoint("logcopy.fetched")
+            fault_point("logcopy.fetched")
             for old in epoch_folders(folder).values():
                 shutil.rmtree(old)
             for saved in folder.glob(f"{Path(SAVED).stem}.*"):
@@ -76,9 +76,9 @@ class StoredLog:
                 relative, content = file.relative_to(folder).as_posix(), file.read_bytes()
                 self._files.write(f"{copy}/{relative}", content)
                 listing["files"][relative] = hashlib.sha256(content).hexdigest()
-        checkpoint("logcopy.uploaded")
+        fault_point("logcopy.uploaded")
         self._files.write(f"{self._name}/{_LISTING}", json.dumps(listing).encode())
-        checkpoint("logcopy.listed")
+        fault_point("logcopy.listed")
         if before:
             self._files.remove(self._files.under(before))
 

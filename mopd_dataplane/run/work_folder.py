@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.store.artifacts import Shelf
+from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.objects import ObjectFiles
 
@@ -28,19 +28,19 @@ class Work:
     root: Path
     files: ObjectFiles | None = None
     """None when the store is this folder."""
-    shelf: Shelf | None = None
+    artifacts: ArtifactStore | None = None
     """Published folders; None like `files`."""
 
     def fetch(self, name: str) -> bool:
         """Have a published folder here; whether it is. One that is here already is left alone."""
         if (self.root / name).exists():
             return True
-        return self.shelf is not None and self.shelf.fetch(name, self.root / name)
+        return self.artifacts is not None and self.artifacts.fetch(name, self.root / name)
 
     def publish(self, name: str) -> None:
         """Have a finished local folder in the store too."""
-        if self.shelf is not None:
-            self.shelf.publish(name, self.root / name)
+        if self.artifacts is not None:
+            self.artifacts.publish(name, self.root / name)
 
     def fetch_file(self, name: str) -> bool:
         """Have a file of the store here, unless this folder has one; whether the store has it."""
@@ -62,7 +62,7 @@ class Work:
         """Names of the folders directly under a parent, here or in the store."""
         here = self.root / parent
         local = [path.name for path in here.iterdir() if path.is_dir()] if here.is_dir() else []
-        return sorted({*local, *(self.shelf.names(parent) if self.shelf is not None else ())})
+        return sorted({*local, *(self.artifacts.names(parent) if self.artifacts is not None else ())})
 
 
 def open_work(store: Store, folder: str) -> Work:
@@ -83,4 +83,4 @@ def open_work(store: Store, folder: str) -> Work:
             f"{store.uuid}; delete the folder, or name another one: --set work='\"DIR\"'"
         )
     publish_file(mark, json.dumps({"uuid": store.uuid, "uri": store.uri}).encode())
-    return Work(root, store.files, Shelf(store.files))
+    return Work(root, store.files, ArtifactStore(store.files))

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError, EngineError
 from mopd_dataplane.job import sections
@@ -107,9 +107,9 @@ class Discriminator:
         }
         save_file(critic, staging / WEIGHTS, metadata={"steps": str(self.steps)})
         save_file(state, staging / OPTIMIZER)
-        checkpoint("discriminator.written")
+        fault_point("discriminator.written")
         publish_folder(staging, folder)
-        checkpoint("discriminator.published")
+        fault_point("discriminator.published")
 
     def load(self, folder: Path) -> None:
         """Continue from a saved version. Raises DamagedError when its files do not fit this critic."""
@@ -135,7 +135,7 @@ class Discriminator:
 
     def _step(self, pairs: list[Pair]) -> tuple[float, NDArray[np.float32]]:
         """One update: the mean loss, and D(teacher) - D(student) of each pair before it."""
-        checkpoint("discriminator.step")
+        fault_point("discriminator.step")
         margin = np.zeros(len(pairs), np.float32)
         apart = [place for place, pair in enumerate(pairs) if not np.array_equal(pair.teacher, pair.student)]
         if apart:

@@ -18,7 +18,7 @@ from mopd_dataplane.score.teacher_pool import TeacherPool
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisationEffect:
-    """A teacher with rounded weights against the same one as stored. Means are over trained tokens; natural logs."""
+    """A teacher with quantised weights against the same one as stored. Means are over trained tokens; natural logs."""
 
     tokens: int
     kl: float

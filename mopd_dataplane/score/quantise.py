@@ -1,4 +1,4 @@
-"""Teachers with rounded weights, through torchao.
+"""Teachers with quantised weights, through torchao.
 
     form    a weight becomes                                        held in memory as
     int8    8-bit integers, one scale a row                         int8
@@ -10,7 +10,7 @@ in one tensor, which torchao cannot hold packed, so they are rounded in place in
 the routers of experts and the LM head stay as stored: the head that is stored for the trainer is the exact one, and
 all that rounding changes is in the hidden states.
 
-Products are taken in the teacher's dtype, so the signal is that of the rounded weights and of nothing else.
+Products are taken in the teacher's dtype, so the signal is that of the quantised weights and of nothing else.
 """
 
 from __future__ import annotations

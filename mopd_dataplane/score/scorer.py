@@ -20,7 +20,7 @@ from mopd_dataplane.errors import EngineError, MismatchError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
 from mopd_dataplane.score.teacher_pool import TeacherPool
-from mopd_dataplane.score.topk_source import StudentSupport
+from mopd_dataplane.score.topk_source import StudentTopk
 from mopd_dataplane.score.vllm_logprobs import LogprobReader
 
 
@@ -57,12 +57,12 @@ def score_samples(
     settings: sections.Score,
     *,
     render_prompt: PromptRenderer | None = None,
-    student: StudentSupport | None = None,
+    student: StudentTopk | None = None,
 ) -> Iterator[Signal]:
     """One Signal per sample and kind, in an order chosen for little padding; `uid` says which sample it speaks of.
 
     kinds: of SIGNAL_KINDS. render_prompt: the teacher's prompt; default the student's own. student: whose top-k the
-    teacher is asked about, for `topk_support = "student"`.
+    teacher is asked about, for `topk_source = "student"`.
     Raises EngineError naming teacher and sample when the teacher answers with NaN or infinity; MismatchError when a
     sample has tokens the teacher does not know.
     """
@@ -118,7 +118,7 @@ def _said_of_text(
     reader: LogprobReader, teacher: str, kinds: Sequence[str], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
     """Signals of a teacher that only says log-probs. Raises MismatchError for what does not follow from those."""
-    if "hidden" in kinds or ("topk" in kinds and settings.topk_support == "student"):
+    if "hidden" in kinds or ("topk" in kinds and settings.topk_source == "student"):
         raise MismatchError(
             'score.reads = "prompt_logprobs" has no hidden states and only the teacher\'s own top-k; '
             'set score.reads = "states"'
@@ -138,7 +138,7 @@ def _said_of_text(
                 yield _logprob_signal(item, said.own[rows])
             if "topk" in kinds:
                 ids, logprobs = said.ids[rows], said.logprobs[rows]
-                yield _signal(item, "topk", topk_ids=ids, topk_logprobs=logprobs, support="teacher")
+                yield _signal(item, "topk", topk_ids=ids, topk_logprobs=logprobs, topk_source="teacher")
 
 
 def _signals(
@@ -149,7 +149,7 @@ def _signals(
     head: Head,
     temperature: float,
     settings: sections.Score,
-    student: StudentSupport | None,
+    student: StudentTopk | None,
 ) -> Iterator[Signal]:
     counts = [len(item.masked) for item in batch]
     if kind == "hidden":
@@ -165,7 +165,7 @@ def _signals(
                 kind,
                 topk_ids=item_ids.to(torch.int32).numpy().copy(),
                 topk_logprobs=item_logprobs.numpy().copy(),
-                support=settings.topk_support,
+                topk_source=settings.topk_source,
             )
     else:
         targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
@@ -178,13 +178,13 @@ def _signals(
 
 
 def _topk(
-    batch: list[ModelInput], states: Tensor, head: Head, settings: sections.Score, student: StudentSupport | None
+    batch: list[ModelInput], states: Tensor, head: Head, settings: sections.Score, student: StudentTopk | None
 ) -> tuple[Tensor, Tensor]:
     """Ids and teacher log-probs [sum of M, K] of the teacher's or the student's likeliest tokens."""
-    if settings.topk_support == "teacher":
+    if settings.topk_source == "teacher":
         return topk_logprobs(states, head, min(settings.topk, len(head.weight)))
     if student is None:
-        raise MismatchError('topk_support = "student" needs the policy that wrote the samples; pass `student`')
+        raise MismatchError('topk_source = "student" needs the policy that wrote the samples; pass `student`')
     ids = student.ids([item.sample for item in batch], settings.topk).to(states.device)
     return ids, chosen_logprobs(states, head, ids)[0]
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.score.scorer import ModelInput
-from mopd_dataplane.score.teacher_forward import Judge
+from mopd_dataplane.score.teacher_forward import TeacherForward
 
 BINS = 10
 """Of the calibration error."""
@@ -40,7 +40,7 @@ class Comparison:
 
     answers: int = 0
     tokens: int = 0
-    support: float = float("nan")
+    mean_logprob: float = float("nan")
     """Mean teacher log-prob of the student's tokens: far below the student's own, the teacher judges from outside."""
     reverse_kl: float = float("nan")
     """Exact KL(student | teacher): what there is to learn."""
@@ -79,7 +79,9 @@ class _Sums:
         return self.rows[name] / self.tokens if self.tokens else float("nan")
 
 
-def compare(student: Judge, teacher: Judge, answers: Sequence[Answer], *, k: int, batch: int = 32) -> Comparison:
+def compare(
+    student: TeacherForward, teacher: TeacherForward, answers: Sequence[Answer], *, k: int, batch: int = 32
+) -> Comparison:
     """Judge the answers of one domain by one teacher. k: likeliest tokens whose overlap is counted, at most
     the vocabulary."""
     ordered = sorted(answers, key=lambda answer: len(answer.student.tokens))  # little padding
@@ -90,7 +92,7 @@ def compare(student: Judge, teacher: Judge, answers: Sequence[Answer], *, k: int
     return Comparison(
         answers=len(answers),
         tokens=sums.tokens,
-        support=sums.mean("support"),
+        mean_logprob=sums.mean("mean_logprob"),
         reverse_kl=sums.mean("reverse_kl"),
         entropy=sums.mean("entropy"),
         overlap=sums.mean("overlap"),
@@ -127,7 +129,9 @@ def calibration_error(confidence: Sequence[Tensor], hit: Sequence[Tensor]) -> fl
     return float(gaps.abs().sum() / len(sure))
 
 
-def _add(sums: _Sums, student: Judge, teacher: Judge, part: Sequence[Answer], baseline: float, k: int) -> None:
+def _add(
+    sums: _Sums, student: TeacherForward, teacher: TeacherForward, part: Sequence[Answer], baseline: float, k: int
+) -> None:
     counts = [len(answer.student.masked) for answer in part]
     states = student.states([a.student.tokens for a in part], [a.student.masked for a in part]).float().requires_grad_()
     judged = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
@@ -148,7 +152,7 @@ def _add(sums: _Sums, student: Judge, teacher: Judge, part: Sequence[Answer], ba
         ids, logprobs = topk_logprobs(judged, teacher.head, k)
         own = topk_logprobs(states, student.head, k)[0]
     sums.tokens += len(targets)
-    sums.add("support", support)
+    sums.add("mean_logprob", support)
     sums.add("reverse_kl", stats.reverse_kl)
     sums.add("entropy", stats.teacher_entropy)
     sums.add("top1", stats.top1_agreement)
@@ -158,7 +162,7 @@ def _add(sums: _Sums, student: Judge, teacher: Judge, part: Sequence[Answer], ba
     sums.chosen.append(ids[right, 0] == targets[right])
 
 
-def _logprob(states: Tensor, judge: Judge, targets: Tensor) -> Tensor:
+def _logprob(states: Tensor, judge: TeacherForward, targets: Tensor) -> Tensor:
     found = token_logprob(states, judge.head, targets)
     assert isinstance(found, Tensor)
     return found

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Judge:
+class TeacherForward:
     """Teachers ready to read, and the weight of each."""
 
     readers: tuple[Reader, ...]

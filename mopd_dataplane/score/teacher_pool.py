@@ -18,7 +18,7 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader
-from mopd_dataplane.score.teacher_forward import Judge, blended_head
+from mopd_dataplane.score.teacher_forward import TeacherForward, blended_head
 
 if TYPE_CHECKING:
     from mopd_kernels import Head
@@ -82,7 +82,7 @@ class TeacherPool:
         """Teachers in memory, least recently used first."""
         return tuple(self._resident)
 
-    def judge(self, name: str) -> Judge:
+    def judge(self, name: str) -> TeacherForward:
         """The teacher ready to judge. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
         may be in memory at once."""
         blend = self._spec(name).settings.blend or {name: 1.0}
@@ -91,7 +91,7 @@ class TeacherPool:
                 f"teacher {name!r} blends {len(blend)} teachers, score.max_resident = {self._max_resident} may be in "
                 f"memory at once; set it to at least {len(blend)}"
             )
-        return Judge(tuple(self.reader(member) for member in blend), tuple(blend.values()))
+        return TeacherForward(tuple(self.reader(member) for member in blend), tuple(blend.values()))
 
     def model(self, name: str) -> PreTrainedModel:
         """A teacher's own transformers model, in evaluation mode. Raises UnknownNameError, MismatchError."""

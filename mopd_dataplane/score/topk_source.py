@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.score.scorer import Scorable
 
 
-class StudentSupport:
+class StudentTopk:
     """The k likeliest tokens of a stage's policy, one version in memory at a time.
 
     folder(version): the weights of a version of the stage's policy.

@@ -12,13 +12,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
-RECORDED = ("support_sizes", "support_ids", "experts")
+RECORDED = ("sampling_mask_sizes", "sampling_mask_ids", "experts")
 """Columns of `tokens` in the order of payload_crc; those of RECORDED have no part in it where they are null."""
 
 
@@ -101,21 +101,22 @@ def check_sample(sample: Sample) -> None:
 
 
 def _check_support(sample: Sample, where: str) -> None:
-    sizes, ids = sample.support_sizes, sample.support_ids
+    sizes, ids = sample.sampling_mask_sizes, sample.sampling_mask_ids
     if sizes is None and ids is None:
         return
     if sizes is None or ids is None or len(sizes) != sample.loss_tokens or (sizes < 0).any() or sizes.sum() != len(ids):
         said = [None if array is None else len(array) for array in (sizes, ids)]
         raise MismatchError(
-            f"{where}: support_sizes and support_ids have {said[0]} and {said[1]} values; a size for each of the "
+            f"{where}: sampling_mask_sizes and sampling_mask_ids have {said[0]} and {said[1]} values; "
+            f"a size for each of the "
             f"{sample.loss_tokens} loss tokens, at least 0, and as many ids as they sum to"
         )
     if (ids < 0).any():
-        raise MismatchError(f"{where}: support_ids holds {ids.min()}; token ids are at least 0")
+        raise MismatchError(f"{where}: sampling_mask_ids holds {ids.min()}; token ids are at least 0")
     drawn = sample.tokens[sample.prompt_len :][np.asarray(sample.loss_mask, bool)]
-    if not (good := Kept(sizes, ids).holds(drawn)).all():
+    if not (good := SamplingMasks(sizes, ids).holds(drawn)).all():
         place = int(np.argmin(good))
-        raise MismatchError(f"{where}: loss token {place} is id {drawn[place]}, which its kept set does not hold")
+        raise MismatchError(f"{where}: loss token {place} is id {drawn[place]}, which its sampling mask does not hold")
 
 
 def sample_crc(sample: Sample) -> int:
@@ -176,7 +177,7 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
                 "mean_logprob": mean,
                 "experts_width": None if sample.experts is None else sample.experts.shape[1],
                 "version_spans": len(sample.versions),
-                "support_len": None if sample.support_ids is None else len(sample.support_ids),
+                "sampling_mask_len": None if sample.sampling_mask_ids is None else len(sample.sampling_mask_ids),
                 "payload_row": payload_row,
                 "payload_crc": crc,
                 "schema_version": FORMAT_VERSION,

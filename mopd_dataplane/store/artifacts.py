@@ -17,7 +17,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.objects import ObjectFiles
@@ -26,7 +26,7 @@ FRESH_S = 2.0
 """How long a listing is believed."""
 
 
-class Shelf:
+class ArtifactStore:
     """Published folders by name: "policies/student/v3"."""
 
     def __init__(self, files: ObjectFiles) -> None:
@@ -56,7 +56,7 @@ class Shelf:
             relative = file.relative_to(folder).as_posix()
             listing["files"][relative] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
             self._files.upload(f"{attempt}/{relative}", file)
-        checkpoint("shelf.uploaded")
+        fault_point("shelf.uploaded")
         content = json.dumps(listing, indent=1, sort_keys=True).encode()
         if not self._files.create(f"{name}.json", content) and self._files.read(f"{name}.json") != content:
             self._files.remove(self._files.under(attempt))
@@ -83,7 +83,7 @@ class Shelf:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy") from None
             if _digest(file) != known["sha256"]:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
-        checkpoint("shelf.fetched")
+        fault_point("shelf.fetched")
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(staging, target)
         return True

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mopd_dataplane.base.checksum import crc32c
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import try_lock
 
 MAGIC = b"MOPC"
@@ -155,11 +155,11 @@ class RangeCache:
         try:
             with open(os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb", 0) as file:
                 file.write(_header(key, content))
-                checkpoint("cache.begun")
+                fault_point("cache.begun")
                 done = 0
                 while done < len(content):
                     done += file.write(content[done:])
-            checkpoint("cache.written")
+            fault_point("cache.written")
             staging.rename(path)
         except OSError:
             staging.unlink(missing_ok=True)

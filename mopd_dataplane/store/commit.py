@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_rows, token_rows
@@ -65,12 +65,12 @@ def commit_samples(
         adopt=tokens.open().count_rows() != visible.count_rows(),
     )
     tokens.make_durable(with_payload)
-    checkpoint("commit.payload.durable")
+    fault_point("commit.payload.durable")
     done = samples.insert(
         sample_rows(batch, payload_rows, crcs), admit=lambda dataset: _check_epoch(dataset, writer, epoch)
     )
     samples.make_durable(done.dataset)
-    checkpoint("commit.metadata.durable")
+    fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions)
 

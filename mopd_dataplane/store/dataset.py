@@ -380,7 +380,7 @@ class Store:
         return self._insert("evals", rows)
 
     def add_event(
-        self, event_id: str, stage: str, kind: str, generation: int, value: float | None, detail: dict[str, Any]
+        self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
     ) -> None:
         """Record a decision or measurement once under its name."""
         self._insert(
@@ -390,7 +390,7 @@ class Store:
                     "event_id": event_id,
                     "stage": stage,
                     "kind": kind,
-                    "generation": generation,
+                    "iteration": iteration,
                     "value": value,
                     "detail": json.dumps(detail, sort_keys=True),
                 }

@@ -11,7 +11,7 @@ from datetime import timedelta
 import lance
 from lance.optimize import Compaction, CompactionOptions
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.barrier import Barrier
 
 MIB = 1 << 20
@@ -47,9 +47,9 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
         return 0
     if barrier is not None:
         barrier.sync_data(fragment for result in done for fragment in result.new_fragments)
-    checkpoint("merge.written")
+    fault_point("merge.written")
     Compaction.commit(dataset, done)
-    checkpoint("merge.committed")
+    fault_point("merge.committed")
     return sum(result.metrics.fragments_removed for result in done)
 
 

@@ -267,8 +267,8 @@ class SignalReader:
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, support) that the top-k of the given samples has."""
         found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
-        header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "support"])
-        return sorted(set(zip(header["k"].to_pylist(), header["support"].to_pylist(), strict=True)))
+        header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "topk_source"])
+        return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
 
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:

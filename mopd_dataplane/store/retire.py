@@ -18,7 +18,7 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
@@ -48,7 +48,7 @@ def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_
     """
     with committing(place, table.name), writing(table.uri):
         rows = _replace(table, payload_rows)
-        checkpoint("retire.replaced")
+        fault_point("retire.replaced")
         return Freed(rows, _drop_versions(table.open(), in_use))
 
 
@@ -62,7 +62,7 @@ def _replace(table: Table, payload_rows: NDArray[np.int64]) -> int:
             return 0
         if table.barrier is not None:
             table.barrier.sync_data(fresh.values())
-        checkpoint("retire.written")
+        fault_point("retire.written")
         operation = lance.LanceOperation.Merge(
             [fresh.get(place, fragment) for place, fragment in enumerate(held)], dataset.lance_schema
         )

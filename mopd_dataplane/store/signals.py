@@ -11,7 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import list_column, to_rows
@@ -78,7 +78,7 @@ def _topk_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.Ta
         {
             "uid": uids,
             "k": pa.array([array.shape[1] for array in ids], pa.int16()),
-            "support": pa.array([signal.support for signal in signals]),
+            "topk_source": pa.array([signal.topk_source for signal in signals]),
             "ids": list_column([array.reshape(-1) for array in ids], SIGNAL_TOPK.schema.field("ids").type),
             "logprobs": list_column(
                 [array.reshape(-1) for array in logprobs], SIGNAL_TOPK.schema.field("logprobs").type
@@ -147,7 +147,7 @@ def commit_signals(
         lambda version, rows: signal_crcs(version, kind, rows),
     )
     payload.make_durable(dataset)
-    checkpoint("signals.payload.durable")
+    fault_point("signals.payload.durable")
     done = scores.insert(
         to_rows(
             SCORES,
@@ -171,7 +171,7 @@ def commit_signals(
         )
     )
     scores.make_durable(done.dataset)
-    checkpoint("signals.metadata.durable")
+    fault_point("signals.metadata.durable")
     return int(done.new.sum())
 
 

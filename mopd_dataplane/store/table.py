@@ -23,7 +23,7 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
 from mopd_dataplane.store.acknowledged import Acknowledged, Torn, set_aside, torn_manifests
 from mopd_dataplane.store.barrier import Barrier
@@ -183,10 +183,10 @@ class Table:
         dataset = self._evolved()
         with writing(self.uri):
             fragments = self._write(dataset, rows)
-            checkpoint(f"{self.name}.append.written")
+            fault_point(f"{self.name}.append.written")
             operation = lance.LanceOperation.Append(fragments)
             dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
-        checkpoint(f"{self.name}.append.committed")
+        fault_point(f"{self.name}.append.committed")
         return ids_of_files(dataset, _paths(fragments)), self._tidied(dataset)
 
     def append_on(self, dataset: lance.LanceDataset, rows: pa.Table) -> lance.LanceDataset | None:
@@ -214,10 +214,10 @@ class Table:
             with writing(self.uri):
                 if fresh is None or (fresh.new != new).any():
                     fresh = _Fresh(new, self._write(dataset, rows.filter(pa.array(new))))
-                checkpoint(f"{self.name}.insert.written")
+                fault_point(f"{self.name}.insert.written")
                 committed = self._swap(dataset, fresh.fragments)
             if committed is not None:
-                checkpoint(f"{self.name}.insert.committed")
+                fault_point(f"{self.name}.insert.committed")
                 found[new] = ids_of_files(committed, _paths(fresh.fragments))
                 with self._keys_lock:
                     self._keys.learn(committed, found[new], rows.filter(pa.array(new)))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
 from mopd_dataplane.rollout.engines.sampling import SlotNoise, draw, log_distribution
-from mopd_dataplane.rollout.mask_buffers import kept_of
+from mopd_dataplane.rollout.mask_buffers import sampling_masks_of
 
 EOS = 0
 
@@ -72,8 +72,8 @@ class ToyEngine:
         temperature, top_k, top_p = _settings([request for request, _ in live])
         log_q = log_distribution(logits, temperature, top_k, top_p)
         tokens, logprobs = draw(log_q, noise, temperature)
-        asked = np.array([request.support for request, _ in live])
-        kept = kept_of(log_q, asked) if asked.any() else None
+        asked = np.array([request.sampling_mask for request, _ in live])
+        kept = sampling_masks_of(log_q, asked) if asked.any() else None
         finished = np.zeros(len(slots), np.uint8)
         for row, (request, response) in enumerate(live):
             response.append(int(tokens[row]))

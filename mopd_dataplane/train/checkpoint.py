@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
 from mopd_dataplane.models.hf import file_digest
@@ -133,12 +133,12 @@ class Checkpoints:
             "format": FORMAT, "position": asdict(position), "identity": asdict(identity), "digests": digests
         }  # fmt: skip
         (staging / _STATE).write_text(json.dumps(state, indent=1))
-        checkpoint("train.save.written")
+        fault_point("train.save.written")
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(staging, target)
-        checkpoint("train.save.named")
+        fault_point("train.save.named")
         publish_file(self.folder / LATEST, target.name.encode())
-        checkpoint("train.saved")
+        fault_point("train.saved")
         for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)

@@ -22,7 +22,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.train.microbatch import MicroBatch
 
 TRAINED_TOKEN_FIELDS = (
-    "targets", "sequence", "position", "sampler_logprobs", "policy_versions", "support", "teacher_logprobs",
+    "targets", "sequence", "position", "sampler_logprobs", "policy_versions", "sampling_mask", "teacher_logprobs",
     "reference_logprobs", "topk_ids", "topk_logprobs", "hidden",
 )  # fmt: skip
 """Fields of a MicroBatch with one row per trained token, besides `predictors`."""

@@ -1,8 +1,8 @@
 """Packs become the tensors of one forward pass.
 
 Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, U ids of the
-largest kept set, in the order of the packs. A trained token at column t of a row is predicted by the hidden state at
-column t - 1.
+largest sampling mask, in the order of the packs. A trained token at column t of a row is predicted by the hidden state
+at column t - 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MicroBatch:
     """[S] f32, NaN where there is none"""
     tokens: int
     """Real tokens, padding excluded."""
-    support: Tensor | None = None
+    sampling_mask: Tensor | None = None
     """[M, U] int32 ids that each token was drawn from, -1 behind the last; a row of -1: from the whole vocabulary"""
     experts: Tensor | None = None
     """[B * W, E] int16 expert ids of each token over all layers; -1 where none are recorded, and on padding"""
@@ -135,7 +135,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         rewards=_required(joined("rewards")),
         tokens=len(tokens),
         experts=experts,
-        support=_padded(joined("support_sizes"), joined("support_ids")),
+        sampling_mask=_padded(joined("sampling_mask_sizes"), joined("sampling_mask_ids")),
         teacher_logprobs=trained("teacher_logprobs"),
         reference_logprobs=trained("reference_logprobs"),
         topk_ids=None if topk_ids is None else topk_ids.long(),
@@ -146,7 +146,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
 
 
 def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
-    """[M, U] kept sets one a row, -1 behind their ends."""
+    """[M, U] sampling masks one a row, -1 behind their ends."""
     if sizes is None or ids is None:
         return None
     columns = torch.arange(int(sizes.max()) if len(sizes) else 0)

@@ -27,7 +27,7 @@ from mopd_dataplane.job.objectives import DivergenceTerm, Normaliser, Objective,
 from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.train.advantage import token_advantage
 from mopd_dataplane.train.microbatch import MicroBatch
-from mopd_dataplane.train.topk_agreement import Overlap, measure_overlap
+from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ class ObjectiveLoss:
     def needs_head(self) -> bool:
         """Whether a micro-batch is judged through its teacher's LM head."""
         term = self.objective.divergence
-        return term is not None and (term.signal == "hidden" or term.overlap > 0)
+        return term is not None and (term.signal == "hidden" or term.topk_agreement > 0)
 
     @property
     def needs_proximal(self) -> bool:
@@ -103,7 +103,9 @@ class ObjectiveLoss:
 
     def logprob(self, hidden: Tensor, head: Head, batch: MicroBatch) -> Tensor:
         """[M] log-prob of each trained token at the sampling temperature, over what its sampler kept."""
-        found = token_logprob(hidden, head, batch.targets, temperature=self._temperature, support=batch.support)
+        found = token_logprob(
+            hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask
+        )
         assert isinstance(found, Tensor)
         return found
 
@@ -136,7 +138,7 @@ class ObjectiveLoss:
                 value = _hidden_divergence(divergence_term, hidden, head, batch, weights, teacher_head, sums)
             else:
                 value = _topk_divergence(divergence_term, hidden, head, batch, weights, sums)
-            if divergence_term.overlap:
+            if divergence_term.topk_agreement:
                 _overlap(divergence_term, hidden, head, batch, teacher_head, sums)
             loss = loss + divergence_term.weight * value
         if objective.cross_entropy is not None:
@@ -193,7 +195,7 @@ class ObjectiveLoss:
             band=term.band,
             weights=weights,
             temperature=self._temperature,
-            support=batch.support,
+            sampling_mask=batch.sampling_mask,
         )
         tokens = result.metrics["tokens"]
         for name in ("dropped", "clipped", "advantage"):
@@ -247,7 +249,7 @@ def _overlap(
     term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, teacher: Head | None, sums: TermSums
 ) -> None:
     teacher, states = _teacher_states(batch, teacher)
-    found = measure_overlap(hidden, head, states, teacher, term.overlap)
+    found = measure_topk_agreement(hidden, head, states, teacher, term.topk_agreement)
     for name, value in found._asdict().items():
         sums.add(name, value)
 
@@ -256,7 +258,7 @@ def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     names = ["reverse_kl" if term.form_kind == "reverse" else f"{term.form_kind}_divergence"]
     if term.signal == "hidden":
         names = ["reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement"]
-    return [*names, *Overlap._fields] if term.overlap else names
+    return [*names, *TopkAgreement._fields] if term.topk_agreement else names
 
 
 def _topk_divergence(

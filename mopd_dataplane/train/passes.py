@@ -16,7 +16,7 @@ import numpy as np
 from mopd_dataplane.records import Pack
 
 _PER_TOKEN = ("tokens", "loss_mask", "sampler_logprobs", "experts", "teacher_logprobs", "reference_logprobs")
-_PER_TRAINED_TOKEN = ("support_sizes", "topk_ids", "topk_logprobs", "hidden")
+_PER_TRAINED_TOKEN = ("sampling_mask_sizes", "topk_ids", "topk_logprobs", "hidden")
 _PER_SAMPLE = ("sample_rows", "rewards", "advantages")
 _PER_SPAN = ("version_starts", "versions")
 
@@ -75,9 +75,9 @@ def samples_of(pack: Pack, first: int, last: int) -> Pack:
         **dict.fromkeys(_PER_SAMPLE, slice(first, last)),
         **dict.fromkeys(_PER_SPAN, slice(*np.searchsorted(np.asarray(pack.version_starts), (start, stop)).tolist())),
     }
-    if pack.support_sizes is not None:
-        begin = int(pack.support_sizes[: trained.start].sum())
-        axes["support_ids"] = slice(begin, begin + int(pack.support_sizes[trained].sum()))
+    if pack.sampling_mask_sizes is not None:
+        begin = int(pack.sampling_mask_sizes[: trained.start].sum())
+        axes["sampling_mask_ids"] = slice(begin, begin + int(pack.sampling_mask_sizes[trained].sum()))
     arrays = {name: getattr(pack, name) for name in axes}
     views: dict[str, Any] = {name: None if array is None else array[axes[name]] for name, array in arrays.items()}
     views["version_starts"] = views["version_starts"] - start

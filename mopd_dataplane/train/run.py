@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.hf import save_policy
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
@@ -117,9 +117,9 @@ class Run:
         return True
 
     def _step(self, batch: LoadedBatch, window: Window, waited: float) -> None:
-        checkpoint("train.batch")
+        fault_point("train.batch")
         metrics = self._trainer.step(batch, window, self._position.step, waited_s=waited)
-        checkpoint("train.updated")
+        fault_point("train.updated")
         batch.release()
         at = self._position
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
@@ -127,10 +127,10 @@ class Run:
             self._log.write(metrics)
         if self._tracker is not None:
             self._tracker.write(metrics)
-        checkpoint("train.step")
+        fault_point("train.step")
 
     def _save(self, window: Window) -> None:
-        checkpoint("train.save")
+        fault_point("train.save")
         if self._log is not None:
             self._log.sync()
         self._checkpoints.save(self._position, self._identity(window), self._trainer.student, self._trainer.optimizer)
@@ -171,10 +171,10 @@ class Run:
         folder = self._version_folder(window.policy_version + 1)
         if not folder.exists():
             weights = full_weights(self._trainer.student, self._ranks)
-            checkpoint("train.publish")
+            fault_point("train.publish")
             if self._ranks.leads:
                 save_policy(self._trainer.student.model, self.spec.start, folder, state_dict=weights)
-            checkpoint("train.published")
+            fault_point("train.published")
         self._ranks.barrier()
 
     def _version_folder(self, version: int) -> Path:

@@ -14,7 +14,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 
-class Overlap(NamedTuple):
+class TopkAgreement(NamedTuple):
     """Each [M] f32."""
 
     overlap_ratio: Tensor
@@ -31,9 +31,9 @@ class Overlap(NamedTuple):
 
 
 @torch.no_grad()
-def measure_overlap(
+def measure_topk_agreement(
     student_hidden: Tensor, student_head: Head, teacher_hidden: Tensor, teacher_head: Head, k: int
-) -> Overlap:
+) -> TopkAgreement:
     """Agreement at each trained token; student_hidden [M, D], teacher_hidden [M, Dt].
 
     k is cut to the smaller vocabulary.
@@ -49,7 +49,7 @@ def measure_overlap(
     size = shared.sum(1)
     p, q = (torch.where(shared, value, -torch.inf).log_softmax(1) for value in (log_p, log_q))
     advantage = torch.where(shared, p.exp() * (q - p), 0.0).sum(1) / size.clamp(min=1)
-    return Overlap(
+    return TopkAgreement(
         overlap_ratio=size.float() / k,
         overlap_mass=torch.where(shared, log_p.exp(), 0.0).sum(1),
         overlap_teacher_mass=torch.where(shared, log_q.exp(), 0.0).sum(1),

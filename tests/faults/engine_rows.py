@@ -95,7 +95,7 @@ def roll(home: Path, engine: ToyEngine) -> dict[str, list[int]]:
     shelf = Shelf(home.with_name("shelf"))
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(PROMPTS)]
     run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
+        engine, prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
         wal=sections.Wal(segment_bytes=1 << 13, full_disk_wait_s=0), wal_dir=home, commit=shelf.commit,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text], already=shelf.uids,
     )  # fmt: skip

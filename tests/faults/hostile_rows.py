@@ -69,7 +69,7 @@ def with_name(name: str) -> Iterator[tuple[str, Act]]:
 def roll_as(home: Path, **names: str) -> None:
     """A rollout under these names."""
     run_rollout(
-        ToyEngine(slots=4), [Prompt(prompt_id="p", domain="d", text="1")], generation=1, seed=0,
+        ToyEngine(slots=4), [Prompt(prompt_id="p", domain="d", text="1")], iteration=1, seed=0,
         rollout=sections.Rollout(max_new_tokens=4), wal=sections.Wal(), wal_dir=home / "wal",
         commit=lambda samples: None, render=lambda prompt: [1], **({"stage": "student"} | names),
     )  # fmt: skip
@@ -97,9 +97,9 @@ def refused(home: Path, act: Act, name: str) -> str:
     try:
         act(home)
     except MopdError as error:
-        kept = {k: v for k, v in everything(home).items() if k != "checkpoints/latest"}
+        masks = {k: v for k, v in everything(home).items() if k != "checkpoints/latest"}
         opened = [path for path in opened if not path.startswith("/proc/")]
-        return "" if kept == before and not opened else f"opened {opened}, after {error!r:.200}"
+        return "" if masks == before and not opened else f"opened {opened}, after {error!r:.200}"
     return "it was taken"
 
 
@@ -108,8 +108,8 @@ def sql_in_ids(home: Path) -> str:
     store = Store.open(home)
     hostile = "x'; drop table samples; --"
     store.add_prompts([Prompt(prompt_id=hostile, domain=hostile, text=hostile)])
-    kept = [prompt.text for prompt in store.prompts(domains=[hostile])] == [hostile]
-    return "" if kept and store.plan(hostile, 0) is None and store.samples().num_rows else "not kept as text"
+    masks = [prompt.text for prompt in store.prompts(domains=[hostile])] == [hostile]
+    return "" if masks and store.plan(hostile, 0) is None and store.samples().num_rows else "not kept as text"
 
 
 def pickled_payload(home: Path) -> str:

@@ -176,7 +176,7 @@ def roll(home: Path, tokenizer: str = "toy") -> None:
     engine.tokenizer_digest = tokenizer
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(8)]
     run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
+        engine, prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
         wal=sections.Wal(full_disk_wait_s=0), wal_dir=home / "wal", commit=lambda samples: None,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text],
     )  # fmt: skip

@@ -71,7 +71,7 @@ def roll(store: Store, home: Path, acknowledged: list[str] | None = None) -> Non
 
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(PROMPTS)]
     run_rollout(
-        ToyEngine(slots=3, mean_length=20), prompts, stage="student", generation=1, seed=0,
+        ToyEngine(slots=3, mean_length=20), prompts, stage="student", iteration=1, seed=0,
         rollout=sections.Rollout(max_new_tokens=40), wal=sections.Wal(group_commit_ms=0.2, full_disk_wait_s=0),
         wal_dir=home / "wal", commit=commit, render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         already=set(store.samples(["uid"])["uid"].to_pylist()),

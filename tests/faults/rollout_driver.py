@@ -45,7 +45,7 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
     engine: Engine = ToyEngine(slots=16) if toy else HfEngine(task["engine"], slots=16)
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(task["prompts"])]
     report = run_rollout(
-        engine, prompts, stage="student", generation=1, seed=0, rollout=sections.Rollout(max_new_tokens=48),
+        engine, prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=48),
         wal=sections.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
         render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
         already=shelf.uids,

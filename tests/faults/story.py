@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.engines.engine import STOP
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.log.wal import TokenLog
-from mopd_dataplane.rollout.partial_sample import Draft, Opening
+from mopd_dataplane.rollout.partial_sample import PartialSample, SampleSpec
 
 LENGTH = 150
 SETTINGS = sections.Wal(group_commit_ms=1, segment_bytes=1 << 13, full_disk_wait_s=0)
@@ -26,7 +26,7 @@ POINTS = (
 OPENING_POINTS = POINTS[:8]
 
 
-def story(seed: int, length: int) -> Iterator[log_records.Any]:
+def story(seed: int, length: int) -> Iterator[log_records.LogRecord]:
     """Messages of a legal life: samples open, grow, hear from an environment, finish, are committed."""
     draw = random.Random(seed)
     ledger = Ledger()
@@ -36,24 +36,24 @@ def story(seed: int, length: int) -> Iterator[log_records.Any]:
         yield message
 
 
-def _next(draw: random.Random, ledger: Ledger, name: str) -> log_records.Any:
-    growing = {h: d for h, d in ledger.drafts.items() if not d.finish_reason and not d.ended}
-    stopped = {h: d for h, d in ledger.drafts.items() if d.ended and not d.finish_reason}
+def _next(draw: random.Random, ledger: Ledger, name: str) -> log_records.LogRecord:
+    growing = {h: d for h, d in ledger.partials.items() if not d.finish_reason and not d.ended}
+    stopped = {h: d for h, d in ledger.partials.items() if d.ended and not d.finish_reason}
     done = list(ledger.finished())
     choice = draw.random()
-    if not growing or (choice < 0.12 and len(ledger.drafts) < 12):
+    if not growing or (choice < 0.12 and len(ledger.partials) < 12):
         return log_records.Open(ledger.next_handle, _opening(name, draw))
     if stopped and choice < 0.3:
-        handle, draft = draw.choice(list(stopped.items()))
+        handle, partial = draw.choice(list(stopped.items()))
         if draw.random() < 0.3:
             said = np.array([draw.randrange(99) for _ in range(3)], np.int32)
-            return log_records.Tokens(handle, len(draft), said, np.zeros(3, np.float32), np.zeros(3, np.uint8))
-        return log_records.Finish(handle, len(draft), draft.digest(), "stop")
+            return log_records.Tokens(handle, len(partial), said, np.zeros(3, np.float32), np.zeros(3, np.uint8))
+        return log_records.Finish(handle, len(partial), partial.digest(), "stop")
     if done and choice < 0.36:
         return log_records.Commit(tuple(done))
     if choice < 0.4:
-        handle, draft = draw.choice(list(growing.items()))
-        return log_records.Span(handle, len(draft), draw.randrange(9), "digest")
+        handle, partial = draw.choice(list(growing.items()))
+        return log_records.Span(handle, len(partial), draw.randrange(9), "digest")
     handles = sorted(draw.sample(list(growing), k=draw.randint(1, len(growing))))
     if lacking := [h for h in handles if _lacks_its_set(growing[h])]:
         return _support(draw, {handle: growing[handle] for handle in lacking})
@@ -69,42 +69,42 @@ def _next(draw: random.Random, ledger: Ledger, name: str) -> log_records.Any:
     )
 
 
-def _lacks_its_set(draft: Draft) -> bool:
-    return draft.opening.support and len(draft.kept) == draft.kept.drawn
+def _lacks_its_set(partial: PartialSample) -> bool:
+    return partial.spec.sampling_mask and len(partial.masks) == partial.masks.drawn
 
 
-def _support(draw: random.Random, drafts: dict[int, Draft]) -> log_records.Support:
-    sizes = [draw.randrange(5) for _ in drafts]
+def _support(draw: random.Random, partials: dict[int, PartialSample]) -> log_records.SamplingMask:
+    sizes = [draw.randrange(5) for _ in partials]
     ids = [draw.randrange(50_000) for _ in range(sum(sizes))]
-    return log_records.Support(
-        np.array(list(drafts), np.uint32),
-        np.array([draft.kept.drawn for draft in drafts.values()], np.uint32),
-        Kept(np.array(sizes, np.int32), np.array(ids, np.int32)),
+    return log_records.SamplingMask(
+        np.array(list(partials), np.uint32),
+        np.array([partial.masks.drawn for partial in partials.values()], np.uint32),
+        SamplingMasks(np.array(sizes, np.int32), np.array(ids, np.int32)),
     )
 
 
-def _is_unread(draft: Draft) -> bool:
-    return draft.opening.experts and draft.routed < len(draft.opening.prompt_ids) + len(draft)
+def _is_unread(partial: PartialSample) -> bool:
+    return partial.spec.experts and partial.routed < len(partial.spec.prompt_ids) + len(partial)
 
 
-def _routed(draw: random.Random, drafts: dict[int, Draft]) -> log_records.Routed:
-    read = {handle: range(d.routed, len(d.opening.prompt_ids) + len(d)) for handle, d in drafts.items()}
+def _routed(draw: random.Random, partials: dict[int, PartialSample]) -> log_records.Routed:
+    read = {handle: range(d.routed, len(d.spec.prompt_ids) + len(d)) for handle, d in partials.items()}
     places = [(handle, position) for handle, positions in read.items() for position in positions]
     ids = [[draw.randrange(64) for _ in range(6)] for _ in places]
     handles, positions = np.array(places, np.uint32).T
     return log_records.Routed(handles, positions, np.array(ids, np.int16))
 
 
-def _opening(name: str, draw: random.Random) -> Opening:
-    return Opening(
-        uid=name, prompt_id=name, group_id=name, group_index=0, generation=1, domain="d", effort="", run="r",
+def _opening(name: str, draw: random.Random) -> SampleSpec:
+    return SampleSpec(
+        uid=name, prompt_id=name, group_id=name, group_index=0, iteration=1, domain="d", effort="", stage="r",
         writer="w", writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=1 << 20, stop=("#",),
         tokenizer="t", prompt_ids=tuple(draw.randrange(99) for _ in range(draw.randrange(1, 9))),
-        support=draw.random() < 0.3, experts=draw.random() < 0.3,
+        sampling_mask=draw.random() < 0.3, experts=draw.random() < 0.3,
     )  # fmt: skip
 
 
-def tell(log: TokenLog, ledger: Ledger, message: log_records.Any) -> int:
+def tell(log: TokenLog, ledger: Ledger, message: log_records.LogRecord) -> int:
     """Append, apply, and rotate when the segment is full; as the runner does."""
     lsn = log.append(message)
     ledger.apply(message)
@@ -117,10 +117,10 @@ def state(ledger: Ledger) -> tuple[object, ...]:
     """Everything a ledger knows, comparable."""
     return tuple(
         (
-            handle, draft.opening, bytes(draft.tokens.tobytes()), bytes(draft.logprobs.tobytes()),
-            bytes(draft.loss_mask), tuple(draft.spans), draft.ended, draft.finish_reason, draft.digest(),
+            handle, partial.spec, bytes(partial.tokens.tobytes()), bytes(partial.logprobs.tobytes()),
+            bytes(partial.loss_mask), tuple(partial.spans), partial.ended, partial.finish_reason, partial.digest(),
         )
-        for handle, draft in ledger.drafts.items()
+        for handle, partial in ledger.partials.items()
     )  # fmt: skip
 
 

@@ -143,14 +143,14 @@ def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def overlapped_stage() -> str:
+def concurrent_stage() -> str:
     """Job text of a stage of 96 samples whose parts run at once."""
     return """
 [[stages]]
 name = "async"
 start = "base"
 objective = "sampled"
-overlap = true
+concurrent = true
 iterations = 3
 rollout = {{ prompts_per_iteration = 32, weight_change = "span" }}
 plan = {{ batch_samples = 16, max_staleness = 2 }}

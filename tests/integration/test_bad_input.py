@@ -111,4 +111,4 @@ def copy_of(finished: Path, folder: Path) -> Path:
 
 def samples_of(store: Path, stage: str) -> int:
     """Samples a stage has in a store."""
-    return open_store(str(store)).dataset("samples").count_rows(f"run = '{stage}'")
+    return open_store(str(store)).dataset("samples").count_rows(f"stage = '{stage}'")

@@ -38,11 +38,11 @@ def test_run_ends_with_the_table_and_the_report(finished_job: Path, mopd: Comman
 def test_any_sample_of_the_job_can_be_shown(finished_job: Path, mopd: Command) -> None:
     store = finished_job / "store"
     found = mopd(
-        "query", store, "select uid, run from samples qualify row_number() over (partition by run) = 1", "--json"
+        "query", store, "select uid, stage from samples qualify row_number() over (partition by stage) = 1", "--json"
     )
     for row in json.loads(found.stdout):
         view = json.loads(mopd("show", store, row["uid"], "--json").stdout)
-        assert view["metadata"]["run"] == row["run"]
+        assert view["metadata"]["stage"] == row["stage"]
         assert "".join(token["text"] for token in view["tokens"])
-        assert [use["stage"] for use in view["uses"]] == [row["run"]]
-        assert (view["teacher"] != "") == (row["run"] == "student")
+        assert [use["stage"] for use in view["uses"]] == [row["stage"]]
+        assert (view["teacher"] != "") == (row["stage"] == "student")

@@ -35,7 +35,7 @@ discriminator = {{ text = "text", learning_rate = 1e-3, batch_pairs = 8 }}
 """
 DIES = """
 import os, signal, sys
-from mopd_dataplane.base import fault_points as faultpoints
+from mopd_dataplane.base import fault_points
 place, count = sys.argv[1], int(sys.argv[2])
 seen = 0
 def observe(name):
@@ -43,7 +43,7 @@ def observe(name):
     seen += name == place
     if seen == count:
         os.kill(os.getpid(), signal.SIGKILL)
-faultpoints.observe(observe)
+fault_points.observe(observe)
 from mopd_dataplane.job.job import load_job
 from mopd_dataplane.run.pipeline import run_job
 run_job(load_job(sys.argv[3]), only="gad")
@@ -78,7 +78,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     store = open_store(str(folder / "store"))
     rewards = store.sql(
         "select r.uid, verifier, verifier_version, reward from rewards r join samples s on s.uid = r.uid "
-        "where s.run = 'gad' order by r.uid, verifier"
+        "where s.stage = 'gad' order by r.uid, verifier"
     )
     files = sorted((folder / "store").glob("*/gad/v*/*.safetensors"))
     return {"rewards": rewards.to_pylist()} | {
@@ -122,5 +122,5 @@ def test_only_prompts_that_the_teacher_answered_are_asked(copy: Callable, mopd: 
     job.write_text(few.replace('text = "text"', 'text = "sums"'))  # the reference answers of one domain
     mopd("rollout", job, "--stage", "gad")
     store = open_store(str(job.parent / "store"))
-    asked = store.sql("select distinct domain, count(*) n from samples where run = 'gad' group by 1").to_pylist()
+    asked = store.sql("select distinct domain, count(*) n from samples where stage = 'gad' group by 1").to_pylist()
     assert asked == [{"domain": "sums", "n": 48}]

@@ -35,7 +35,7 @@ def test_training_while_samples_are_written(
         assert process.wait(60) == 0, process.stderr.read().decode()
 
     store = open_store(str(tmp_path / "store"))
-    rows = [row for row, run in enumerate(store.samples(["run"])["run"].to_pylist()) if run == "async"]
+    rows = [row for row, run in enumerate(store.samples(["stage"])["stage"].to_pylist()) if run == "async"]
     planned = [row for window in store.plans("async") for row in store.plan("async", window).sample_rows.tolist()]
     assert sorted(planned) == rows, "every sample is trained once, none is lost"
     assert len(rows) == 4 * 24
@@ -46,7 +46,7 @@ def test_training_while_samples_are_written(
     assert trained["staleness_max"] > 0, "samples of an iteration are older than the version the window before left"
     rates = store.sql("select learning_rate r from steps where stage = 'async' order by step")["r"].to_pylist()
     assert rates == pytest.approx([rates[0] * (1 - step / 8) for step in range(8)]), "the schedule ends with the stage"
-    sampled_by = set(store.sql("select policy_version_first v from samples where run = 'async'")["v"].to_pylist())
+    sampled_by = set(store.sql("select policy_version_first v from samples where stage = 'async'")["v"].to_pylist())
     assert len(sampled_by) > 1, "rollouts picked up a policy that was published while they ran"
 
 

@@ -48,10 +48,10 @@ def test_imported_answers_are_scored_and_trained_on(
     job = with_stored_stage(write_job(tmp_path))
     refused = mopd("run", job, check=False)
     assert refused.returncode == 2
-    assert "mopd import FORMAT PATH --run imported" in " ".join(refused.stderr.split())
+    assert "mopd import FORMAT PATH --stage imported" in " ".join(refused.stderr.split())
     store = tmp_path / "store"
     student = make_student(load_job(job).student, tmp_path / "student", seed=7)
-    place = ("--store", store, "--run", "imported", "--domain", "sums", "--tokenizer", student)
+    place = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
     first = json.loads(mopd("import", "verl", dump, *place, "--json").stdout)
     again = json.loads(mopd("import", "verl", dump, *place, "--json").stdout)
     assert (first["inserted"], first["rewards"], again["inserted"], again["rewards"]) == (32, 32, 0, 0)
@@ -63,7 +63,7 @@ def test_imported_answers_are_scored_and_trained_on(
     assert (steps["n"], steps["samples"]) == (2, 32)
     assert (store / "policies" / "imported" / "v1" / "model.safetensors").is_file()
     out = tmp_path / "samples.jsonl"
-    mopd("export", store, out, "--format", "jsonl", "--where", "run = 'imported'")
+    mopd("export", store, out, "--format", "jsonl", "--where", "stage = 'imported'")
     assert len(out.read_text().splitlines()) == 32
 
 
@@ -73,7 +73,7 @@ def test_a_policy_gradient_needs_the_samplers_log_probs(
     job = with_stored_stage(write_job(tmp_path), "sampled")
     store = tmp_path / "store"
     student = make_student(load_job(job).student, tmp_path / "student", seed=7)
-    place = ("--store", store, "--run", "imported", "--domain", "sums", "--tokenizer", student)
+    place = ("--store", store, "--stage", "imported", "--domain", "sums", "--tokenizer", student)
     mopd("import", "verl", dump, *place)
     refused = mopd("run", job, check=False)
     assert refused.returncode == 2
@@ -88,7 +88,7 @@ def test_a_policy_gradient_refuses_log_probs_of_a_cut_distribution(
     row = {"prompt_ids": [20, 21], "response_ids": [22, 23], "logprobs": [-0.5, -0.1], "prompt": "1 + 1 = "}
     file = tmp_path / "cut.jsonl"
     file.write_text("".join(json.dumps(row | {"top_p": top_p}) + "\n" for top_p in (1.0, 0.9, 0.9)))
-    place = ("--store", tmp_path / "store", "--run", "imported", "--domain", "sums", "--tokenizer", student)
+    place = ("--store", tmp_path / "store", "--stage", "imported", "--domain", "sums", "--tokenizer", student)
     mopd("import", "plain", file, *place)
     refused = mopd("plan", job, "--stage", "imported", check=False)
     assert refused.returncode == 2

@@ -56,7 +56,8 @@ def test_a_follower_takes_up_a_policy_published_in_the_middle(live: Run) -> None
     (report,) = rollout(live, stage, 0, follow=True)
     assert (report.samples, report.weight_changes) == (40, 1)
     spans = live.store.sql(
-        "select policy_version_first a, policy_version_last b, count(*) n from samples where run = 'live' group by all"
+        "select policy_version_first a, policy_version_last b, count(*) n from samples "
+        "where stage = 'live' group by all"
     )
     kinds = {(row["a"], row["b"]) for row in spans.to_pylist()}
     assert {(0, 0), (1, 1)} <= kinds
@@ -84,13 +85,13 @@ def test_a_sample_that_was_given_up_is_recorded_with_its_reason(tmp_path: Path) 
 
     report = run_rollout(
         ToyEngine(slots=4), [Prompt(prompt_id=f"p{i}", domain="toy", text=f"{i}") for i in range(4)],
-        stage="agent", generation=2, seed=0, rollout=sections.Rollout(max_new_tokens=500), wal=sections.Wal(),
+        stage="agent", iteration=2, seed=0, rollout=sections.Rollout(max_new_tokens=500), wal=sections.Wal(),
         wal_dir=tmp_path / "wal", commit=commit, render=lambda prompt: [ord(c) % 12 for c in prompt.text],
         environment=environment, sandbox=NeverSure(),
     )  # fmt: skip
     assert report.abandoned == {"tool_in_doubt": 1}
     (event,) = store.sql("select * from events").to_pylist()
     (sample,) = store.sql("select * from samples where finish_reason = 'abandoned'").to_pylist()
-    assert (event["kind"], event["stage"], event["generation"]) == ("abandon", "agent", 2)
+    assert (event["kind"], event["stage"], event["iteration"]) == ("abandon", "agent", 2)
     assert json.loads(event["detail"]) == {"reason": "tool_in_doubt", "uid": sample["uid"]}
     assert event["value"] == sample["response_len"]

@@ -57,7 +57,7 @@ def test_the_effect_of_rounding_is_recorded_once_and_before_any_signal(
     assert store.teachers()["rounded"].quantisation == "int8"
     said = store.sql(
         "select teacher, count(*) n, avg(mean_reverse_kl) kl from scores join samples using (uid) "
-        "where kind = 'logprob' and run = 'student' and domain = 'sums' group by 1 order by 1"
+        "where kind = 'logprob' and stage = 'student' and domain = 'sums' group by 1 order by 1"
     ).to_pylist()
     assert [row["teacher"] for row in said] == ["rounded", "sums"]
     assert said[0]["n"] == said[1]["n"]

@@ -210,11 +210,11 @@ def test_two_nodes_train_one_policy(
 
 @pytest.mark.slow
 def test_two_nodes_train_an_overlapped_stage_to_its_end(
-    finished_job: Path, tmp_path: Path, write_job: Callable[..., Path], overlapped_stage: str
+    finished_job: Path, tmp_path: Path, write_job: Callable[..., Path], concurrent_stage: str
 ) -> None:
     """It publishes a version for every window, which are more than its iterations; both nodes train on all of them."""
     shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
-    run_on_two_nodes(write_job(tmp_path, extra=overlapped_stage), "async")
+    run_on_two_nodes(write_job(tmp_path, extra=concurrent_stage), "async")
     store = open_store(str(tmp_path / "store"))
     windows = [window for window in store.plans("async") if len(store.plan("async", window).sample_rows)]
     assert len(windows) > 3, "more versions than iterations"

@@ -29,7 +29,7 @@ def small(recipe: str, store: Path) -> dict[str, Any]:
         domain |= {"train": min(domain["train"], 48), "eval": 2}
     for stage in job["stages"]:
         group = stage["rollout"]["group_size"]
-        stage |= {"iterations": 2 if stage["overlap"] else 1, "examples": min(stage["examples"], 48)}
+        stage |= {"iterations": 2 if stage["concurrent"] else 1, "examples": min(stage["examples"], 48)}
         stage["plan"] |= {"batch_samples": 8 * group, "batch_tokens": 0}
         stage["rollout"] |= {"prompts_per_iteration": 16, "max_new_tokens": 8}
     return job

@@ -26,16 +26,16 @@ def trained(
     folder = tmp_path_factory.mktemp("experts")
     job = write_job(folder)
     text = job.read_text().replace('model_type = "qwen3"', MIXTURE)
-    record = '[stages.rollout]\ntop_p = 0.9\ntop_k = 20\nrecord = ["support", "experts"]\n'
+    record = '[stages.rollout]\ntop_p = 0.9\ntop_k = 20\nrecord = ["sampling_mask", "experts"]\n'
     job.write_text(text.replace("iterations = 2\n", f"iterations = 2\n{record}") + request.param)
     mopd("run", job)
     return Store.open(str(folder / "store"))
 
 
 def test_every_sample_of_the_stage_has_the_experts_of_every_token_that_was_read(trained: Store) -> None:
-    columns = ["run", "total_len", "experts_width", "support_len"]
+    columns = ["stage", "total_len", "experts_width", "sampling_mask_len"]
     for row, sample in enumerate(trained.samples(columns).to_pylist()):
-        if sample["run"] != "student":
+        if sample["stage"] != "student":
             assert sample["experts_width"] is None
             continue
         assert sample["experts_width"] == 2 * 2

@@ -26,9 +26,9 @@ iterations = 3
 """
 DIES = """
 import os, signal, sys
-from mopd_dataplane.base import fault_points as faultpoints
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.cli import main
-faultpoints.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == "retire.replaced" else None)
+fault_points.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == "retire.replaced" else None)
 sys.argv = ["mopd", *sys.argv[1:]]
 main()
 """
@@ -45,7 +45,7 @@ def test_hidden_states_are_freed_while_a_killed_job_goes_on(
     mopd("run", job, "--stage", "exact")
 
     store = open_store(str(tmp_path / "store"))
-    rows = [row for row, run in enumerate(store.samples(["run"])["run"].to_pylist()) if run == "exact"]
+    rows = [row for row, run in enumerate(store.samples(["stage"])["stage"].to_pylist()) if run == "exact"]
     events = store.table("events", ["kind", "value", "detail"], filter="stage = 'exact'").to_pylist()
     recorded = [row for event in events if event["kind"] == "free" for row in json.loads(event["detail"])["rows"]]
     assert sorted(recorded) == rows, "each sample is freed once, on record"

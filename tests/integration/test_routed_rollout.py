@@ -31,7 +31,7 @@ def test_each_domain_is_answered_by_its_teacher_and_trained_on(
     assert (again["samples"], again["rollouts"]) == (48, [])
 
     store = open_store(str(tmp_path / "store"))
-    who = store.sql("select distinct domain, writer, policy from samples where run = 'cold' order by 1").to_pylist()
+    who = store.sql("select distinct domain, writer, policy from samples where stage = 'cold' order by 1").to_pylist()
     assert [(row["domain"], row["writer"]) for row in who] == [("sums", "teacher-sums-0"), ("words", "teacher-words-0")]
     assert who[0]["policy"] != who[1]["policy"], "two teachers, two weights digests"
 

@@ -31,7 +31,7 @@ def test_another_teacher_does_not_touch_samples_or_tokens(
     mopd("score", job, "--stage", "again", "--set", swap[0], "--set", swap[1])
     assert files_of(store) == before
     scored = open_store(str(store)).sql(
-        "select count(*) n, count(distinct teacher) t from scores join samples using (uid) where run = 'again'"
+        "select count(*) n, count(distinct teacher) t from scores join samples using (uid) where stage = 'again'"
     )
     assert scored.to_pylist() == [{"n": 32, "t": 2}]
 

@@ -24,7 +24,7 @@ def test_every_teacher_judges_every_domain_as_scoring_did(finished_job: Path, mo
         for row in store.sql(
             "select domain, sum(loss_tokens) tokens, count(*) answers, "
             "sum((mean_logprob - mean_reverse_kl) * loss_tokens) / sum(loss_tokens) support "
-            "from samples join scores using (uid) where run = 'student' and kind = 'logprob' and generation = 0 "
+            "from samples join scores using (uid) where stage = 'student' and kind = 'logprob' and iteration = 0 "
             "group by domain"
         ).to_pylist()
     }

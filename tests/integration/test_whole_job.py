@@ -48,7 +48,7 @@ def test_running_a_finished_job_again_changes_nothing(finished_job: Path, mopd: 
 def test_each_sample_is_trained_once(finished_job: Path):
     store = open_store(str(finished_job / "store"))
     planned = [row for window in store.plans("student") for row in store.plan("student", window).sample_rows.tolist()]
-    samples = store.samples(columns=["run"]).to_pydict()["run"]
+    samples = store.samples(columns=["stage"]).to_pydict()["stage"]
     assert sorted(planned) == [row for row, run in enumerate(samples) if run == "student"]
 
 

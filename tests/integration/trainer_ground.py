@@ -65,7 +65,7 @@ class Ground:
         prompt, response = int(rng.integers(2, 8)), int(rng.integers(4, 40))
         return Sample(
             uid=sample_uid(0, "student", f"p{number}", 0, 0), prompt_id=f"p{number}", group_id=f"p{number}#0",
-            group_index=0, generation=0, domain=DOMAINS[number % 2], run="student", writer="test", writer_seq=number,
+            group_index=0, iteration=0, domain=DOMAINS[number % 2], stage="student", writer="test", writer_seq=number,
             policy="student", temperature=1.0, top_p=1.0, top_k=0, prompt_len=prompt, finish_reason="stop",
             tokens=rng.integers(4, 99, prompt + response).astype(np.int32),
             logprobs=(-rng.gamma(2.0, 1.0, response)).astype(np.float32), loss_mask=np.ones(response, np.uint8),

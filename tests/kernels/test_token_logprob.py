@@ -49,7 +49,7 @@ def test_gradcheck_with_bias_softcap_scale_and_a_skipped_row():
     assert logprob[1] == entropy[1] == 0
 
 
-def kept_sets(case, token_ids, seed=7):
+def sampling_masks(case, token_ids, seed=7):
     """[N, U] sets of 1 to 6 ids with the sampled one somewhere in them; the second row has none."""
     generator = torch.Generator().manual_seed(seed)
     support = torch.full((case.rows, 6), -1, dtype=torch.int32)
@@ -75,7 +75,7 @@ def cut(logits, support):
 def test_a_support_is_the_softmax_over_its_columns(case, softcap):
     """Values and both gradients against logits that are -inf elsewhere, in float64; chunks smaller than the rows."""
     inputs = make_inputs(case, dtype=torch.float64)
-    support = kept_sets(case, inputs.token_ids)
+    support = sampling_masks(case, inputs.token_ids)
     upstream = torch.randn(2, case.rows, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     ours, theirs = (leaves(inputs.student_hidden, inputs.student_head) for _ in range(2))
     found = token_logprob(
@@ -94,7 +94,7 @@ def test_a_support_is_the_softmax_over_its_columns(case, softcap):
 
 
 def test_a_column_outside_the_support_has_no_gradient_however_large_its_logit():
-    """Its probability under the kept set's normaliser would overflow."""
+    """Its probability under the sampling mask's normaliser would overflow."""
     inputs = make_inputs(CASE)
     bias = torch.zeros(CASE.vocabulary)
     bias[5] = 500.0

@@ -166,7 +166,7 @@ def roll(engine: VllmEngine, shelf: Shelf, home: Path) -> RolloutReport:
     """16 prompts with a group of two, of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
-        engine, prompts, stage="student", generation=0, seed=0,
+        engine, prompts, stage="student", iteration=0, seed=0,
         rollout=sections.Rollout(max_new_tokens=40, group_size=2), wal=sections.Wal(), wal_dir=home,
         commit=shelf.commit, render=lambda prompt: engine.tokenizer.encode(prompt.text), already=set(shelf.samples),
     )  # fmt: skip

@@ -129,7 +129,7 @@ def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Shelf, home:
     """16 prompts of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
-        engine, prompts, stage="student", generation=0, seed=0, rollout=sections.Rollout(max_new_tokens=40),
+        engine, prompts, stage="student", iteration=0, seed=0, rollout=sections.Rollout(max_new_tokens=40),
         wal=sections.Wal(), wal_dir=home, commit=shelf.commit, render=lambda prompt: render(prompt.text),
         already=set(shelf.samples),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
 from mopd_kernels.ops.policy import PolicyMetrics, check_policy_inputs, combined_weights, named_metrics
 from mopd_kernels.ops.token_logprob import IGNORED, sampled_columns, write_logprob_gradient
 from mopd_kernels.rowloss import PassResult, row_loss
-from mopd_kernels.support import KeptColumns, check_support
+from mopd_kernels.sampling_mask import MaskColumns, check_sampling_mask
 from mopd_kernels.sweep import Needs, Rows, sweep
 from mopd_kernels.teachers import row_segments
 from mopd_kernels.torch_rows.policy import METRICS, Correction, PolicySettings
@@ -51,7 +51,7 @@ def fused_policy_loss(
     distill_coefficient: float = 1.0,
     distill_clip: float | None = None,
     temperature: float = 1.0,
-    support: Tensor | None = None,
+    sampling_mask: Tensor | None = None,
     vocab_size: int | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
@@ -79,7 +79,7 @@ def fused_policy_loss(
     model = as_head("policy", head, bias, softcap, logit_scale)
     columns = common_vocabulary(vocab_size, len(model.weight))
     check_token_ids(token_ids, columns, IGNORED)
-    support = check_support(support, token_ids, columns, IGNORED)
+    sampling_mask = check_sampling_mask(sampling_mask, token_ids, columns, IGNORED)
     dtype = compute_dtype(hidden, model.weight)
     like = torch.zeros(count, dtype=dtype, device=hidden.device)
     check_policy_inputs(like, old_logprob, sampler_logprob, advantage, teacher_logprob, weights, mask, None, settings)
@@ -113,7 +113,7 @@ def fused_policy_loss(
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
             found = softmax_rows(z, epilogue)
-            kept = None if support is None else KeptColumns.of(support[rows])
+            kept = None if sampling_mask is None else MaskColumns.of(sampling_mask[rows])
             if kept is not None:
                 found = kept.softmax(found, z, epilogue)
             ids = safe_ids[rows]

@@ -13,7 +13,7 @@ from mopd_kernels.dispatch import Backend, make_plan
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
 from mopd_kernels.rowloss import PassResult, row_loss
-from mopd_kernels.support import KeptColumns, check_support
+from mopd_kernels.sampling_mask import MaskColumns, check_sampling_mask
 from mopd_kernels.sweep import Needs, Rows, sweep
 from mopd_kernels.teachers import row_segments
 from mopd_kernels.torch_rows.softmax import SoftmaxRows
@@ -36,7 +36,7 @@ def write_logprob_gradient(
     logprob_factor: Tensor,
     entropy_factor: Tensor | None,
     gradient: Tensor,
-    kept: KeptColumns | None,
+    kept: MaskColumns | None,
     backend: str,
 ) -> None:
     """Gradient of ``a log q_y + e Ent`` into ``gradient`` [C, V]; ``logit`` [C] is the sampled token's.
@@ -64,7 +64,7 @@ def token_logprob(
     token_ids: Tensor,
     *,
     temperature: float = 1.0,
-    support: Tensor | None = None,
+    sampling_mask: Tensor | None = None,
     return_entropy: bool = False,
     vocab_size: int | None = None,
     bias: Tensor | None = None,
@@ -102,7 +102,7 @@ def token_logprob(
     model = as_head("policy", head, bias, softcap, logit_scale)
     columns = common_vocabulary(vocab_size, len(model.weight))
     check_token_ids(token_ids, columns, IGNORED)
-    support = check_support(support, token_ids, columns, IGNORED)
+    sampling_mask = check_sampling_mask(sampling_mask, token_ids, columns, IGNORED)
     dtype = compute_dtype(hidden, model.weight)
     plan = make_plan(
         device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=count, columns=columns,
@@ -133,7 +133,7 @@ def token_logprob(
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
             found = softmax_rows(z, epilogue)
-            kept = None if support is None else KeptColumns.of(support[rows])
+            kept = None if sampling_mask is None else MaskColumns.of(sampling_mask[rows])
             if kept is not None:
                 found = kept.softmax(found, z, epilogue)
             ids = safe_ids[rows]

@@ -15,7 +15,7 @@ DEADLINE_S = 600.0
 Answer = TypeVar("Answer")
 
 
-class Watch:
+class CallTimeout:
     """Makes one call at a time in its own thread. After a DeadlineError the thread is lost, and so is the engine."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError
 
 GOING, STOP, LENGTH = 0, 1, 2
@@ -43,7 +43,7 @@ class Request:
     """Budget of the whole response, prefix included."""
     stop: tuple[str, ...] = ()
     """Stop strings, matched over the whole response text."""
-    support: bool = False
+    sampling_mask: bool = False
     """Whether the engine says which tokens it kept to draw from."""
     experts: bool = False
     """Whether the engine says which experts each token it read went to."""
@@ -81,8 +81,8 @@ class StepOutput:
     """[B] log-prob under the distribution the token was drawn from (see sampling.py)"""
     finished: NDArray[np.uint8]
     """[B] GOING, STOP or LENGTH; a finished slot is free when step returns"""
-    kept: Kept | None = None
-    """Kept sets of the B tokens, empty for those whose request does not ask; None when no request asks"""
+    masks: SamplingMasks | None = None
+    """Sampling masks of the B tokens, empty for those whose request does not ask; None when no request asks"""
     routes: Routes | None = None
     """Experts of the tokens that were read for the B tokens, since the request was admitted or its step before; None
     when no request asks"""
@@ -160,15 +160,15 @@ def check_step(output: StepOutput, vocab_size: int) -> None:
 
 
 def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
-    """Refuse a step without a kept set for every token that is asked for it [B], or with a set that lacks its token."""
+    """Refuse a step without a sampling mask for every token asked for it [B], or with one that lacks its token."""
     if not asked.any():
         return
-    if output.kept is None or not output.kept.fits(asked):
+    if output.masks is None or not output.masks.fits(asked):
         raise EngineError(
             "the engine does not say which tokens it kept to draw from, and rollout.record asks for it; nothing of "
-            'this step was written; set engine.kind = "hf", or take "support" out of rollout.record'
+            'this step was written; set engine.kind = "hf", or take "sampling_mask" out of rollout.record'
         )
-    if not (good := output.kept.holds(output.token_ids)).all():
+    if not (good := output.masks.holds(output.token_ids)).all():
         bad = int(np.flatnonzero(~good)[0])
         raise EngineError(
             f"the engine drew token {output.token_ids[bad]} at response position {output.positions[bad]} and says that "

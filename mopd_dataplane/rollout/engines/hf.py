@@ -23,14 +23,14 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.sampling_masks import Kept
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.hf import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines import kv_file
 from mopd_dataplane.rollout.engines.decoder import Decoder
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
 from mopd_dataplane.rollout.engines.sampling import Floats, SlotNoise, draw, log_distribution, mixture
-from mopd_dataplane.rollout.mask_buffers import joined, kept_of
+from mopd_dataplane.rollout.mask_buffers import joined, sampling_masks_of
 from mopd_dataplane.rollout.stop_strings import StopText
 
 _PREFILL_TOKENS = 8192
@@ -177,7 +177,7 @@ class HfEngine:
         self._temperature[row] = request.temperature
         self._top_p[row] = request.top_p
         self._top_k[row] = request.top_k
-        self._support[row] = request.support
+        self._support[row] = request.sampling_mask
         self._noise.forget(slot)
         return row
 
@@ -208,10 +208,10 @@ class HfEngine:
                 "check the policy's weights, then run again to continue"
             )
         positions = self._length[:live] - self._prompt[:live]
-        tokens, logprobs, kept = self._sample(logits, positions)
+        tokens, logprobs, masks = self._sample(logits, positions)
         finished = self._finished(tokens, positions)
         output = StepOutput(
-            self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, kept, self._routes()
+            self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, masks, self._routes()
         )
         self._last[:live] = tokens
         self._length[:live] += 1
@@ -245,9 +245,9 @@ class HfEngine:
 
     def _sample(
         self, logits: Sequence[NDArray[np.float32]], positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32], Kept | None]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32], SamplingMasks | None]:
         live = len(positions)
-        asked, kept = self._support[:live], []
+        asked, masks = self._support[:live], []
         tokens = np.zeros(live, np.int32)
         logprobs = np.zeros(live, np.float32)
         rows = max(1, _SAMPLE_VALUES // self.vocab_size)
@@ -261,8 +261,8 @@ class HfEngine:
             )
             tokens[part], logprobs[part] = draw(log_q, noise, temperature)
             if asked.any():
-                kept.append(kept_of(log_q, asked[part]))
-        return tokens, logprobs, joined(kept) if kept else None
+                masks.append(sampling_masks_of(log_q, asked[part]))
+        return tokens, logprobs, joined(masks) if masks else None
 
     def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         live = len(tokens)

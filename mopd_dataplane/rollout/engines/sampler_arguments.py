@@ -18,7 +18,7 @@ _KEY = "mopd_key"
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class SamplerArguments:
     """Orders for the sampler, for one request."""
 
     key: int
@@ -32,7 +32,7 @@ class Ticket:
     top_k: int
 
     @classmethod
-    def of(cls, request: Request, again: Sequence[int]) -> Ticket:
+    def of(cls, request: Request, again: Sequence[int]) -> SamplerArguments:
         """Orders to go on behind a request's prefix, its newest tokens `again` drawn once more."""
         first = len(request.prefix_ids) - len(again)
         return cls(request.key, first, tuple(again), request.temperature, request.top_p, request.top_k)
@@ -49,12 +49,12 @@ class Ticket:
         }
 
     @classmethod
-    def read(cls, arguments: Mapping[str, Any] | None) -> Ticket | None:
-        """The ticket of a request; None when it has none. Raises ValueError when it is not a whole one."""
+    def read(cls, arguments: Mapping[str, Any] | None) -> SamplerArguments | None:
+        """The arguments of a request; None when it has none. Raises ValueError when they are incomplete."""
         if not arguments or _KEY not in arguments:
             return None
         try:
-            ticket = cls(
+            found = cls(
                 int(str(arguments[_KEY]), 16),
                 int(arguments["mopd_first"]),
                 tuple(int(token) for token in arguments["mopd_again"]),
@@ -63,7 +63,7 @@ class Ticket:
                 int(arguments["mopd_top_k"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a whole ticket of the keyed sampler: {error!r}") from None
-        if not (0 <= ticket.key < 1 << 128 and ticket.first >= 0 and 0 < ticket.top_p <= 1 and ticket.temperature >= 0):
-            raise ValueError(f"impossible ticket of the keyed sampler: {ticket}")
-        return ticket
+            raise ValueError(f"incomplete arguments of the keyed sampler: {error!r}") from None
+        if not (0 <= found.key < 1 << 128 and found.first >= 0 and 0 < found.top_p <= 1 and found.temperature >= 0):
+            raise ValueError(f"impossible arguments of the keyed sampler: {found}")
+        return found

@@ -21,7 +21,7 @@ from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.vllm_local import answering, require_vllm, start
 from mopd_dataplane.rollout.engines.engine import StepOutput
-from mopd_dataplane.rollout.engines.sampler_arguments import Ticket
+from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
 from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
 from mopd_dataplane.rollout.engines.token_streams import Stream
 
@@ -81,7 +81,7 @@ class VllmEngine(StreamingEngine):
             "output_kind": RequestOutputKind.DELTA,
         }
         if self.position_keyed:
-            settings |= {"temperature": 0.0, "extra_args": Ticket.of(request, stream.again).as_arguments()}
+            settings |= {"temperature": 0.0, "extra_args": SamplerArguments.of(request, stream.again).as_arguments()}
         else:
             settings |= {
                 "temperature": request.temperature,

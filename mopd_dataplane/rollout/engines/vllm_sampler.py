@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
-from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, Ticket
+from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
 from mopd_dataplane.rollout.engines.sampling import Floats, SlotNoise, draw, log_distribution
 
 _SAMPLE_VALUES = 1 << 18
@@ -28,8 +28,8 @@ _SAMPLE_VALUES = 1 << 18
 class _Row:
     """One request in the batch."""
 
-    def __init__(self, ticket: Ticket, drawn: list[int], vocab: int) -> None:
-        self.ticket = ticket
+    def __init__(self, arguments: SamplerArguments, drawn: list[int], vocab: int) -> None:
+        self.arguments = arguments
         self._drawn = drawn
         """vLLM's own list: it grows with every token of the request."""
         self._noise = SlotNoise(1, vocab)
@@ -38,12 +38,12 @@ class _Row:
     def repeats(self) -> int | None:
         """The token that must come next, if it is known."""
         done = len(self._drawn)
-        return self.ticket.again[done] if done < len(self.ticket.again) else None
+        return self.arguments.again[done] if done < len(self.arguments.again) else None
 
     def noise(self) -> Floats:
         """[1, V]"""
-        position = np.array([self.ticket.first + len(self._drawn)])
-        return self._noise.rows(np.zeros(1, np.int64), position, [self.ticket.key])
+        position = np.array([self.arguments.first + len(self._drawn)])
+        return self._noise.rows(np.zeros(1, np.int64), position, [self.arguments.key])
 
 
 class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
@@ -56,7 +56,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """Refuse half a ticket before the request enters the batch."""
-        Ticket.read(sampling_params.extra_args)
+        SamplerArguments.read(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:
         """It decides what the greedy token is."""
@@ -69,10 +69,10 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
         for index in batch_update.removed:
             self._rows.pop(index, None)
         for index, params, _, drawn in batch_update.added:
-            ticket = Ticket.read(params.extra_args)
+            arguments = SamplerArguments.read(params.extra_args)
             self._rows.pop(index, None)
-            if ticket is not None:
-                self._rows[index] = _Row(ticket, drawn, self._vocab)
+            if arguments is not None:
+                self._rows[index] = _Row(arguments, drawn, self._vocab)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -96,9 +96,9 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
 
 def _drawn(logits: NDArray[np.float32], rows: list[_Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Token [B] and its log-prob [B]; token 0 and NaN where logits are not finite."""
-    temperature = np.array([row.ticket.temperature for row in rows])
-    top_k = np.array([row.ticket.top_k for row in rows], np.int64)
-    top_p = np.array([row.ticket.top_p for row in rows])
+    temperature = np.array([row.arguments.temperature for row in rows])
+    top_k = np.array([row.arguments.top_k for row in rows], np.int64)
+    top_p = np.array([row.arguments.top_p for row in rows])
     good = np.isfinite(logits).all(axis=1)
     logits[~good] = 0.0
     log_q = log_distribution(logits, temperature, top_k, top_p)

@@ -19,7 +19,7 @@ from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.completions import Completions
 from mopd_dataplane.rollout.engines.engine import Request
-from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, Ticket
+from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
 from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
 from mopd_dataplane.rollout.engines.token_streams import Stream
 from mopd_dataplane.rollout.engines.vllm import LOGPROBS_MODE, SAMPLER
@@ -89,8 +89,8 @@ class ServerEngine(StreamingEngine):
             "min_p": 0.0,
         }
         if self.position_keyed:
-            ticket = Ticket.of(request, again).as_arguments()
-            return body | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "vllm_xargs": ticket}
+            arguments = SamplerArguments.of(request, again).as_arguments()
+            return body | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "vllm_xargs": arguments}
         settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
         return body | settings | {"seed": native_seed(request)}
 

@@ -16,12 +16,13 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.sampling_masks import Kept
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.base.sampling_masks import SamplingMasks
+from mopd_dataplane.records import FORMAT_1_NAMES
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
 
 
-class Message(Protocol):
+class RecordBody(Protocol):
     """A record body."""
 
     kind: ClassVar[int]
@@ -30,7 +31,7 @@ class Message(Protocol):
         """Bytes of the body."""
 
 
-_TEXT_FIELDS = tuple(name for name in Opening.__slots__ if name != "prompt_ids")
+_TEXT_FIELDS = tuple(name for name in SampleSpec.__slots__ if name != "prompt_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,13 @@ class Open:
 
     kind: ClassVar[int] = 1
     handle: int
-    opening: Opening
+    spec: SampleSpec
     interruptions: int = 0
     resume: str = "none"
 
     def encode(self) -> bytes:
-        fields = {name: getattr(self.opening, name) for name in _TEXT_FIELDS}
-        prompt = np.array(self.opening.prompt_ids, "<i4")
+        fields = {name: getattr(self.spec, name) for name in _TEXT_FIELDS}
+        prompt = np.array(self.spec.prompt_ids, "<i4")
         fields |= {"interruptions": self.interruptions, "resume": self.resume}
         text = json.dumps(fields).encode()
         return struct.pack("<II", self.handle, len(text)) + text + prompt.tobytes()
@@ -53,11 +54,12 @@ class Open:
     @classmethod
     def decode(cls, body: bytes) -> Open:
         handle, size = struct.unpack_from("<II", body)
-        fields = json.loads(body[8 : 8 + size])
+        known = json.loads(body[8 : 8 + size])
+        fields = {FORMAT_1_NAMES.get(name, name): value for name, value in known.items()}
         interruptions, resume = fields.pop("interruptions"), fields.pop("resume")
         fields["stop"] = tuple(fields["stop"])
         prompt = tuple(np.frombuffer(body, "<i4", offset=8 + size).tolist())
-        return cls(handle, Opening(**fields, prompt_ids=prompt), interruptions, resume)
+        return cls(handle, SampleSpec(**fields, prompt_ids=prompt), interruptions, resume)
 
 
 _STEP = np.dtype([("handle", "<u4"), ("position", "<u4"), ("token", "<u4"), ("logprob", "<f4"), ("ended", "u1")])
@@ -97,8 +99,8 @@ _SUPPORT_IDS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Support:
-    """Kept sets of tokens that a STEP or TOKENS record behind this one holds; without that record they say nothing.
+class SamplingMask:
+    """Sampling masks of tokens in a STEP or TOKENS record behind this one; without that record they say nothing.
 
     ordinals: which of its sample's own tokens (environment tokens do not count) each set is of.
     """
@@ -106,30 +108,34 @@ class Support:
     kind: ClassVar[int] = 14
     handles: NDArray[np.uint32]
     ordinals: NDArray[np.uint32]
-    kept: Kept
+    masks: SamplingMasks
 
     @classmethod
-    def records(cls, handles: NDArray[np.uint32], ordinals: NDArray[np.uint32], kept: Kept) -> Iterator[Support]:
+    def records(
+        cls, handles: NDArray[np.uint32], ordinals: NDArray[np.uint32], masks: SamplingMasks
+    ) -> Iterator[SamplingMask]:
         """Rows [n] in as many records as their size asks for; one row has at most 65,536 ids."""
-        ends = np.cumsum(kept.sizes)
+        ends = np.cumsum(masks.sizes)
         parts = (ends + np.arange(len(ends))) // _SUPPORT_IDS
         for part in np.unique(parts):
             rows = np.flatnonzero(parts == part)
-            begin = ends[rows[0]] - kept.sizes[rows[0]]
-            yield cls(handles[rows], ordinals[rows], Kept(kept.sizes[rows], kept.ids[begin : ends[rows[-1]]]))
+            begin = ends[rows[0]] - masks.sizes[rows[0]]
+            yield cls(
+                handles[rows], ordinals[rows], SamplingMasks(masks.sizes[rows], masks.ids[begin : ends[rows[-1]]])
+            )
 
     def encode(self) -> bytes:
-        columns = (self.handles, self.ordinals, self.kept.sizes, self.kept.ids)
+        columns = (self.handles, self.ordinals, self.masks.sizes, self.masks.ids)
         return struct.pack("<I", len(self.handles)) + b"".join(column.astype("<u4").tobytes() for column in columns)
 
     @classmethod
-    def decode(cls, body: bytes) -> Support:
+    def decode(cls, body: bytes) -> SamplingMask:
         (count,) = struct.unpack_from("<I", body)
         handles, ordinals, sizes = (np.frombuffer(body, "<u4", count=count, offset=4 + 4 * count * n) for n in range(3))
         ids = np.frombuffer(body, "<u4", offset=4 + 12 * count)
         if sizes.sum(dtype=np.int64) != len(ids):
             raise ValueError(f"support body holds {len(ids)} ids, its sizes say {sizes.sum(dtype=np.int64)}")
-        return cls(handles, ordinals, Kept(sizes.astype(np.int32), ids.astype(np.int32)))
+        return cls(handles, ordinals, SamplingMasks(sizes.astype(np.int32), ids.astype(np.int32)))
 
 
 _ROUTED_IDS = 1 << 17
@@ -373,12 +379,12 @@ class Close:
         return cls()
 
 
-_Sample = Open | Step | Support | Routed | Span | Tokens | Resume | Finish | Commit | Abandon | Tool
-Any = _Sample | Base | Sync | Fence | Close
-_KINDS: dict[int, type[Any]] = {message.kind: message for message in typing.get_args(Any)}
+_Sample = Open | Step | SamplingMask | Routed | Span | Tokens | Resume | Finish | Commit | Abandon | Tool
+LogRecord = _Sample | Base | Sync | Fence | Close
+_KINDS: dict[int, type[LogRecord]] = {message.kind: message for message in typing.get_args(LogRecord)}
 
 
-def decode(kind: int, body: bytes) -> Any:
+def decode(kind: int, body: bytes) -> LogRecord:
     """The message of a record. Raises ValueError (struct.error, KeyError included) for what no writer wrote."""
     try:
         return _KINDS[kind].decode(body)

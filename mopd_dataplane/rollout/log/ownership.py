@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
@@ -50,7 +50,7 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
             continue
         with open(descriptor, "wb") as file:
             file.write(owner)
-        checkpoint("wal.epoch.claimed")
+        fault_point("wal.epoch.claimed")
         fsync(path)
         fsync(claims)
         return epoch

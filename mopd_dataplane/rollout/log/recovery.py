@@ -126,7 +126,7 @@ def _check_tail(segment: Segment, *, promised_from: int | None = None) -> None:
 
 
 def _check_never_based(segments: list[Segment]) -> None:
-    """Without any checkpoint, the only innocent log is one whose very first opening was interrupted."""
+    """Without any checkpoint, the only innocent log is one whose very first spec was interrupted."""
     for segment in segments:
         _check_tail(segment, promised_from=segment.header.first_lsn)
         fence = log_records.Fence.decode(segment.records[0].body) if segment.records else log_records.Fence(0, 0, 0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
 
@@ -46,12 +46,12 @@ class SegmentFile:
         """The file gets its name only when its header is on disk."""
         self.write(header)
         self.sync()
-        checkpoint("wal.segment.header")
+        fault_point("wal.segment.header")
         staging.rename(self.path)
-        checkpoint("wal.segment.renamed")
+        fault_point("wal.segment.renamed")
         if self._syncs:
             fsync(self.path.parent)
-        checkpoint("wal.segment.named")
+        fault_point("wal.segment.named")
 
     def write(self, data: bytes) -> None:
         """Append all bytes, however many calls that takes."""

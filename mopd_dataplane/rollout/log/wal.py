@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.rollout.log import log_records
@@ -90,7 +90,7 @@ class TokenLog:
         self._appending = threading.Lock()
         self._flusher = Flusher(settings.group_commit_ms / 1000, self._sync_file, self._state_watermark)
         make_folder(self._epoch_folder)
-        checkpoint("wal.epoch")
+        fault_point("wal.epoch")
         self._begin_segment(previous=0)
         try:
             self._write(recovered.fence)
@@ -162,7 +162,7 @@ class TokenLog:
         """Duration of every sync of the current segment."""
         return self._file.sync_seconds
 
-    def append(self, message: log_records.Any) -> int:
+    def append(self, message: log_records.LogRecord) -> int:
         """Write one record and return its lsn: it is `logged`.
 
         A full disk pauses here until there is space again. Raises ResourceError when that takes longer than
@@ -170,9 +170,9 @@ class TokenLog:
         """
         with self._appending:
             self._flusher.check()
-            checkpoint("wal.append")
+            fault_point("wal.append")
             lsn = self._write(message)
-            checkpoint("wal.appended")
+            fault_point("wal.appended")
         self._flusher.wrote(lsn)
         return lsn
 
@@ -215,7 +215,7 @@ class TokenLog:
             self._flusher.check()
             with _named(self.folder):
                 self._end_segment()
-                checkpoint("wal.closed")
+                fault_point("wal.closed")
                 if forget:
                     shutil.rmtree(self._epoch_folder)
         finally:
@@ -254,10 +254,10 @@ class TokenLog:
         """Carry what is not committed into this segment; when that is durable, older segments may go."""
         for message in ledger.checkpoint():
             self._write(message)
-        checkpoint("wal.base")
+        fault_point("wal.base")
         self._file.sync()
         self._mark_synced()
-        checkpoint("wal.base.synced")
+        fault_point("wal.base.synced")
         self._write(log_records.Sync())
         self._check_not_fenced()
         self._retire()
@@ -266,14 +266,14 @@ class TokenLog:
         for file in segment_files(self._epoch_folder):
             if file != self._file.path:
                 file.unlink()
-                checkpoint("wal.retire")
+                fault_point("wal.retire")
         for epoch, folder in sorted(epoch_folders(self.folder).items()):
             if epoch < self.epoch:
                 shutil.rmtree(folder)
                 claim_file(self.folder, epoch).unlink(missing_ok=True)
-                checkpoint("wal.retire")
+                fault_point("wal.retire")
 
-    def _write(self, message: log_records.Any) -> int:
+    def _write(self, message: log_records.LogRecord) -> int:
         lsn = self._next_lsn
         synced = self._flusher.synced
         record = pack_record(self._salt, lsn, synced, self.epoch, message.kind, message.encode())
@@ -288,10 +288,10 @@ class TokenLog:
         return lsn
 
     def _sync_file(self) -> None:
-        checkpoint("wal.sync")
+        fault_point("wal.sync")
         self._check_not_fenced()
         self._file.sync()
-        checkpoint("wal.synced")
+        fault_point("wal.synced")
 
     def _check_not_fenced(self) -> None:
         """Where locks do not hold, a newer writer may have taken over: its fence has made our bytes void."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mopd_dataplane.base.fault_points import checkpoint
+from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DeadlineError, ResourceError
 from mopd_dataplane.records import Prompt
 
@@ -66,7 +66,7 @@ class Sandbox(Protocol):
 
 
 class Abandoned(Exception):
-    """The sample cannot go on; `reason` is one of messages.ABANDON_REASONS."""
+    """The sample cannot go on; `reason` is one of log_records.ABANDON_REASONS."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -114,9 +114,9 @@ class Turn:
         if known is None:
             known = Call(len(self.response), command)
             self._say(known, ordinal)
-        checkpoint("tool.dispatch")
+        fault_point("tool.dispatch")
         result = self._sandbox.run(self._uid, f"{self._uid}-{ordinal}", command)
-        checkpoint("tool.executed")
+        fault_point("tool.executed")
         if result is None:
             raise Abandoned("tool_in_doubt")
         self._say(Call(known.position, command, result), ordinal)

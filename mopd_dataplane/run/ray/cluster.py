@@ -20,7 +20,7 @@ from mopd_dataplane.job.job import Stage
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.steps.rollout import Part
-from mopd_dataplane.run.steps.score import Judged, JudgeTask
+from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
 
 ON_THIS_MACHINE = "local"
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -39,11 +39,11 @@ class RayFleet:
 
         return roll_out_on_replicas(self.run, part, already, show)
 
-    def judge(self, stage: Stage, tasks: Sequence[JudgeTask], done: Callable[[Judged], None]) -> None:
+    def judge(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
         """See teachers.py."""
-        from mopd_dataplane.run.ray.teacher_workers import judge_on_workers
+        from mopd_dataplane.run.ray.teacher_workers import score_on_workers
 
-        judge_on_workers(self.run, stage, tasks, done)
+        score_on_workers(self.run, stage, tasks, done)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Engine replicas: a share of a generation each, through a token log of their own.
+"""Engine replicas: a share of an iteration each, through a token log of their own.
 
 A share is a set of uids and the name of the log it goes through. What a log holds unfinished belongs to that log, so
 those uids come first and under its name, whoever reads it now: on another worker, after a death, in another run. The
@@ -24,7 +24,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.samplers import Sampler, sampler_of
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.rollout import Part, generation_prompts, open_engine, roll_out
+from mopd_dataplane.run.steps.rollout import Part, open_engine, prompts_of, roll_out
 from mopd_dataplane.run.token_log_copy import StoredLog
 
 STEPS_OF_SLOTS = 2
@@ -50,7 +50,7 @@ def roll_out_on_replicas(run: Run, part: Part, already: set[str], show: Callable
         busy.add(writer)
         return task
 
-    total = RolloutReport(stage=part.stage.name, generation=part.generation)
+    total = RolloutReport(stage=part.stage.name, iteration=part.iteration)
 
     def done(group: Group, task: Task, report: RolloutReport) -> None:
         busy.discard(task.arguments[0])
@@ -58,10 +58,10 @@ def roll_out_on_replicas(run: Run, part: Part, already: set[str], show: Callable
         _add(total, report)
 
     def tick() -> None:
-        rows, _ = stage_samples(run.store, part.stage, part.generation, ["uid"])
+        rows, _ = stage_samples(run.store, part.stage, part.iteration, ["uid"])
         show(max(len(rows) - len(already), 0))
 
-    identity = (part.generation, part.sampler, part.version)
+    identity = (part.iteration, part.sampler, part.version)
     scale = run.job.scale
     group = Group(
         name=f"{part.stage.name} rollout",
@@ -79,13 +79,13 @@ def roll_out_on_replicas(run: Run, part: Part, already: set[str], show: Callable
 class EngineReplica:
     """A worker that holds one policy."""
 
-    def __init__(self, job: str, stage: str, generation: int, sampler: Sampler, version: int) -> None:
+    def __init__(self, job: str, stage: str, iteration: int, sampler: Sampler, version: int) -> None:
         parsed = Job.model_validate_json(job)
         self._run = open_existing(parsed, Progress(quiet=True))
         of = parsed.stage(stage)
-        prompts = generation_prompts(self._run, of, generation)
-        own = [p for p in prompts if sampler_of(parsed, of, p, generation) == sampler]
-        self._part = Part(of, generation, sampler, version, own)
+        prompts = prompts_of(self._run, of, iteration)
+        own = [p for p in prompts if sampler_of(parsed, of, p, iteration) == sampler]
+        self._part = Part(of, iteration, sampler, version, own)
         self._engine: Engine | None = None
 
     def ready(self) -> bool:
@@ -96,7 +96,7 @@ class EngineReplica:
         """Sample a share through the log of `writer`, and finish what that log holds."""
         if self._engine is None:
             self._engine = open_engine(self._run, self._part)
-        _, stored = stage_samples(self._run.store, self._part.stage, self._part.generation, ["uid"])
+        _, stored = stage_samples(self._run.store, self._part.stage, self._part.iteration, ["uid"])
 
         def show(done: int, **facts: str) -> None:
             if "notice" in facts:
@@ -112,7 +112,7 @@ def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]
     open_uids = set().union(*missing)
     owned: list[tuple[str, set[str]]] = []
     for folder in _logs(run, part.stage):
-        held = {draft.opening.uid for draft in recover(folder).ledger.drafts.values()} & open_uids
+        held = {partial.spec.uid for partial in recover(folder).ledger.partials.values()} & open_uids
         if held:
             owned.append((folder.name, held))
             open_uids -= held
@@ -137,9 +137,7 @@ def _logs(run: Run, stage: Stage) -> list[Path]:
 
 def _uids(run: Run, part: Part, prompt_id: str) -> set[str]:
     seed, stage = run.job.seed, part.stage
-    return {
-        sample_uid(seed, stage.name, prompt_id, index, part.generation) for index in range(stage.rollout.group_size)
-    }
+    return {sample_uid(seed, stage.name, prompt_id, index, part.iteration) for index in range(stage.rollout.group_size)}
 
 
 def _add(total: RolloutReport, one: RolloutReport) -> None:
@@ -154,5 +152,5 @@ def _add(total: RolloutReport, one: RolloutReport) -> None:
             total.max_drift = max(before, more)
         elif isinstance(before, dict):
             setattr(total, entry.name, {k: before.get(k, 0) + more.get(k, 0) for k in {*before, *more}})
-        elif entry.name not in ("stage", "generation"):
+        elif entry.name not in ("stage", "iteration"):
             setattr(total, entry.name, before + more)

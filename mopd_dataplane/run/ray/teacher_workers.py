@@ -9,10 +9,10 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
-from mopd_dataplane.run.steps.score import Judged, JudgeTask, judge, student_support, teacher_pool
+from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, judge, student_topk, teacher_pool
 
 
-def judge_on_workers(run: Run, stage: Stage, tasks: Sequence[JudgeTask], done: Callable[[Judged], None]) -> None:
+def score_on_workers(run: Run, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
     """Judge every task, teachers side by side as far as the cluster has room."""
     scale = run.job.scale
     groups = [
@@ -41,12 +41,12 @@ class TeacherWorker:
         self._run = open_existing(parsed, Progress(quiet=True))
         self._stage = parsed.stage(stage)
         self._pool = teacher_pool(self._run, self._stage)
-        self._student = student_support(self._run, self._stage)
+        self._student = student_topk(self._run, self._stage)
 
     def ready(self) -> bool:
         """Answers once the worker is placed."""
         return True
 
-    def work(self, task: JudgeTask) -> Judged:
+    def work(self, task: ScoreTask) -> ScoredTask:
         """Judge and commit one task."""
         return judge(self._run, self._stage, self._pool, self._student, task)

@@ -21,13 +21,13 @@ from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.scorer import Scorable, model_input
 from mopd_dataplane.score.teacher_comparison import Answer, compare
-from mopd_dataplane.score.teacher_forward import Judge
+from mopd_dataplane.score.teacher_forward import TeacherForward
 
 
 def compare_teachers(
     job: Job, stage: Stage, *, samples: int = 200, topk: int = 16, console: Console | None = None
 ) -> list[dict[str, Any]]:
-    """One row for each domain of the stage and teacher of the job, over the first generation's first answers.
+    """One row for each domain of the stage and teacher of the job, over the first iteration's first answers.
 
     Every teacher reads the same answers, `samples` a domain; nothing is written. Columns: see
     score.teacher_comparison.Comparison, and `accuracy`, the teacher's own on held-out prompts of the
@@ -38,7 +38,7 @@ def compare_teachers(
     answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
     if not any(answers.values()):
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
-    student = Judge((HfReader(load_model(run.policies.folder(stage, 0))),))
+    student = TeacherForward((HfReader(load_model(run.policies.folder(stage, 0))),))
     names = [name for name in job.teachers if _is_there(run, name)]
     pool = teacher_pool(run, stage, names, engine="hf")
     rows = []

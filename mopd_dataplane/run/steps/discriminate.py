@@ -41,7 +41,7 @@ def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Promp
     return found
 
 
-def judge_text(run: Run, stage: Stage, window: int) -> dict[str, float]:
+def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     """Teach the discriminator with a window's samples, and reward them with it; nothing when that was done before.
 
     Returns {"rewards": count, "loss", "accuracy"}.

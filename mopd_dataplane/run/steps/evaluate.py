@@ -18,7 +18,7 @@ from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.steps.score import decode, teacher_pool, verify
 from mopd_dataplane.score.readers import HfReader
-from mopd_dataplane.score.teacher_forward import Judge
+from mopd_dataplane.score.teacher_forward import TeacherForward
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ def _reverse_kl(
     import torch
     from mopd_kernels import divergence
 
-    student = Judge((HfReader(load_model(folder)),))
+    student = TeacherForward((HfReader(load_model(folder)),))
     found: dict[str, float] = {}
     by_teacher: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):
@@ -170,7 +170,7 @@ def _reverse_kl(
     return found
 
 
-def _response_states(judge: Judge, prompt: list[int], response: list[int]) -> torch.Tensor:
+def _response_states(judge: TeacherForward, prompt: list[int], response: list[int]) -> torch.Tensor:
     """[R, D] states that predict each response token."""
     positions = np.arange(len(prompt), len(prompt) + len(response))
     return judge.states([np.array(prompt + response)], [positions]).float()

@@ -19,10 +19,10 @@ def window_tag(stage: Stage, window: int) -> str:
     return f"{stage.name}-{window}"
 
 
-def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) -> PlanWindow:
+def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
     """The recorded plan of a window; made and recorded when there is none yet.
 
-    generation: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
+    iteration: whose samples it covers; None takes all of the stage. Raises InputError when nothing can be trained on.
     """
     recorded = run.store.plan(stage.name, window)
     if recorded is not None:
@@ -31,7 +31,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
         tag = window_tag(stage, window)
         snapshot = run.store.snapshot(tag=tag)
         try:
-            columns = planner_columns(run, stage, generation, snapshot)
+            columns = planner_columns(run, stage, iteration, snapshot)
         except InputError:
             run.store.release(tag)  # what is missing now may be there at the next try
             raise
@@ -67,19 +67,19 @@ def plan_window(run: Run, stage: Stage, window: int, *, generation: int | None) 
     return plan
 
 
-def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> Columns:
+def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> Columns:
     """What the planner sees of a stage's samples."""
     objective = run.job.objective(stage)
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []
     columns += [EFFORT_COLUMN] if run.job.routes_by_effort(stage) else []
     if stage.data == "stored":
-        _check_sampler_logprobs(run, stage, generation, snapshot)
+        _check_sampler_logprobs(run, stage, iteration, snapshot)
     teachers = run.job.teachers_of(stage)
     scores = run.store.table("scores", columns=["sample_row", "teacher", "kind"], snapshot=snapshot)
     rewards = run.store.table("rewards", columns=["sample_row"], snapshot=snapshot)
     found = collect_columns(
-        scan_stage(run.store, stage.name, generation, columns, snapshot),
+        scan_stage(run.store, stage.name, iteration, columns, snapshot),
         run.store.dataset("samples", snapshot).count_rows(),
         route=(lambda domain, effort: run.job.teacher_of(stage, domain, effort)) if teachers else None,
         teachers=teachers,
@@ -90,19 +90,19 @@ def planner_columns(run: Run, stage: Stage, generation: int | None, snapshot: Sn
     if not len(found) and run.is_done(stage):
         raise InputError(f"stage {stage.name!r} is done: all its windows are planned and trained")
     if not len(found):
-        how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --run {stage.name}"
+        how = "mopd rollout JOB" if stage.data != "stored" else f"mopd import FORMAT PATH --stage {stage.name}"
         raise InputError(f"stage {stage.name!r}: no samples to plan in {run.store.uri}; run: {how}")
     return found
 
 
-def _check_sampler_logprobs(run: Run, stage: Stage, generation: int | None, snapshot: Snapshot | None) -> None:
+def _check_sampler_logprobs(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> None:
     """Raise InputError when a policy gradient would divide by log-probs that an import did not bring, or that are those
     of a cut distribution whose kept tokens are not stored."""
     if run.job.objective(stage).policy_gradient is None:
         return
     columns = ["mean_logprob", "loss_tokens", "top_p", "top_k"]
-    columns += ["support_len"] if run.store.has_column("samples", "support_len", snapshot) else []
-    rows, samples = stage_samples(run.store, stage, generation, columns, snapshot)
+    columns += ["sampling_mask_len"] if run.store.has_column("samples", "sampling_mask_len", snapshot) else []
+    rows, samples = stage_samples(run.store, stage, iteration, columns, snapshot)
     lacking = pc.and_(pc.is_null(samples["mean_logprob"]), pc.greater(samples["loss_tokens"], 0))
     if missing := pc.sum(lacking).as_py():
         raise InputError(
@@ -110,8 +110,8 @@ def _check_sampler_logprobs(run: Run, stage: Stage, generation: int | None, snap
             "policy gradient needs; train them with cross_entropy or divergence, or import a format that has them"
         )
     cut = pc.or_(pc.less(samples["top_p"], 1), pc.greater(samples["top_k"], 0))
-    if "support_len" in samples.column_names:
-        cut = pc.and_(cut, pc.is_null(samples["support_len"]))
+    if "sampling_mask_len" in samples.column_names:
+        cut = pc.and_(cut, pc.is_null(samples["sampling_mask_len"]))
     if some := pc.sum(cut).as_py():
         raise InputError(
             f"stage {stage.name!r}: {some} of {len(rows)} samples were drawn under top_p or top_k: their log-probs are "

@@ -24,38 +24,38 @@ from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.dataset import Store
 
 
-def rollout(run: Run, stage: Stage, generation: int, *, follow: bool = False) -> list[RolloutReport]:
+def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> list[RolloutReport]:
     """Sample one iteration of a stage, or finish it: a report of each sampling policy, none where all is in the store.
 
     The policy is the version the iteration starts from; with `follow` the newest there is, also when a newer one is
     published in the middle.
     """
-    prompts = generation_prompts(run, stage, generation)
-    _, stored = stage_samples(run.store, stage, generation, ["uid"])
+    prompts = prompts_of(run, stage, iteration)
+    _, stored = stage_samples(run.store, stage, iteration, ["uid"])
     already = set(stored["uid"].to_pylist())
-    samplers = [sampler_of(run.job, stage, prompt, generation) for prompt in prompts]
+    samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
     reports = []
     for sampler in dict.fromkeys(samplers):
         own = [prompt for prompt, by in zip(prompts, samplers, strict=True) if by == sampler]
         if sampler.policy == "reference":
-            store_reference(run, stage, own, generation=generation)
-        elif not already.issuperset(uids_of(run, stage, generation, own)):
-            reports.append(_sample(run, stage, generation, sampler, own, already, follow=follow))
+            store_reference(run, stage, own, iteration=iteration)
+        elif not already.issuperset(uids_of(run, stage, iteration, own)):
+            reports.append(_sample(run, stage, iteration, sampler, own, already, follow=follow))
     if not reports:
         return []
     seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
-    name = f"time/{stage.name}/{generation}/rollout"
+    name = f"time/{stage.name}/{iteration}/rollout"
     detail = {"action": "rollout", "log": "/".join(sorted(levels))}
-    run.store.add_event(name, stage.name, "stage_time", generation, seconds, detail)
+    run.store.add_event(name, stage.name, "stage_time", iteration, seconds, detail)
     return reports
 
 
 def _sample(
-    run: Run, stage: Stage, generation: int, sampler: Sampler, prompts: list[Prompt], already: set[str], *, follow: bool
+    run: Run, stage: Stage, iteration: int, sampler: Sampler, prompts: list[Prompt], already: set[str], *, follow: bool
 ) -> RolloutReport:
     """Let one policy answer its prompts of an iteration: on an engine here, or on the replicas of a fleet."""
-    version = run.policies.latest(stage) if follow else generation
-    before = len(already.intersection(uids_of(run, stage, generation, prompts)))
+    version = run.policies.latest(stage) if follow else iteration
+    before = len(already.intersection(uids_of(run, stage, iteration, prompts)))
     with run.progress.step(stage.name, "rollout", total=len(prompts) * stage.rollout.group_size, unit="samples") as (
         advance,
         report,
@@ -67,7 +67,7 @@ def _sample(
             else:
                 advance(before + done, **facts)
 
-        part = Part(stage, generation, sampler, version, prompts)
+        part = Part(stage, iteration, sampler, version, prompts)
         if run.fleet is not None:
             done = run.fleet.roll_out(part, already, show)
         else:
@@ -83,7 +83,7 @@ class Part:
     """What one policy answers in one iteration of a stage."""
 
     stage: Stage
-    generation: int
+    iteration: int
     sampler: Sampler
     version: int
     """Policy version that samples."""
@@ -126,7 +126,7 @@ def roll_out(
         engine,
         part.prompts,
         stage=stage.name,
-        generation=part.generation,
+        iteration=part.iteration,
         seed=run.job.seed,
         rollout=stage.rollout.model_copy(update={"policy": sampler}),
         wal=run.job.wal,
@@ -150,7 +150,7 @@ def _partner(run: Run, part: Part) -> Partner | None:
     return Partner(run.policies.teacher(part.sampler.mixed_in, part.stage), part.stage.rollout.teacher_mix)
 
 
-def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
+def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
     """Prompts of one iteration, in admission order."""
     prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
     if stage.discriminator:
@@ -158,21 +158,21 @@ def generation_prompts(run: Run, stage: Stage, generation: int) -> list[Prompt]:
     return iteration_prompts(
         prompts,
         count=stage.rollout.prompts_per_iteration,
-        generation=generation,
+        iteration=iteration,
         seed=run.job.seed,
         stage=stage.name,
     )
 
 
-def generation_uids(run: Run, stage: Stage, generation: int) -> list[str]:
+def uids_of_iteration(run: Run, stage: Stage, iteration: int) -> list[str]:
     """uids that one iteration is made of: known before anything is sampled."""
-    return uids_of(run, stage, generation, generation_prompts(run, stage, generation))
+    return uids_of(run, stage, iteration, prompts_of(run, stage, iteration))
 
 
-def uids_of(run: Run, stage: Stage, generation: int, prompts: Sequence[Prompt]) -> list[str]:
+def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:
     """uids of the samples of some prompts, in admission order."""
     return [
-        sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, generation)
+        sample_uid(run.job.seed, stage.name, prompt.prompt_id, index, iteration)
         for prompt in prompts
         for index in range(stage.rollout.group_size)
     ]
@@ -188,7 +188,7 @@ def record_abandoned(store: Store, samples: list[Sample]) -> None:
     for sample in samples:
         if sample.abandoned:
             name, detail = f"abandon/{sample.uid}", {"reason": sample.abandoned, "uid": sample.uid}
-            store.add_event(name, sample.run, "abandon", sample.generation, float(sample.response_len), detail)
+            store.add_event(name, sample.stage, "abandon", sample.iteration, float(sample.response_len), detail)
 
 
 def _facts(done: RolloutReport) -> dict[str, str]:

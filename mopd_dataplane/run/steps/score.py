@@ -18,7 +18,7 @@ from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
 from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.score.topk_source import StudentSupport
+from mopd_dataplane.score.topk_source import StudentTopk
 
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
@@ -27,7 +27,7 @@ CHUNK = 512
 
 
 @dataclass(frozen=True)
-class JudgeTask:
+class ScoreTask:
     """Samples that one teacher reads once."""
 
     teacher: str
@@ -37,7 +37,7 @@ class JudgeTask:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredTask:
     """What became of a task."""
 
     teacher: str
@@ -46,21 +46,21 @@ class Judged:
     loss_tokens: int
 
 
-def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
-    """Compute and commit every missing signal of a stage's samples (of one generation, or of all).
+def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
+    """Compute and commit every missing signal of a stage's samples (of one iteration, or of all).
 
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
     tokenizer, weights or quantisation do not fit.
     """
     check_precision(run, (*run.job.teachers_of(stage), *_reference(run, stage)))
-    work = _missing(run, stage, generation)
+    work = _missing(run, stage, iteration)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
     if not total:
         return counts
     pool = register_teachers(run, stage)
     tasks = [
-        JudgeTask(teacher, tuple(kinds), chunk)
+        ScoreTask(teacher, tuple(kinds), chunk)
         for teacher in dict.fromkeys(teacher for teacher, _ in work)
         for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
         for chunk in _chunks(rows)
@@ -69,7 +69,7 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with closing(pool), step as (advance, report):
 
-        def count(judged: Judged) -> None:
+        def count(judged: ScoredTask) -> None:
             counts["signals"] += judged.signals
             counts["loss_tokens"] += judged.loss_tokens
             advance(int(counts["signals"]), teacher=judged.teacher)
@@ -77,20 +77,20 @@ def score(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str,
         if run.fleet is not None:
             run.fleet.judge(stage, tasks, count)
         else:
-            student = student_support(run, stage)
+            student = student_topk(run, stage)
             for task in tasks:
                 count(judge(run, stage, pool, student, task))
         report.facts = {
             "signals": f"{int(counts['signals']):,}",
             "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
         }
-    _record_time(run, stage, generation, "score", report.seconds)
+    _record_time(run, stage, iteration, "score", report.seconds)
     return counts
 
 
-def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str, float]:
+def reward(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
     """Verify every sampled answer of a stage that has no reward yet. Returns {"rewards": count, "mean": value}."""
-    every, samples = stage_samples(run.store, stage, generation, ["uid", "prompt_id"])
+    every, samples = stage_samples(run.store, stage, iteration, ["uid", "prompt_id"])
     rows = every[~np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())]
     identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
     if not len(rows):
@@ -110,7 +110,7 @@ def reward(run: Run, stage: Stage, *, generation: int | None = None) -> dict[str
             run.store.add_rewards(records)
             advance(len(values))
         report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
-    _record_time(run, stage, generation, "reward", report.seconds)
+    _record_time(run, stage, iteration, "reward", report.seconds)
     return {"rewards": float(len(values)), "mean": float(np.mean(values))}
 
 
@@ -170,24 +170,24 @@ def teacher_pool(
     )
 
 
-def student_support(run: Run, stage: Stage) -> StudentSupport:
+def student_topk(run: Run, stage: Stage) -> StudentTopk:
     """The policies that sampled, for signals on their likeliest tokens."""
-    return StudentSupport(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
+    return StudentTopk(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
 
 
-def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, task: JudgeTask) -> Judged:
+def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
     new = positions = 0
     for kind, signals in _judge(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
         new += run.store.commit_signals(task.teacher, kind, signals)
         positions += sum(_positions(signal) for signal in signals)
-    return Judged(task.teacher, new, positions)
+    return ScoredTask(task.teacher, new, positions)
 
 
-def _missing(run: Run, stage: Stage, generation: int | None) -> dict[tuple[str, str], Rows]:
+def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, str], Rows]:
     """Rows of `samples` that lack a signal the objective needs, by (teacher, kind)."""
     objective = run.job.objective(stage)
-    rows, samples = stage_samples(run.store, stage, generation, ["domain", "effort"])
+    rows, samples = stage_samples(run.store, stage, iteration, ["domain", "effort"])
     wanted: dict[tuple[str, str], Rows] = {}
     if objective.signals:
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
@@ -205,7 +205,7 @@ def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
 
 
 def _judge(
-    run: Run, stage: Stage, pool: TeacherPool, student: StudentSupport, teacher: str, kinds: list[str], rows: Rows
+    run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, teacher: str, kinds: list[str], rows: Rows
 ) -> dict[str, list[Signal]]:
     samples = list(stored_samples(run, rows))
     signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
@@ -241,7 +241,7 @@ def _positions(signal: Signal) -> int:
     return 0
 
 
-def _record_time(run: Run, stage: Stage, generation: int | None, action: str, seconds: float) -> None:
-    ordinal = -1 if generation is None else generation
+def _record_time(run: Run, stage: Stage, iteration: int | None, action: str, seconds: float) -> None:
+    ordinal = -1 if iteration is None else iteration
     name = f"time/{stage.name}/{ordinal}/{action}"
     run.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action})

@@ -122,7 +122,7 @@ class Training:
         scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
         # A micro-batch holds all its packs at once, and the next one is read meanwhile.
         load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
-        sources = {"topk_support": stage.score.topk_support, "verifier": stage.verifier}
+        sources = {"topk_source": stage.score.topk_source, "verifier": stage.verifier}
         load_spec = LoadSpec.for_stage(stage.name, load, run.job.objective(stage), **sources)
         publish_file(scratch / "train.json", self._spec(scratch).model_dump_json().encode())
         trainer = self._trainer = _trainer(scratch / "train.json", ranks_here(run.job.scale))

@@ -24,7 +24,7 @@ def sample(number: int) -> Sample:
     noise = np.random.default_rng(number)
     return Sample(
         uid=sample_uid(0, "student", f"p{number}", 0, 0), prompt_id=f"p{number}", group_id=f"p{number}#0",
-        group_index=0, generation=0, domain="math", run="student", writer="engine-0", writer_seq=number,
+        group_index=0, iteration=0, domain="math", stage="student", writer="engine-0", writer_seq=number,
         policy="student", temperature=1.0, top_p=1.0, top_k=0, prompt_len=PROMPT,
         tokens=noise.integers(0, 150_000, PROMPT + RESPONSE).astype(np.int32),
         logprobs=-noise.random(RESPONSE).astype(np.float32), loss_mask=np.ones(RESPONSE, np.uint8),

@@ -28,7 +28,7 @@ def answered(*arguments: str | Path) -> Any:
 
 
 def first_uid(store: Store) -> str:
-    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and generation = 0")
+    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and iteration = 0")
     return str(found["uid"][0].as_py())
 
 

@@ -96,7 +96,7 @@ def test_verl_text_is_tokenised_and_has_no_logprobs(store: Store, bring: Callabl
     samples = store.samples().to_pylist()
     assert {s["writer"] for s in samples} == {"import-verl-text"}
     assert {s["finish_reason"] for s in samples} == {"unknown"}
-    assert {(s["generation"], s["policy_version_first"], s["mean_logprob"]) for s in samples} == {(5, 5, None)}
+    assert {(s["iteration"], s["policy_version_first"], s["mean_logprob"]) for s in samples} == {(5, 5, None)}
     assert [s["group_index"] for s in samples] == [0, 1]
     payload = store.read_tokens([0, 1], verify=True).to_pylist()
     assert payload[0]["tokens"] == [1, *map(ord, "3 + 4 = 7")]
@@ -137,7 +137,7 @@ def test_tinker_transitions(store: Store, bring: Callable[..., ImportReport]) ->
     assert (row["tokens"], row["loss_mask"]) == ([1, 2, 3, 6, 4], [1, 0, 1])
     assert row["logprobs"] == pytest.approx([-0.1, 0, -0.2])
     assert store.table("rewards", ["reward"]).to_pylist() == [{"reward": 1.75}]
-    assert store.samples(["generation"])["generation"].to_pylist() == [9]
+    assert store.samples(["iteration"])["iteration"].to_pylist() == [9]
 
 
 @pytest.mark.parametrize(
@@ -185,18 +185,21 @@ def test_what_is_exported_comes_back_equal(demo_store: Store, tmp_path: Path, ki
 def test_kept_sets_and_experts_are_exported_with_their_sample(store: Store, tmp_path: Path, kind: str) -> None:
     row = {
         "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "logprobs": [-1.0, 0.0, -2.0], "loss_mask": [1, 0, 1],
-        "support_sizes": [2, 0], "support_ids": [9, 3], "experts": [0, 7, 1, 6, 2, 5, 3, 4],
+        "sampling_mask_sizes": [2, 0], "sampling_mask_ids": [9, 3], "experts": [0, 7, 1, 6, 2, 5, 3, 4],
     }  # fmt: skip
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(GOOD) + "\n")
-    settings = ImportSettings(format="plain", run="student", domain="sums")
+    settings = ImportSettings(format="plain", stage="student", domain="sums")
     import_rollouts(store, tmp_path / "in.jsonl", settings, Letters())
-    recorded = store.samples(["support_len", "experts_width"]).to_pylist()
-    assert recorded == [{"support_len": 2, "experts_width": 2}, {"support_len": None, "experts_width": None}]
+    recorded = store.samples(["sampling_mask_len", "experts_width"]).to_pylist()
+    assert recorded == [
+        {"sampling_mask_len": 2, "experts_width": 2},
+        {"sampling_mask_len": None, "experts_width": None},
+    ]
     export_samples(store, tmp_path / f"out.{kind}", kind)
     copy = create_store(str(tmp_path / "copy"))
     import_rollouts(copy, tmp_path / f"out.{kind}", settings, Letters())
     assert copy.read_tokens([0, 1], verify=True) == store.read_tokens([0, 1], verify=True)
-    assert copy.read_tokens([0])["support_ids"].to_pylist() == [[9, 3]]
+    assert copy.read_tokens([0])["sampling_mask_ids"].to_pylist() == [[9, 3]]
 
 
 def test_a_filter_chooses_what_is_exported(demo_store: Store, tmp_path: Path) -> None:
@@ -228,11 +231,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another tokenizer": ({**GOOD, "tokenizer": "words"}, "tokenizer 'words'"),
     "a uid that is none": ({**GOOD, "uid": "../../etc"}, "is not 32 hex digits"),
     "a kept id of another vocabulary": (
-        {**GOOD, "support_sizes": [1], "support_ids": [5000]},
-        "support_ids holds 5000, the tokenizer has 1000",
+        {**GOOD, "sampling_mask_sizes": [1], "sampling_mask_ids": [5000]},
+        "sampling_mask_ids holds 5000, the tokenizer has 1000",
     ),
-    "a kept set without the token": ({**GOOD, "support_sizes": [1], "support_ids": [7]}, "which its kept set does not"),
-    "sizes without ids": ({**GOOD, "support_sizes": [1]}, "support_sizes and support_ids have 1 and None values"),
+    "a sampling mask without the token": (
+        {**GOOD, "sampling_mask_sizes": [1], "sampling_mask_ids": [7]},
+        "which its sampling mask does not",
+    ),
+    "sizes without ids": (
+        {**GOOD, "sampling_mask_sizes": [1]},
+        "sampling_mask_sizes and sampling_mask_ids have 1 and None values",
+    ),
     "experts of some tokens": (
         {**GOOD, "experts": [1, 2, 3]},
         "experts has 3 values up to 3; expected as many for each",
@@ -267,14 +276,14 @@ def test_hostile_bytes_are_refused(store: Store, tmp_path: Path, content: bytes,
         (tmp_path / f"bad{suffix}").write_bytes(content)
         with pytest.raises(InputError, match=said if suffix == ".jsonl" else "cannot be read"):
             import_rollouts(
-                store, tmp_path / f"bad{suffix}", ImportSettings(format="plain", run="r", domain="d"), Letters()
+                store, tmp_path / f"bad{suffix}", ImportSettings(format="plain", stage="r", domain="d"), Letters()
             )
     assert store.samples(["uid"]).num_rows == 0
 
 
 def test_what_a_row_does_not_name_must_be_given(bring: Callable[..., ImportReport]) -> None:
     with pytest.raises(InputError, match="names no run; give --run"):
-        bring("plain", [GOOD], run="")
+        bring("plain", [GOOD], stage="")
     with pytest.raises(InputError, match="names no domain; give --domain"):
         bring("verl", VERL, domain="")
     with pytest.raises(InputError, match=r"no format 'verrl'.*did you mean 'verl'"):

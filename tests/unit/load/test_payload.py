@@ -183,10 +183,10 @@ def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, 
 
 
 def test_a_window_of_the_other_support_than_the_stage_asks_for_is_refused(source):
-    spec = LoadSpec(stage=STAGE, signals=("topk",), topk_support="student")
+    spec = LoadSpec(stage=STAGE, signals=("topk",), topk_source="student")
     with pytest.raises(MismatchError, match=r"the likeliest 4 of the teacher, .* of the student"):
         WindowSource(source._store, source.plan, spec)
-    WindowSource(source._store, source.plan, spec.model_copy(update={"topk_support": "teacher"}))
+    WindowSource(source._store, source.plan, spec.model_copy(update={"topk_source": "teacher"}))
 
 
 def test_a_group_is_of_one_stage(tmp_path, monkeypatch):
@@ -202,7 +202,7 @@ def test_a_group_is_of_one_stage(tmp_path, monkeypatch):
 
     def of_another_stage(index, *rest):
         sample = made(index, *rest)
-        return replace(sample, uid=f"{index:032x}", run="other")
+        return replace(sample, uid=f"{index:032x}", stage="other")
 
     monkeypatch.setattr(synthetic, "_sample", of_another_stage)
     monkeypatch.setattr(

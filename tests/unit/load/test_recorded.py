@@ -1,4 +1,4 @@
-"""Kept sets, experts and policy versions in packs: no more of them than some sample of the window needs."""
+"""Sampling masks, experts and policy versions in packs: no more of them than some sample of the window needs."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def sample(number: int, *, kept: bool) -> Sample:
     ids = [token + place for token, size in zip(drawn.tolist(), sizes.tolist(), strict=True) for place in range(size)]
     return Sample(
         uid=sample_uid(0, STAGE, f"p{number}", 0, 0), prompt_id=f"p{number}", group_id=f"p{number}#0", group_index=0,
-        generation=0, domain="math", run=STAGE, writer="w", writer_seq=number, policy=STAGE, temperature=1.0,
+        iteration=0, domain="math", stage=STAGE, writer="w", writer_seq=number, policy=STAGE, temperature=1.0,
         top_p=0.9 if kept else 1.0, top_k=0, prompt_len=4, tokens=tokens, finish_reason="stop", tokenizer="t",
         logprobs=-rng.random(response).astype(np.float32), loss_mask=mask, version_starts=np.zeros(1, np.int32),
-        versions=np.zeros(1, np.int32), support_sizes=sizes if kept else None,
-        support_ids=np.array(ids, np.int32) if kept else None,
+        versions=np.zeros(1, np.int32), sampling_mask_sizes=sizes if kept else None,
+        sampling_mask_ids=np.array(ids, np.int32) if kept else None,
     )  # fmt: skip
 
 
@@ -81,14 +81,16 @@ def test_every_trained_token_has_its_set_and_an_uncut_sample_has_sets_of_size_ze
     source = opened(tmp_path, samples)
     seen = 0
     for pack in packs(source):
-        ids = iter(pack["support_ids"].tolist())
-        sets = [[next(ids) for _ in range(size)] for size in pack["support_sizes"].tolist()]
+        ids = iter(pack["sampling_mask_ids"].tolist())
+        sets = [[next(ids) for _ in range(size)] for size in pack["sampling_mask_sizes"].tolist()]
         assert next(ids, None) is None
         wanted: list[list[int]] = []
         for row in pack["sample_rows"].tolist():
             stored = samples[row]
-            sizes = [0] * stored.loss_tokens if stored.support_sizes is None else stored.support_sizes.tolist()
-            own = iter([] if stored.support_ids is None else stored.support_ids.tolist())
+            sizes = (
+                [0] * stored.loss_tokens if stored.sampling_mask_sizes is None else stored.sampling_mask_sizes.tolist()
+            )
+            own = iter([] if stored.sampling_mask_ids is None else stored.sampling_mask_ids.tolist())
             wanted += [[next(own) for _ in range(size)] for size in sizes]
             seen += 1
         assert sets == wanted
@@ -100,14 +102,14 @@ def test_packs_carry_no_sets_that_nobody_has_or_asks_for(tmp_path: Path) -> None
     other = LoadSpec.for_stage(STAGE, sections.Load(), Objective(cross_entropy=CrossEntropyTerm()))
     unasked = opened(tmp_path / "unasked", [sample(number, kept=True) for number in range(8)], other)
     for source in (uncut, unasked):
-        assert not any("support_sizes" in pack for pack in packs(source))
+        assert not any("sampling_mask_sizes" in pack for pack in packs(source))
 
 
 def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
     source = opened(tmp_path, [sample(number, kept=True) for number in range(4)])
     store = source._store
     rows = store.samples().to_pylist()
-    rows[2]["support_len"] += 1
+    rows[2]["sampling_mask_len"] += 1
     replace_rows(f"{store.uri}/samples", pa.Table.from_pylist(rows, schema=store.dataset("samples").schema))
     source = WindowSource(Store.open(store.uri), _at(source.plan, Store.open(store.uri)), ASKS)
     with pytest.raises(DamagedError, match=r"sample row 2 has \d+ kept ids, its metadata says"):
@@ -187,7 +189,7 @@ def test_samples_of_two_models_in_one_window_are_refused(tmp_path: Path) -> None
         opened(tmp_path, [with_experts(0), with_experts(1, width=8)])
 
 
-@pytest.mark.parametrize(("column", "said"), [("experts", r"\d+ expert ids"), ("support_ids", r"\d+ kept ids")])
+@pytest.mark.parametrize(("column", "said"), [("experts", r"\d+ expert ids"), ("sampling_mask_ids", r"\d+ kept ids")])
 def test_lists_of_another_length_than_the_metadata_says_are_damage(tmp_path: Path, monkeypatch, column, said) -> None:
     made = with_experts if column == "experts" else lambda number: sample(number, kept=True)
     source = opened(tmp_path, [made(number) for number in range(4)])

@@ -90,7 +90,7 @@ def test_columns_of_unequal_length_are_refused():
 def tables(n: int) -> tuple[pa.Table, pa.Table, pa.Table]:
     samples = pa.table(
         {
-            "generation": pa.array([0] * n, pa.int32()),
+            "iteration": pa.array([0] * n, pa.int32()),
             "writer": ["w"] * n,
             "writer_seq": pa.array(range(n), pa.int64()),
             "group_id": [f"g{i // 2}" for i in range(n)],
@@ -159,11 +159,11 @@ def test_signals_without_scores_are_refused():
         collect_columns([(np.arange(6), samples)], 6, route=None, teachers=[], signals=("topk",))
 
 
-def part(rows: range, writer: list[str], seq: list[int], domain: list[str], generation: list[int]) -> tuple:
+def part(rows: range, writer: list[str], seq: list[int], domain: list[str], iteration: list[int]) -> tuple:
     n = len(rows)
     table = pa.table(
         {
-            "generation": pa.array(generation, pa.int32()), "writer": writer, "writer_seq": pa.array(seq, pa.int64()),
+            "iteration": pa.array(iteration, pa.int32()), "writer": writer, "writer_seq": pa.array(seq, pa.int64()),
             "group_id": [f"g{number}" for number in seq], "domain": domain, "effort": [""] * n,
             "finish_reason": ["stop"] * n, "policy_version_first": pa.array([1] * n, pa.int32()),
             "total_len": pa.array([10 + row for row in rows], pa.int32()),
@@ -212,22 +212,22 @@ def test_columns_are_the_same_however_they_are_read(samples, cuts, gaps, first):
     """Columns that never change, change late, or have gaps between their rows; in one part or in many."""
     n = len(samples)
     rows = first + np.cumsum([1 + (gaps and changed) for *_, changed in samples]) - 1
-    generation, writer, domain, length = (np.array(column, np.int32) for column in list(zip(*samples, strict=True))[:4])
+    iteration, writer, domain, length = (np.array(column, np.int32) for column in list(zip(*samples, strict=True))[:4])
     table = pa.table(
         {
-            "generation": generation, "writer": [f"w{code}" for code in writer], "writer_seq": np.arange(n)[::-1] // 2,
-            "domain": [f"d{code}" for code in domain], "policy_version_first": generation, "total_len": 10 + length,
+            "iteration": iteration, "writer": [f"w{code}" for code in writer], "writer_seq": np.arange(n)[::-1] // 2,
+            "domain": [f"d{code}" for code in domain], "policy_version_first": iteration, "total_len": 10 + length,
             "loss_tokens": length, "finish_reason": ["abandoned" if code == 2 else "stop" for code in domain],
         }
     )  # fmt: skip
     bounds = pairwise(sorted({0, n, *(cut for cut in cuts if cut < n)}))
     parts = [(rows[a:b], table.slice(a, b - a)) for a, b in bounds]
     found = collect_columns(parts, n + 5, route=lambda domain, effort: domain, teachers=["d0", "d1", "d2"])
-    order = sorted(range(n), key=lambda at: (generation[at], table["writer_seq"][at].as_py(), writer[at], at))
+    order = sorted(range(n), key=lambda at: (iteration[at], table["writer_seq"][at].as_py(), writer[at], at))
     assert found.sample_rows.tolist() == rows[order].tolist()
     assert found.total_len.tolist() == (10 + length)[order].tolist()
     assert found.loss_tokens.tolist() == length[order].tolist()
-    assert found.version_first.tolist() == generation[order].tolist()
+    assert found.version_first.tolist() == iteration[order].tolist()
     assert [found.domain_names[code] for code in found.domains] == [f"d{code}" for code in domain[order]]
     assert found.teachers.tolist() == domain[order].tolist()
     assert found.abandoned.tolist() == (domain[order] == 2).tolist()

@@ -175,12 +175,12 @@ def test_start_is_the_newest_version_of_the_policy_a_stage_starts_from() -> None
 
 
 def test_reverse_kl_is_weighted_by_tokens(demo_store: Store, measures: Measures) -> None:
-    first = next(row for row in measures.teacher_kl if row["teacher"] == "chain_sum-expert" and row["generation"] == 0)
+    first = next(row for row in measures.teacher_kl if row["teacher"] == "chain_sum-expert" and row["iteration"] == 0)
     samples = {row["uid"]: row for row in demo_store.samples().to_pylist()}
     total = weight = 0.0
     for score in demo_store.table("scores", filter="teacher = 'chain_sum-expert' and kind = 'logprob'").to_pylist():
         sample = samples[score["uid"]]
-        if sample["generation"] == 0:
+        if sample["iteration"] == 0:
             total += score["mean_reverse_kl"] * sample["loss_tokens"]
             weight += sample["loss_tokens"]
     assert first["reverse_kl"] == pytest.approx(total / weight, rel=1e-5)

@@ -17,7 +17,7 @@ from mopd_dataplane.query.show_terminal import render
 
 
 def hostile_uid(store: Store) -> str:
-    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and generation = 1")
+    found = store.sql("select uid from samples where prompt_id = 'chain_sum-train-0' and iteration = 1")
     return str(found["uid"][0].as_py())
 
 

@@ -38,7 +38,7 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
     ) -> RolloutReport:
         settings = {
             "stage": "student",
-            "generation": 1,
+            "iteration": 1,
             "seed": 7,
             "rollout": sections.Rollout(max_new_tokens=60),
             "wal": sections.Wal(segment_bytes=1 << 14, full_disk_wait_s=0),

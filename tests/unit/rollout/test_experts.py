@@ -26,7 +26,7 @@ from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.log import log_records, recovery
 from mopd_dataplane.rollout.log.framing import MAX_BODY
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.runner import SAVED
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
@@ -133,8 +133,8 @@ def test_a_sample_that_died_anywhere_goes_on_with_the_same_experts(
             deaths += 1
         finally:
             fault_points.observe(None)
-        drafts = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.drafts.values()
-        ahead += any(draft.routed > len(draft.experts) for draft in drafts)
+        partials = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.partials.values()
+        ahead += any(partial.routed > len(partial.experts) for partial in partials)
     assert deaths > 3
     for tokens, experts in experts_of(shelf.samples).values():
         assert experts == [[token * 10 + place for place in range(WIDTH)] for token in tokens[:-1]]
@@ -161,7 +161,7 @@ class Preempted(HfEngine):
 def test_a_polite_stop_loses_none_with_and_without_saved_keys(
     roll: Callable[..., Any], shelf: Any, mixture: Path, tmp_path: Path, kv_bytes: int
 ) -> None:
-    """Against one forward pass over each whole sample; kept sets come along."""
+    """Against one forward pass over each whole sample; sampling masks come along."""
     record = sections.Rollout(max_new_tokens=16, top_k=8, record=("support", "experts"))
     settings: dict[str, Any] = {
         "rollout": record, "count": 10, "wal": sections.Wal(kv_bytes=kv_bytes),
@@ -179,8 +179,8 @@ def test_a_polite_stop_loses_none_with_and_without_saved_keys(
     for sample in shelf.samples.values():
         assert sample.experts is not None
         np.testing.assert_array_equal(sample.experts, routed_by_one_pass(mixture, sample.tokens)[:-1])
-        assert sample.support_sizes is not None
-        assert sample.support_sizes.tolist() == [8] * sample.loss_tokens
+        assert sample.sampling_mask_sizes is not None
+        assert sample.sampling_mask_sizes.tolist() == [8] * sample.loss_tokens
 
 
 class Silent(Spoken):
@@ -215,13 +215,13 @@ def test_a_model_without_routers_is_refused(roll: Callable[..., Any], shelf: Any
 
 
 def _opened(ledger: Ledger) -> None:
-    opening = Opening(
-        uid="0" * 32, prompt_id="p", group_id="g", group_index=0, generation=0, domain="d", effort="", run="r",
+    spec = SampleSpec(
+        uid="0" * 32, prompt_id="p", group_id="g", group_index=0, iteration=0, domain="d", effort="", stage="r",
         writer="w", writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=9, stop=(),
         tokenizer="t", prompt_ids=(1, 2, 3), experts=True,
     )  # fmt: skip
     for handle in range(2):
-        ledger.apply(log_records.Open(handle, opening))
+        ledger.apply(log_records.Open(handle, spec))
         ledger.apply(log_records.Span(handle, 0, 0, "v"))
 
 
@@ -236,16 +236,16 @@ def test_a_record_may_say_again_what_is_known_and_never_skip() -> None:
     ledger.apply(routed([0, 0, 1, 1, 1], [0, 1, 0, 1, 2]))
     ledger.apply(routed([0, 0, 0], [0, 1, 2]))
     ledger.apply(routed([0], [1]))
-    draft = ledger.drafts[0]
-    assert draft.routed == 3
-    assert np.frombuffer(draft.routes, np.int16).reshape(3, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    partial = ledger.partials[0]
+    assert partial.routed == 3
+    assert np.frombuffer(partial.routes, np.int16).reshape(3, 3).tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     for wrong in (routed([0], [4]), routed([0, 0], [3, 5]), routed([0], [3], width=4)):
         with pytest.raises(ValueError, match="3 tokens of 3 ids so far"):
             ledger.apply(wrong)
     copy = Ledger()
     for message in ledger.checkpoint():
         copy.apply(log_records.decode(message.kind, message.encode()))
-    assert copy.drafts == ledger.drafts
+    assert copy.partials == ledger.partials
 
 
 def test_a_token_is_not_drawn_before_its_experts_are_known() -> None:

@@ -1,4 +1,4 @@
-"""Keys and values saved at a polite stop: the resume is exact, and nothing that does not fit is believed."""
+"""Keys and values saved at a graceful stop: the resume is exact, and nothing that does not fit is believed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def new_shelf(shelf: Any) -> Any:
 
 
 def test_a_saved_resume_gives_every_bit_of_the_uninterrupted_run(rolled: Any, shelf: Any, kept: Any) -> None:
-    """Three polite stops. Without the file the same stops cost log-prob bits, and only then is a sample statistical."""
+    """Three graceful stops. Without the file they cost log-prob bits, and only then is a sample statistical."""
     whole, prefilled = new_shelf(shelf), new_shelf(shelf)
     rolled(whole, "whole")
     for store, name, kv_bytes in ((shelf, "saved", 1 << 30), (prefilled, "prefilled", 0)):

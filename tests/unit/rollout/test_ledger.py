@@ -10,11 +10,11 @@ import pytest
 from mopd_dataplane.rollout.engines.engine import STOP
 from mopd_dataplane.rollout.log import log_records, ownership
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
 
-OPENING = Opening(
-    uid="0" * 32, prompt_id="p", group_id="g", group_index=0, generation=0, domain="d", effort="", run="r", writer="w",
+OPENING = SampleSpec(
+    uid="0" * 32, prompt_id="p", group_id="g", group_index=0, iteration=0, domain="d", effort="", stage="r", writer="w",
     writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=9, stop=("#",), tokenizer="t",
     prompt_ids=(1,),
 )  # fmt: skip
@@ -44,7 +44,7 @@ def ledger() -> Ledger:
 
 
 def finish(ledger: Ledger) -> log_records.Finish:
-    return log_records.Finish(0, 2, ledger.drafts[0].digest(), "abandoned")
+    return log_records.Finish(0, 2, ledger.partials[0].digest(), "abandoned")
 
 
 def test_a_checkpoint_carries_everything(ledger: Ledger) -> None:
@@ -53,13 +53,13 @@ def test_a_checkpoint_carries_everything(ledger: Ledger) -> None:
     copy = Ledger()
     for message in ledger.checkpoint():
         copy.apply(log_records.decode(message.kind, message.encode()))
-    assert copy.drafts == ledger.drafts
+    assert copy.partials == ledger.partials
     assert copy.next_handle == ledger.next_handle == 1
-    draft = copy.drafts[0]
-    assert (draft.interruptions, draft.resume, draft.abandoned) == (2, "statistical", "tool_in_doubt")
-    assert draft.calls == [ANSWERED]
+    partial = copy.partials[0]
+    assert (partial.interruptions, partial.resume, partial.abandoned) == (2, "statistical", "tool_in_doubt")
+    assert partial.calls == [ANSWERED]
     copy.apply(log_records.Commit((0,)))
-    assert not copy.drafts
+    assert not copy.partials
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_checkpoint_carries_everything(ledger: Ledger) -> None:
         (log_records.Base(5, 0), "checkpoint carries 1 samples, BASE says 5"),
     ],
 )
-def test_a_contradiction_is_refused(ledger: Ledger, message: log_records.Any, problem: str) -> None:
+def test_a_contradiction_is_refused(ledger: Ledger, message: log_records.LogRecord, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         ledger.apply(message)
 

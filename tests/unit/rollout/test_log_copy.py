@@ -99,10 +99,10 @@ def test_a_polite_stop_ships_every_token(
         roll(shelf, home=tmp_path / "preempted", copy=copy, progress=stop)
     local, recovered = open_log(tmp_path / "preempted" / "student" / "engine-0", None)
     local.close()
-    logged = sum(len(draft) for draft in recovered.drafts.values())
+    logged = sum(len(partial) for partial in recovered.partials.values())
     assert logged > 0
     log, fetched = open_log(tmp_path / "seen" / "student" / "engine-0", copy)
-    assert sum(len(draft) for draft in fetched.drafts.values()) == logged
+    assert sum(len(partial) for partial in fetched.partials.values()) == logged
     log.ship()
     log.close()
     roll(shelf, home=tmp_path / "other", copy=copy)
@@ -119,7 +119,7 @@ def test_nothing_is_fetched_after_the_last_commit(roll: Roll, shelf: Any, copy: 
     roll(shelf, copy=copy)
     log, ledger = open_log(tmp_path / "other", copy)
     log.close()
-    assert ledger.drafts == {}
+    assert ledger.partials == {}
 
 
 def test_the_older_of_two_writers_stops(copy: StoredLog, tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
 from mopd_dataplane.rollout.log.recovery import recover
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 
-OPENING = Opening(
-    uid="0" * 32, prompt_id="p", group_id="g", group_index=0, generation=0, domain="d", effort="", run="r", writer="w",
+OPENING = SampleSpec(
+    uid="0" * 32, prompt_id="p", group_id="g", group_index=0, iteration=0, domain="d", effort="", stage="r", writer="w",
     writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=9, stop=(), tokenizer="t",
     prompt_ids=(1,),
 )  # fmt: skip

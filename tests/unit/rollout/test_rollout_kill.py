@@ -64,8 +64,8 @@ def shelf(home: Path) -> Rows:
 
 def logged(home: Path) -> dict[str, list[int]]:
     """Log-prob bits that the log holds of each sample."""
-    drafts = recover(home / "wal" / "student" / "engine-0").ledger.drafts.values()
-    return {draft.opening.uid: np.array(draft.logprobs, np.float32).view(np.int32).tolist() for draft in drafts}
+    partials = recover(home / "wal" / "student" / "engine-0").ledger.partials.values()
+    return {partial.spec.uid: np.array(partial.logprobs, np.float32).view(np.int32).tolist() for partial in partials}
 
 
 def check(home: Path, whole: Rows) -> None:

@@ -288,8 +288,8 @@ def test_garbage_from_the_engine_is_refused_unwritten(
 
     with pytest.raises(EngineError, match=r"log-prob nan at response position \d+ .* nothing of this step was written"):
         roll(shelf, engine=Sick(slots=8))
-    drafts = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.drafts
-    assert all(np.isfinite(draft.logprobs).all() for draft in drafts.values())
+    partials = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger.partials
+    assert all(np.isfinite(partial.logprobs).all() for partial in partials.values())
     roll(shelf)
     assert content(shelf.samples) == content(reference)
 
@@ -396,8 +396,8 @@ def test_an_environment_sees_only_durable_tokens(roll: Roll, shelf: Any, tmp_pat
 
     def environment(turn: Turn) -> None:
         ledger = recovery.recover(tmp_path / "wal" / "student" / "engine-0").ledger
-        drafts = {draft.opening.prompt_id: draft for draft in ledger.drafts.values()}
-        seen.append(list(drafts[turn.prompt.prompt_id].tokens) == turn.response)
+        partials = {partial.spec.prompt_id: partial for partial in ledger.partials.values()}
+        seen.append(list(partials[turn.prompt.prompt_id].tokens) == turn.response)
 
     roll(shelf, environment=environment)
     assert seen

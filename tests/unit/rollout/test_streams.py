@@ -15,7 +15,7 @@ from mopd_dataplane.models.hf import load_tokenizer
 from mopd_dataplane.models.vllm_server import VllmServer
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, STOP, Request, StepOutput, check_answered
-from mopd_dataplane.rollout.engines.sampler_arguments import Ticket
+from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
 from mopd_dataplane.rollout.engines.token_streams import Streams
 from mopd_dataplane.rollout.engines.vllm import VllmEngine, native_seed
 
@@ -128,14 +128,14 @@ def test_a_ticket_survives_the_journey() -> None:
         uid="a", prompt_ids=np.array([5], np.int32), prefix_ids=np.array([8, 9, 10], np.int32), key=2**128 - 1,
         temperature=0.7, top_p=0.9, top_k=20, max_new_tokens=9,
     )  # fmt: skip
-    ticket = Ticket.of(asked, [9, 10])
-    assert (ticket.first, ticket.again) == (1, (9, 10))
-    assert Ticket.read(ticket.as_arguments()) == ticket
-    assert Ticket.read({"other": 1}) is None
-    assert Ticket.read(None) is None
+    arguments = SamplerArguments.of(asked, [9, 10])
+    assert (arguments.first, arguments.again) == (1, (9, 10))
+    assert SamplerArguments.read(arguments.as_arguments()) == arguments
+    assert SamplerArguments.read({"other": 1}) is None
+    assert SamplerArguments.read(None) is None
     for key, value in (("mopd_first", -1), ("mopd_top_p", 0.0), ("mopd_again", None), ("mopd_key", "zz")):
-        with pytest.raises(ValueError, match="ticket of the keyed sampler"):
-            Ticket.read(ticket.as_arguments() | {key: value})
+        with pytest.raises(ValueError, match="arguments of the keyed sampler"):
+            SamplerArguments.read(arguments.as_arguments() | {key: value})
 
 
 def test_a_seed_is_never_drawn_from_twice() -> None:

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.framing import MAX_BODY, SEGMENT_HEADER, SegmentHeader, pack_record, read_segment
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 
 UUID = bytes(range(16))
 HANDLES = st.integers(0, 2**32 - 1)
 TEXT = st.text(max_size=20)
 
 OPENINGS = st.builds(
-    Opening,
-    uid=TEXT, prompt_id=TEXT, group_id=TEXT, group_index=st.integers(0, 9), generation=st.integers(0, 9), domain=TEXT,
-    effort=TEXT, run=TEXT, writer=TEXT, writer_seq=st.integers(0, 9), policy=TEXT, temperature=st.floats(0, 2),
+    SampleSpec,
+    uid=TEXT, prompt_id=TEXT, group_id=TEXT, group_index=st.integers(0, 9), iteration=st.integers(0, 9), domain=TEXT,
+    effort=TEXT, stage=TEXT, writer=TEXT, writer_seq=st.integers(0, 9), policy=TEXT, temperature=st.floats(0, 2),
     top_p=st.floats(0.1, 1), top_k=st.integers(0, 9), max_new_tokens=st.integers(1, 99),
     stop=st.lists(TEXT, max_size=2).map(tuple), tokenizer=TEXT,
     prompt_ids=st.lists(st.integers(0, 2**31 - 1), max_size=9).map(tuple),
@@ -53,7 +53,7 @@ def segment(tmp_path: Path, bodies: list[bytes], *, synced: list[int] | None = N
 
 @settings(max_examples=200, deadline=None)
 @given(message=MESSAGES)
-def test_a_message_comes_back_as_it_was(message: log_records.Any) -> None:
+def test_a_message_comes_back_as_it_was(message: log_records.LogRecord) -> None:
     assert log_records.decode(message.kind, message.encode()) == message
 
 

@@ -25,14 +25,14 @@ from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.ownership import claim_file
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.log.wal import TokenLog
-from mopd_dataplane.rollout.partial_sample import Opening
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 
 SETTINGS = sections.Wal(full_disk_wait_s=0)
 
 
-def opening(name: str) -> Opening:
-    return Opening(
-        uid=name, prompt_id=name, group_id=name, group_index=0, generation=1, domain="d", effort="", run="r",
+def spec(name: str) -> SampleSpec:
+    return SampleSpec(
+        uid=name, prompt_id=name, group_id=name, group_index=0, iteration=1, domain="d", effort="", stage="r",
         writer="w", writer_seq=0, policy="p", temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=100, stop=(),
         tokenizer="t", prompt_ids=(1, 2, 3),
     )  # fmt: skip
@@ -47,7 +47,7 @@ def step(handles: list[int], position: int, ended: int = 0) -> log_records.Step:
     )  # fmt: skip
 
 
-def write(log: TokenLog, ledger: Ledger, *said: log_records.Any) -> int:
+def write(log: TokenLog, ledger: Ledger, *said: log_records.LogRecord) -> int:
     lsn = 0
     for message in said:
         lsn = log.append(message)
@@ -57,8 +57,8 @@ def write(log: TokenLog, ledger: Ledger, *said: log_records.Any) -> int:
 
 def state(ledger: Ledger) -> dict[int, tuple[str, list[int], bytes, str]]:
     return {
-        handle: (draft.opening.uid, list(draft.tokens), draft.logprobs.tobytes(), draft.finish_reason)
-        for handle, draft in ledger.drafts.items()
+        handle: (partial.spec.uid, list(partial.tokens), partial.logprobs.tobytes(), partial.finish_reason)
+        for handle, partial in ledger.partials.items()
     }
 
 
@@ -67,7 +67,7 @@ def begun(folder: Path, settings: sections.Wal = SETTINGS, samples: int = 3) -> 
     log, recovered = TokenLog.open(folder, settings)
     ledger = recovered.ledger
     for handle in range(samples):
-        write(log, ledger, log_records.Open(handle, opening(f"s{handle}")), log_records.Span(handle, 0, 1, "v1"))
+        write(log, ledger, log_records.Open(handle, spec(f"s{handle}")), log_records.Span(handle, 0, 1, "v1"))
     write(log, ledger, step(list(range(samples)), 0), step(list(range(samples)), 1))
     return log, ledger
 
@@ -170,7 +170,7 @@ def test_group_commit_syncs_without_anyone_waiting_and_states_the_watermark(tmp_
 def test_rotation_carries_what_is_open_and_deletes_the_rest(tmp_path: Path) -> None:
     log, ledger = begun(tmp_path)
     write(log, ledger, step([1], 2, ended=1))
-    write(log, ledger, log_records.Finish(1, 3, ledger.drafts[1].digest(), "stop"), log_records.Commit((1,)))
+    write(log, ledger, log_records.Finish(1, 3, ledger.partials[1].digest(), "stop"), log_records.Commit((1,)))
     old = only_segment(tmp_path)
     log.rotate(ledger)
     assert only_segment(tmp_path) != old
@@ -178,7 +178,7 @@ def test_rotation_carries_what_is_open_and_deletes_the_rest(tmp_path: Path) -> N
     log.abort()
     recovered = recover(tmp_path)
     assert state(recovered.ledger) == state(ledger)
-    assert set(recovered.ledger.drafts) == {0, 2}
+    assert set(recovered.ledger.partials) == {0, 2}
     assert recovered.ledger.next_handle == 3
 
 
@@ -195,7 +195,7 @@ def test_long_samples_are_carried_in_several_records(tmp_path: Path) -> None:
     log.abort()
     recovered = recover(tmp_path).ledger
     assert state(recovered) == state(ledger)
-    assert recovered.drafts[0].spans == [(0, 1, "v1"), (count + 2, 2, "v2")]
+    assert recovered.partials[0].spans == [(0, 1, "v1"), (count + 2, 2, "v2")]
 
 
 def test_a_torn_tail_is_cut_at_one_point_for_all(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_torn_tail_is_cut_at_one_point_for_all(tmp_path: Path) -> None:
     path = only_segment(tmp_path)
     path.write_bytes(path.read_bytes()[:-9])
     recovered = recover(tmp_path)
-    assert [len(draft) for draft in recovered.ledger.drafts.values()] == [2, 2, 2]
+    assert [len(partial) for partial in recovered.ledger.partials.values()] == [2, 2, 2]
     assert recovered.torn_bytes > 0
 
 
@@ -219,7 +219,7 @@ def test_nothing_behind_a_hole_comes_back(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[middle + 40] ^= 1
     path.write_bytes(data)
-    assert [len(draft) for draft in recover(tmp_path).ledger.drafts.values()] == [2, 2, 2]
+    assert [len(partial) for partial in recover(tmp_path).ledger.partials.values()] == [2, 2, 2]
 
 
 def test_damage_below_the_watermark_stops_and_touches_nothing(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_a_log_has_one_writer(tmp_path: Path) -> None:
 
 def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from mopd_dataplane import config\n"
+        "import sys, time; from pathlib import Path; from mopd_dataplane.job import sections\n"
         "from mopd_dataplane.rollout.log.wal import TokenLog\n"
-        "log, _ = TokenLog.open(Path(sys.argv[1]), config.Wal()); print('held', flush=True); time.sleep(60)"
+        "log, _ = TokenLog.open(Path(sys.argv[1]), sections.Wal()); print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -355,7 +355,7 @@ def test_a_full_disk_pauses_and_then_goes_on(tmpfs: Path) -> None:
     said: list[str] = []
     log, recovered = TokenLog.open(tmpfs / "log", sections.Wal(full_disk_wait_s=60), notice=said.append)
     ledger = recovered.ledger
-    write(log, ledger, log_records.Open(0, opening("s")), log_records.Span(0, 0, 1, "v"))
+    write(log, ledger, log_records.Open(0, spec("s")), log_records.Span(0, 0, 1, "v"))
     filler = tmpfs / "filler"
     with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         _ = [file.write(bytes(1 << 16)) == 1 << 16 or file.write(b"x") for _ in range(32)]
@@ -374,13 +374,13 @@ def test_a_full_disk_pauses_and_then_goes_on(tmpfs: Path) -> None:
 def test_a_disk_that_stays_full_is_an_error_and_keeps_the_log(tmpfs: Path) -> None:
     log, recovered = TokenLog.open(tmpfs / "log", sections.Wal(full_disk_wait_s=0.3))
     ledger = recovered.ledger
-    write(log, ledger, log_records.Open(0, opening("s")), log_records.Span(0, 0, 1, "v"), step([0], 0))
+    write(log, ledger, log_records.Open(0, spec("s")), log_records.Span(0, 0, 1, "v"), step([0], 0))
     big = np.zeros(100_000)
     run = log_records.Tokens(0, 1, big.astype(np.int32), big.astype(np.float32), big.astype(np.uint8))
     with pytest.raises(ResourceError, match=r"has been full for 0.3 s; free some space"):
         _ = [log.append(run) for _ in range(32)]
     log.abort()
-    recovered_drafts = recover(tmpfs / "log").ledger.drafts
+    recovered_drafts = recover(tmpfs / "log").ledger.partials
     assert list(recovered_drafts[0].tokens)[:1] == [0]
 
 

@@ -12,12 +12,12 @@ def test_patience_ends_and_starts_again_when_something_moves(monkeypatch: pytest
     clock = [1000.0]
     monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
-    patience = follow.Patience("mopd score JOB --follow")
+    stall = follow.StallTimeout("mopd score JOB --follow")
     clock[0] += follow.PATIENCE_S - 1
-    patience.pause()
-    patience.renew()
+    stall.pause()
+    stall.renew()
     clock[0] += follow.PATIENCE_S - 1
-    patience.pause()
+    stall.pause()
     clock[0] += 2
     with pytest.raises(DeadlineError, match="168 h: mopd score JOB --follow does not go on; start it"):
-        patience.pause()
+        stall.pause()

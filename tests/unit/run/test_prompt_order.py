@@ -19,8 +19,8 @@ def prompts(total: int) -> list[Prompt]:
     return [Prompt(prompt_id=str(i), domain="domain", text=f"question {i}") for i in range(total)]
 
 
-def asked(total: int, count: int, generation: int, seed: int = 0) -> list[int]:
-    chosen = iteration_prompts(prompts(total), count=count, generation=generation, seed=seed, stage="student")
+def asked(total: int, count: int, iteration: int, seed: int = 0) -> list[int]:
+    chosen = iteration_prompts(prompts(total), count=count, iteration=iteration, seed=seed, stage="student")
     return [int(prompt.prompt_id) for prompt in chosen]
 
 
@@ -28,8 +28,8 @@ def asked(total: int, count: int, generation: int, seed: int = 0) -> list[int]:
 def test_distinct_in_an_iteration_and_once_an_epoch(total: int, share: float, iterations: int, seed: int) -> None:
     count = max(1, int(share * total))
     stream: list[int] = []
-    for generation in range(iterations):
-        chosen = asked(total, count, generation, seed)
+    for iteration in range(iterations):
+        chosen = asked(total, count, iteration, seed)
         assert len(set(chosen)) == len(chosen) == count
         stream += chosen
     for epoch in range(len(stream) // total):
@@ -45,7 +45,7 @@ def test_all_of_them_in_a_new_order_each_iteration() -> None:
 
 def test_the_order_is_fixed_for_ever() -> None:
     """Changing it would give a store that is continued by a newer version other samples than it began with."""
-    assert [asked(7, 3, generation) for generation in range(5)] == ORDER
+    assert [asked(7, 3, iteration) for iteration in range(5)] == ORDER
 
 
 def test_too_few_prompts_are_refused_with_what_to_do() -> None:

@@ -31,9 +31,9 @@ def prompts() -> list[Prompt]:
     return [Prompt(prompt_id=f"p{i}", domain=("sums", "words")[i % 2], text="x") for i in range(COUNT)]
 
 
-def samplers(rollout: dict[str, Any], generation: int = 0) -> list[Sampler]:
+def samplers(rollout: dict[str, Any], iteration: int = 0) -> list[Sampler]:
     made = job(rollout)
-    return [sampler_of(made, made.stage("student"), prompt, generation) for prompt in prompts()]
+    return [sampler_of(made, made.stage("student"), prompt, iteration) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -44,7 +44,7 @@ def test_the_students_share_is_drawn_prompt_by_prompt(share: float) -> None:
     assert own / COUNT == pytest.approx(share, abs=0.03)  # four standard deviations
     assert samplers({"student_share": share}) == found
     if 0 < share < 1:
-        assert samplers({"student_share": share}, generation=1) != found
+        assert samplers({"student_share": share}, iteration=1) != found
 
 
 def test_the_rest_may_be_a_teachers() -> None:
@@ -73,8 +73,8 @@ GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}
         ({"teacher_mix": 1.0}, None, {}, "teacher_mix"),
         ({"top_p": 0.9}, GRADIENT, {}, "top_p = 0.9, top_k = 0 the sampler's log-probs.*ratios of a policy gradient"),
         ({"top_k": 20}, GRADIENT, {}, "top_p = 1, top_k = 20 the sampler's log-probs"),
-        ({"top_k": 20, "record": ["support"], "teacher_mix": 0.2}, None, {}, "drawn from what two models keep"),
-        ({"top_p": 0.9, "record": ["support"]}, None, {}, r"set top_k to 1 \.\. 65536, found 0"),
+        ({"top_k": 20, "record": ["sampling_mask"], "teacher_mix": 0.2}, None, {}, "drawn from what two models keep"),
+        ({"top_p": 0.9, "record": ["sampling_mask"]}, None, {}, r"set top_k to 1 \.\. 65536, found 0"),
         ({"top_k": 20, "record": ["suport"]}, None, {}, "record"),
         ({"record": ["experts"], "teacher_mix": 0.2}, None, {}, "has experts of its own, which the student cannot"),
         ({"record": ["experts"], "policy": "routed"}, None, {}, "let the student alone sample"),
@@ -85,7 +85,7 @@ GRADIENT = {"policy_gradient": {"reward_coef": 1.0}}
         ({"teacher_mix": 0.2}, None, {"routing": {"sums": "summer"}}, "no teacher for domain 'words'"),
         ({}, GRADIENT, {"discriminator": {"text": "bass"}}, "no earlier stage 'bass'.*'base'"),
         ({}, GRADIENT, {"discriminator": {"text": "student"}}, "no earlier stage 'student'"),
-        ({}, GRADIENT, {"discriminator": {}, "overlap": True}, "learns between rollout and training"),
+        ({}, GRADIENT, {"discriminator": {}, "concurrent": True}, "learns between rollout and training"),
         ({}, None, {"discriminator": {}}, "a discriminator rewards rollouts"),
         ({}, GRADIENT, {"discriminator": {}, "data": "reference"}, "a discriminator rewards rollouts"),
     ],
@@ -102,10 +102,12 @@ def test_a_divergence_may_be_trained_on_cut_samples() -> None:
 
 
 def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_kept_sets_are_stored() -> None:
-    made = job({"top_p": 0.9, "top_k": 20, "record": ["support"]}, GRADIENT)
+    made = job({"top_p": 0.9, "top_k": 20, "record": ["sampling_mask"]}, GRADIENT)
     assert made.stage("student").rollout.record == ("support",)
     raw = made.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
-    with pytest.raises(JobFileError, match=r"engine.kind = 'vllm' does not say what record = \['support'\] asks for"):
+    with pytest.raises(
+        JobFileError, match=r"engine.kind = 'vllm' does not say what record = \['sampling_mask'\] asks for"
+    ):
         check_job(raw, where="j")
 
 

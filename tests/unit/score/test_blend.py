@@ -16,7 +16,7 @@ from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
-from mopd_dataplane.score.teacher_forward import Judge
+from mopd_dataplane.score.teacher_forward import TeacherForward
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 CONFIG = {
@@ -91,7 +91,7 @@ def test_reverse_kl_to_the_blend_has_the_gradient_of_the_weighted_sum(
     hidden = torch.randn(len(positions), 16, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(len(judge.head.weight), 16, dtype=torch.float64)
 
-    def loss(teacher: Judge) -> torch.Tensor:
+    def loss(teacher: TeacherForward) -> torch.Tensor:
         states = teacher.states([item.tokens.astype("int64")], [positions]).double()
         return divergence(hidden, Head(weight), states, Head(teacher.head.weight.double())).sum()
 

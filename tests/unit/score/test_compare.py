@@ -16,7 +16,7 @@ from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.scorer import Scorable, model_input
 from mopd_dataplane.score.teacher_comparison import Answer, auroc, calibration_error, compare
-from mopd_dataplane.score.teacher_forward import Judge
+from mopd_dataplane.score.teacher_forward import TeacherForward
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -31,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def student(folder: Path) -> Judge:
-    return Judge((HfReader(hf.load_model(folder)),))
+def student(folder: Path) -> TeacherForward:
+    return TeacherForward((HfReader(hf.load_model(folder)),))
 
 
 def answers(count: int = 24, *, shift: int = 0) -> list[Answer]:
@@ -64,7 +64,7 @@ def logprobs(model: PreTrainedModel, answer: Answer) -> torch.Tensor:
     return logits[torch.from_numpy(answer.teacher.masked) - 1].log_softmax(-1)
 
 
-def test_the_student_itself_has_nothing_to_teach(student: Judge) -> None:
+def test_the_student_itself_has_nothing_to_teach(student: TeacherForward) -> None:
     found = compare(student, student, answers(), k=8)
     assert found.answers == 24
     assert found.tokens == sum(len(answer.student.masked) for answer in answers())
@@ -73,11 +73,11 @@ def test_the_student_itself_has_nothing_to_teach(student: Judge) -> None:
     assert compare(student, student, answers(2), k=10**6).overlap == 1.0, "more than the vocabulary"
 
 
-def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Path) -> None:
+def test_figures_are_those_of_the_teachers_own_logits(student: TeacherForward, folder: Path) -> None:
     model = hf.load_model(folder)
     with torch.no_grad():
         hf.head_weight(model).add_(0.05 * torch.randn_like(hf.head_weight(model)))
-    teacher = Judge((HfReader(model),))
+    teacher = TeacherForward((HfReader(model),))
     given = answers(shift=3)
     found = compare(student, teacher, given, k=8, batch=7)
     said = [logprobs(model, answer) for answer in given]
@@ -91,17 +91,17 @@ def test_figures_are_those_of_the_teachers_own_logits(student: Judge, folder: Pa
     assert 0 < found.overlap < 1
 
 
-def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: Judge, folder: Path) -> None:
+def test_a_teacher_that_prefers_right_answers_pushes_with_the_verifier(student: TeacherForward, folder: Path) -> None:
     """Right answers end in token 7, wrong ones in 8; one teacher raises 7 and lowers 8, the other does the opposite."""
 
-    def leaning(sign: float) -> Judge:
+    def leaning(sign: float) -> TeacherForward:
         model = hf.load_model(folder)
         weight = hf.head_weight(model)
         with torch.no_grad():
             direction = weight[7] - weight[8]
             weight[7] += sign * direction
             weight[8] -= sign * direction
-        return Judge((HfReader(model),))
+        return TeacherForward((HfReader(model),))
 
     given = []
     for number, each in enumerate(answers()):

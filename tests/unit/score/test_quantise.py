@@ -1,4 +1,4 @@
-"""Teachers with rounded weights: what is rounded and how far, what it does to the signals, and who they are."""
+"""Teachers with quantised weights: what is rounded and how far, what it does to the signals, and who they are."""
 
 from __future__ import annotations
 

@@ -7,18 +7,18 @@ import numpy as np
 from mopd_dataplane.records import Sample, Signal, Teacher, sample_uid
 
 
-def sample(number: int, *, response: int = 20, run: str = "student", **changes: object) -> Sample:
+def sample(number: int, *, response: int = 20, stage: str = "student", **changes: object) -> Sample:
     """Sample number i; equal numbers give equal samples."""
     rng = np.random.default_rng(number)
     mask = (rng.random(response) < 0.8).astype(np.uint8)
     fields: dict[str, object] = {
-        "uid": sample_uid(0, run, f"p{number}", 0, 0),
+        "uid": sample_uid(0, stage, f"p{number}", 0, 0),
         "prompt_id": f"p{number}",
         "group_id": f"p{number}#0",
         "group_index": 0,
-        "generation": 0,
+        "iteration": 0,
         "domain": ("math", "code")[number % 2],
-        "run": run,
+        "stage": stage,
         "writer": "engine-0",
         "writer_seq": number,
         "policy": "student",

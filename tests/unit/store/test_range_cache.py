@@ -43,7 +43,7 @@ CHILD = f"""
 import os, random, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import test_range_cache as t
-from mopd_dataplane.base import fault_points as faultpoints
+from mopd_dataplane.base import fault_points
 from pathlib import Path
 cache = t.RangeCache(Path(sys.argv[1]), int(sys.argv[2]))
 """
@@ -103,7 +103,7 @@ def test_a_damaged_range_is_found_and_fetched_again(tmp_path: Path, change: str)
 def test_a_process_that_is_killed_while_it_keeps_a_range_leaves_nothing_to_read(tmp_path: Path, place: str) -> None:
     body = """
 t.keep(cache, "before")
-faultpoints.observe(lambda place: os.kill(os.getpid(), signal.SIGKILL) if place == sys.argv[3] else None)
+fault_points.observe(lambda place: os.kill(os.getpid(), signal.SIGKILL) if place == sys.argv[3] else None)
 t.keep(cache, "a")
 """
     process = child(body, tmp_path / "c", 1 << 20, place)
@@ -139,7 +139,7 @@ print(cache.stats()["hits"])
 def test_a_process_that_is_stopped_while_it_keeps_a_range_holds_up_nobody(tmp_path: Path) -> None:
     body = """
 t.keep(cache, "kept")
-faultpoints.observe(lambda place: os.kill(os.getpid(), signal.SIGSTOP))
+fault_points.observe(lambda place: os.kill(os.getpid(), signal.SIGSTOP))
 t.keep(cache, "a")
 """
     process = child(body, tmp_path / "c", 1 << 20)

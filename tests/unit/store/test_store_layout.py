@@ -140,21 +140,21 @@ def test_additive_evolution_both_ways(store: Store) -> None:
 
 
 def test_a_store_from_before_a_column_is_read_verified_and_written(store: Store) -> None:
-    """Kept sets came to `tokens` and `samples` later: what was stored before has none, and keeps its checksum."""
+    """Sampling masks came to `tokens` and `samples` later: what was stored before has none, and keeps its checksum."""
     assert store.root is not None
     store.commit_samples([build.sample(0)], writer="w")
-    lance.dataset(str(store.root / "tokens")).drop_columns(["support_sizes", "support_ids"])
-    lance.dataset(str(store.root / "samples")).drop_columns(["support_len"])
+    lance.dataset(str(store.root / "tokens")).drop_columns(["sampling_mask_sizes", "sampling_mask_ids"])
+    lance.dataset(str(store.root / "samples")).drop_columns(["sampling_mask_len"])
     old = Store.open(store.uri)
     snapshot = old.snapshot()
-    assert not old.has_column("samples", "support_len", snapshot)
+    assert not old.has_column("samples", "sampling_mask_len", snapshot)
     assert old.verify().ok
     assert old.read_tokens([0], verify=True)["uid"].to_pylist() == [build.sample(0).uid]
     kept = build.sample(1, loss_mask=np.ones(20, np.uint8))
-    kept.support_sizes, kept.support_ids = np.ones(20, np.int32), kept.tokens[5:]
+    kept.sampling_mask_sizes, kept.sampling_mask_ids = np.ones(20, np.int32), kept.tokens[5:]
     old.commit_samples([kept], writer="w")
-    assert old.samples(["support_len"])["support_len"].to_pylist() == [None, 20]
-    assert old.read_tokens([0, 1], verify=True)["support_ids"].to_pylist() == [None, kept.tokens[5:].tolist()]
+    assert old.samples(["sampling_mask_len"])["sampling_mask_len"].to_pylist() == [None, 20]
+    assert old.read_tokens([0, 1], verify=True)["sampling_mask_ids"].to_pylist() == [None, kept.tokens[5:].tolist()]
     assert old.read_tokens([0], snapshot=snapshot, verify=True).num_rows == 1
     assert old.verify().ok
 

@@ -48,9 +48,9 @@ def samples(draw: st.DrawFn) -> Sample:
         versions=np.arange(len(starts), dtype=np.int32),
         finish_reason="length",
         experts=draw(st.none() | hnp.arrays(np.int16, (max(prompt + response - 1, 0), 3), elements=st.integers(0, 99))),
-        support_sizes=sizes,
+        sampling_mask_sizes=sizes,
         # Any ids, with the drawn one first.
-        support_ids=None if sizes is None else _sets(tokens[prompt:][mask.astype(bool)], sizes),
+        sampling_mask_ids=None if sizes is None else _sets(tokens[prompt:][mask.astype(bool)], sizes),
     )
 
 
@@ -76,7 +76,7 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         for name in ("tokens", "loss_mask", "version_starts", "versions"):
             assert np.array_equal(np.array(row[name], getattr(sample, name).dtype), getattr(sample, name))
         stored = None if row["logprobs"] is None else np.array(row["logprobs"], np.float32)
-        for name in ("support_sizes", "support_ids", "experts"):
+        for name in ("sampling_mask_sizes", "sampling_mask_ids", "experts"):
             kept = getattr(sample, name)
             assert row[name] == (None if kept is None else kept.reshape(-1).tolist())
         assert (stored is None) == (sample.logprobs is None)
@@ -86,7 +86,7 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         assert row["payload_crc"] == sample_crc(sample)
         assert row["experts_width"] == (None if sample.experts is None else 3)
         assert row["version_spans"] == len(sample.versions)
-        assert row["support_len"] == (None if sample.support_ids is None else len(sample.support_ids))
+        assert row["sampling_mask_len"] == (None if sample.sampling_mask_ids is None else len(sample.sampling_mask_ids))
         assert (row["response_len"], row["loss_tokens"]) == (sample.response_len, sample.loss_tokens)
         assert (row["policy_version_first"], row["policy_version_last"]) == (sample.versions[0], sample.versions[-1])
 
@@ -105,16 +105,20 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         ({"finish_reason": "stopped"}, MismatchError, "did you mean 'stop'"),
         ({"resume": "maybe"}, MismatchError, "known: exact, none, statistical"),
         ({"experts": np.zeros((25, 4), np.int16)}, MismatchError, r"experts has shape \[25, 4\]; a row of ids"),
-        ({"support_ids": np.zeros(3, np.int32)}, MismatchError, "have None and 3 values; a size for each of the 17"),
         (
-            {"support_sizes": np.ones(17, np.int32), "support_ids": np.zeros(14, np.int32)},
+            {"sampling_mask_ids": np.zeros(3, np.int32)},
+            MismatchError,
+            "have None and 3 values; a size for each of the 17",
+        ),
+        (
+            {"sampling_mask_sizes": np.ones(17, np.int32), "sampling_mask_ids": np.zeros(14, np.int32)},
             MismatchError,
             "have 17 and 14 values",
         ),
         (
-            {"support_sizes": np.ones(17, np.int32), "support_ids": np.full(17, 2000, np.int32)},
+            {"sampling_mask_sizes": np.ones(17, np.int32), "sampling_mask_ids": np.full(17, 2000, np.int32)},
             MismatchError,
-            "which its kept set does not hold",
+            "which its sampling mask does not hold",
         ),
     ],
 )

@@ -23,7 +23,7 @@ KILLED = """
 import os, signal, sys
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.store.dataset import Store
-faultpoints.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == sys.argv[2] else None)
+fault_points.observe(lambda point: os.kill(os.getpid(), signal.SIGKILL) if point == sys.argv[2] else None)
 Store.open(sys.argv[1]).free_hidden("adder", range(20))
 """
 

@@ -332,8 +332,8 @@ def test_every_reported_metric_is_announced(case: Case) -> None:
         DivergenceTerm(),
         DivergenceTerm(signal="topk"),
         DivergenceTerm(signal="topk", kind="jsd"),
-        DivergenceTerm(signal="topk", overlap=3),
-        DivergenceTerm(overlap=3),
+        DivergenceTerm(signal="topk", topk_agreement=3),
+        DivergenceTerm(topk_agreement=3),
     ):
         for pg in (None, PolicyGradientTerm(), PolicyGradientTerm(teacher_coef=0, reward_coef=1)):
             for ce in (None, CrossEntropyTerm()):
@@ -357,24 +357,24 @@ def test_reported_reverse_kl_is_exact_for_hidden_states_and_sampled_for_log_prob
     assert np.isfinite(float(sums.values["entropy"]))
 
 
-def kept_sets(batch: MicroBatch) -> Tensor:
+def sampling_masks(batch: MicroBatch) -> Tensor:
     """[M, 3] the target and two others; the fourth token was drawn from everything."""
     targets = batch.targets[:, None]
-    support = torch.cat([(targets + 5) % V, targets, (targets + 9) % V], 1).int()
-    support[3] = -1
-    return support
+    sampling_mask = torch.cat([(targets + 5) % V, targets, (targets + 9) % V], 1).int()
+    sampling_mask[3] = -1
+    return sampling_mask
 
 
 @pytest.mark.parametrize("correction", ["none", "icepop"])
 def test_a_policy_gradient_takes_its_log_probs_over_the_kept_sets(pack: Callable[..., Pack], correction: Any) -> None:
     case = Case(pack)
-    support = kept_sets(case.batch)
+    sampling_mask = sampling_masks(case.batch)
     logits = case.hidden @ case.weight.T
     outside = torch.ones_like(logits, dtype=torch.bool)
-    outside.scatter_(1, support.clamp(min=0).long(), False)
+    outside.scatter_(1, sampling_mask.clamp(min=0).long(), False)
     outside[3] = False
     logprob = logits.masked_fill(outside, -torch.inf).log_softmax(-1).gather(1, case.batch.targets[:, None])[:, 0]
-    batch = case.with_(support=support, sampler_logprobs=logprob.detach())
+    batch = case.with_(sampling_mask=sampling_mask, sampler_logprobs=logprob.detach())
     objective = policy_gradient(correction=correction, teacher_coef=0, reward_coef=1)
     loss, sums = ObjectiveLoss(objective)(case.hidden, case.head, batch, case.totals)
     advantage = batch.advantages[batch.sequence]
@@ -385,7 +385,7 @@ def test_a_policy_gradient_takes_its_log_probs_over_the_kept_sets(pack: Callable
     assert float(sums.values["sampler_gap"]) < 1e-5 * len(logprob), "on-policy, every ratio is 1"
     torch.testing.assert_close(ObjectiveLoss(objective).logprob(case.hidden, case.head, batch), logprob)
     _, unaware = ObjectiveLoss(objective)(
-        case.hidden, case.head, case.with_(support=None, sampler_logprobs=logprob.detach()), case.totals
+        case.hidden, case.head, case.with_(sampling_mask=None, sampler_logprobs=logprob.detach()), case.totals
     )
     assert float(unaware.values["sampler_gap"]) > 0.5 * len(logprob)
 
@@ -393,7 +393,7 @@ def test_a_policy_gradient_takes_its_log_probs_over_the_kept_sets(pack: Callable
 def test_cross_entropy_beside_it_stays_over_the_whole_vocabulary(pack: Callable[..., Pack]) -> None:
     case = Case(pack)
     objective = Objective(cross_entropy=CrossEntropyTerm())
-    with_sets = case.loss(objective, case.with_(support=kept_sets(case.batch)))
+    with_sets = case.loss(objective, case.with_(sampling_mask=sampling_masks(case.batch)))
     torch.testing.assert_close(with_sets, case.loss(objective))
 
 
@@ -401,15 +401,15 @@ def test_kept_sets_of_packs_become_rows_of_one_width(pack: Callable[..., Pack]) 
     packs = [pack([9, 14], seed=0, vocabulary=V), pack([7], seed=1, vocabulary=V)]
     for number, one in enumerate(packs):
         trained = int(one.loss_mask.sum())
-        one.support_sizes = (np.arange(trained) % (4 + number)).astype(np.int32)
-        one.support_ids = np.arange(int(one.support_sizes.sum()), dtype=np.int32)
-    support = build(packs).support
-    assert support is not None
-    assert support.shape[1] == 3
-    ids, at = [p.support_ids for p in packs], 0
+        one.sampling_mask_sizes = (np.arange(trained) % (4 + number)).astype(np.int32)
+        one.sampling_mask_ids = np.arange(int(one.sampling_mask_sizes.sum()), dtype=np.int32)
+    sampling_mask = build(packs).sampling_mask
+    assert sampling_mask is not None
+    assert sampling_mask.shape[1] == 3
+    ids, at = [p.sampling_mask_ids for p in packs], 0
     for one, own in zip(packs, ids, strict=True):
         first = 0
-        for size in one.support_sizes.tolist():
-            assert support[at].tolist() == [*own[first : first + size].tolist(), *[-1] * (3 - size)]
+        for size in one.sampling_mask_sizes.tolist():
+            assert sampling_mask[at].tolist() == [*own[first : first + size].tolist(), *[-1] * (3 - size)]
             at, first = at + 1, first + size
-    assert at == len(support)
+    assert at == len(sampling_mask)

@@ -76,12 +76,12 @@ def packs(pack: Callable[..., Pack]) -> list[Pack]:
         one.hidden, one.hidden_codec = encode(torch.randn(trained, TEACHER_WIDTH, generator=noise), "bf16"), "bf16"
         one.topk_ids = np.arange(2 * trained, dtype=np.int32).reshape(trained, 2) % 99
         one.topk_logprobs = np.full((trained, 2), -1.0, np.float32)
-        one.support_sizes = np.arange(trained, dtype=np.int32) % 3
-        drawn = np.repeat(one.tokens[one.loss_mask.astype(bool)], one.support_sizes)
-        one.support_ids = (drawn + np.arange(len(drawn)) % 2).astype(np.int32)
-        one.support_ids[np.cumsum(one.support_sizes)[one.support_sizes > 0] - 1] = one.tokens[
+        one.sampling_mask_sizes = np.arange(trained, dtype=np.int32) % 3
+        drawn = np.repeat(one.tokens[one.loss_mask.astype(bool)], one.sampling_mask_sizes)
+        one.sampling_mask_ids = (drawn + np.arange(len(drawn)) % 2).astype(np.int32)
+        one.sampling_mask_ids[np.cumsum(one.sampling_mask_sizes)[one.sampling_mask_sizes > 0] - 1] = one.tokens[
             one.loss_mask.astype(bool)
-        ][one.support_sizes > 0]
+        ][one.sampling_mask_sizes > 0]
     return made
 
 

@@ -18,7 +18,7 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.score.topk_source import StudentSupport
+from mopd_dataplane.score.topk_source import StudentTopk
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {
     "initializer_range": 0.2,
 }  # fmt: skip
 K = 4
-SETTINGS = sections.Score(batch_tokens=64, topk=K, topk_support="student")
+SETTINGS = sections.Score(batch_tokens=64, topk=K, topk_source="student")
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +80,14 @@ def test_ids_are_the_writers_and_log_probs_the_teachers(
     def privileged(sample: Scorable) -> NDArray[Any]:
         return np.concatenate([np.arange(20, 27), sample.tokens[: sample.prompt_len]])
 
-    student = StudentSupport(lambda version: folders[f"v{version}"])
+    student = StudentTopk(lambda version: folders[f"v{version}"])
     render = privileged if told else None
     signals = score_samples(pool, "teacher", ("topk",), samples, SETTINGS, render_prompt=render, student=student)
     found = {signal.uid: signal for signal in signals}
     assert len(found) == len(samples)
     for sample in samples:
         signal = found[sample.uid]
-        assert signal.support == "student"
+        assert signal.topk_source == "student"
         prompt, response = np.split(sample.tokens, [sample.prompt_len])
         own = torch.stack([distribution(folders[f"v{version}"], prompt, response) for version in (0, 1)])
         own = own[torch.from_numpy(sample.versions.astype(np.int64)), torch.arange(len(response))]
@@ -99,7 +99,7 @@ def test_ids_are_the_writers_and_log_probs_the_teachers(
 
 
 def test_a_support_wider_than_the_vocabulary_is_the_vocabulary(pool: TeacherPool, folders: dict[str, Path]) -> None:
-    student = StudentSupport(lambda version: folders[f"v{version}"])
+    student = StudentTopk(lambda version: folders[f"v{version}"])
     wide = SETTINGS.model_copy(update={"topk": 10_000})
     (signal,) = score_samples(pool, "teacher", ("topk",), make_samples()[:1], wide, student=student)
     assert signal.topk_ids is not None
@@ -108,7 +108,7 @@ def test_a_support_wider_than_the_vocabulary_is_the_vocabulary(pool: TeacherPool
 
 
 def test_weights_that_are_gone_are_named(pool: TeacherPool, tmp_path: Path) -> None:
-    student = StudentSupport(lambda version: tmp_path / f"v{version}")
+    student = StudentTopk(lambda version: tmp_path / f"v{version}")
     with pytest.raises(UnknownNameError, match="v0"):
         list(score_samples(pool, "teacher", ("topk",), make_samples()[:1], SETTINGS, student=student))
 

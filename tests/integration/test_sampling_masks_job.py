@@ -1,4 +1,4 @@
-"""A job that samples under top-p and top-k and learns by policy gradient from the kept sets it stored."""
+"""A job that samples under top-p and top-k and learns by policy gradient from the sampling masks it stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.student import load_student
 
 TEMPERATURE = 0.9
-CUT = f'temperature = {TEMPERATURE}\ntop_p = 0.7\ntop_k = 12\nrecord = ["support"]'
+CUT = f'temperature = {TEMPERATURE}\ntop_p = 0.7\ntop_k = 12\nrecord = ["sampling_mask"]'
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def as_pack(store: Store, row: int) -> Pack:
         sampler_logprobs=np.concatenate([np.zeros(prompt), payload["logprobs"]]).astype(np.float32),
         sample_rows=np.array([row]), version_starts=np.zeros(1, np.int32), versions=np.zeros(1, np.int32),
         rewards=np.zeros(1, np.float32),
-        advantages=np.zeros(1, np.float32), support_sizes=payload["support_sizes"],
-        support_ids=payload["support_ids"].astype(np.int32),
+        advantages=np.zeros(1, np.float32), sampling_mask_sizes=payload["sampling_mask_sizes"],
+        sampling_mask_ids=payload["sampling_mask_ids"].astype(np.int32),
     )  # fmt: skip
 
 
@@ -83,8 +83,10 @@ def test_the_first_step_of_an_iteration_sees_no_gap_to_its_sampler(trained: Stor
 
 
 def test_every_sample_of_the_stage_has_its_sets(trained: Store) -> None:
-    found = trained.sql("select run, count(support_len) as n, count(*) as total from samples group by 1").to_pylist()
-    counts = {row["run"]: (row["n"], row["total"]) for row in found}
+    found = trained.sql(
+        "select stage, count(sampling_mask_len) as n, count(*) as total from samples group by 1"
+    ).to_pylist()
+    counts = {row["stage"]: (row["n"], row["total"]) for row in found}
     assert counts["student"] == (64, 64)
     assert counts["base"][0] == 0
     assert trained.verify().ok

@@ -1,4 +1,4 @@
-"""Softmax over a kept set: each row of logits has its own few columns, those its token was sampled from.
+"""Softmax over a sampling mask: each row of logits has its own few columns, those its token was sampled from.
 
 Axes: C rows of a chunk, U ids of the largest set, V vocabulary.
 """
@@ -15,33 +15,35 @@ from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.torch_rows.softmax import SoftmaxRows
 
 
-def check_support(support: Tensor | None, token_ids: Tensor, columns: int, ignored: int) -> Tensor | None:
-    """The kept sets [N, U], or None when no row has one. Raises ValueError when they do not fit the sampled ids [N].
+def check_sampling_mask(sampling_mask: Tensor | None, token_ids: Tensor, columns: int, ignored: int) -> Tensor | None:
+    """The sampling masks [N, U], or None when no row has one. Raises ValueError unless they fit the sampled ids [N].
 
     Values are only looked at on the CPU.
     """
-    if support is None:
+    if sampling_mask is None:
         return None
-    check_rows(len(token_ids), token_ids.device, support=support)
-    if support.dim() != 2 or support.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"support must be int32 or int64 [N, U], got {support.dtype} of shape {list(support.shape)}")
-    if not support.numel():
+    check_rows(len(token_ids), token_ids.device, sampling_mask=sampling_mask)
+    if sampling_mask.dim() != 2 or sampling_mask.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"support must be int32 or int64 [N, U], got {sampling_mask.dtype} of shape {list(sampling_mask.shape)}"
+        )
+    if not sampling_mask.numel():
         return None
-    if not support.is_cuda:
-        if int(support.max()) >= columns:
-            raise ValueError(f"support holds id {int(support.max())}, the vocabulary has {columns}")
-        held = (support == token_ids[:, None]).any(1) | (support[:, 0] < 0) | (token_ids == ignored)
+    if not sampling_mask.is_cuda:
+        if int(sampling_mask.max()) >= columns:
+            raise ValueError(f"support holds id {int(sampling_mask.max())}, the vocabulary has {columns}")
+        held = (sampling_mask == token_ids[:, None]).any(1) | (sampling_mask[:, 0] < 0) | (token_ids == ignored)
         if not bool(held.all()):
             row = int(held.int().argmin())
             raise ValueError(
                 f"token id {int(token_ids[row])} of row {row} is not in its support: a token comes from its own set"
             )
-    return support
+    return sampling_mask
 
 
 @dataclass(frozen=True)
-class KeptColumns:
-    """The kept sets of a chunk."""
+class MaskColumns:
+    """The sampling masks of a chunk."""
 
     ids: Tensor
     """[C, U] int64; the row's first id in place of each -1"""
@@ -51,10 +53,10 @@ class KeptColumns:
     """[C] bool, false where the row has no set: then every column is kept"""
 
     @classmethod
-    def of(cls, support: Tensor) -> KeptColumns:
+    def of(cls, sampling_mask: Tensor) -> MaskColumns:
         """From ids [C, U] with -1 behind the last of each row."""
-        there = support >= 0
-        return cls(torch.where(there, support, support[:, :1]).clamp(min=0).long(), there, there[:, 0])
+        there = sampling_mask >= 0
+        return cls(torch.where(there, sampling_mask, sampling_mask[:, :1]).clamp(min=0).long(), there, there[:, 0])
 
     def softmax(self, found: SoftmaxRows, z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
         """Log-partition and entropy over the kept columns of raw products z [C, V]; ``found`` is over all of them."""

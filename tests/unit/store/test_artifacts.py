@@ -10,7 +10,7 @@ import pytest
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.run.work_folder import open_work
-from mopd_dataplane.store.artifacts import Shelf
+from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.objects import ObjectFiles
 
@@ -32,15 +32,15 @@ def policy(folder: Path, content: str) -> Path:
 
 
 def test_what_is_published_is_fetched(files: ObjectFiles, tmp_path: Path) -> None:
-    shelf = Shelf(files)
-    assert not shelf.fetch("policies/a/v1", tmp_path / "none")
-    shelf.publish("policies/a/v1", policy(tmp_path / "v1", "one"))
-    assert Shelf(files).names("policies/a") == ["v1"]
-    assert shelf.fetch("policies/a/v1", tmp_path / "copy")
+    artifacts = ArtifactStore(files)
+    assert not artifacts.fetch("policies/a/v1", tmp_path / "none")
+    artifacts.publish("policies/a/v1", policy(tmp_path / "v1", "one"))
+    assert ArtifactStore(files).names("policies/a") == ["v1"]
+    assert artifacts.fetch("policies/a/v1", tmp_path / "copy")
     assert (tmp_path / "copy" / "model.bin").read_text() == "one"
     assert (tmp_path / "copy" / "sub" / "config.json").read_text() == "{}"
-    shelf.drop("policies/a/v1")
-    assert Shelf(files).names("policies/a") == []
+    artifacts.drop("policies/a/v1")
+    assert ArtifactStore(files).names("policies/a") == []
     assert files.under("policies") == []
 
 
@@ -50,14 +50,14 @@ def test_the_first_of_two_wins_and_the_other_leaves_nothing(files: ObjectFiles, 
     def overtake(point: str) -> None:
         if point == "shelf.uploaded":
             fault_points.observe(None)
-            Shelf(files).publish("policies/a/v1", first)
+            ArtifactStore(files).publish("policies/a/v1", first)
 
     fault_points.observe(overtake)
     try:
-        Shelf(files).publish("policies/a/v1", second)
+        ArtifactStore(files).publish("policies/a/v1", second)
     finally:
         fault_points.observe(None)
-    assert Shelf(files).fetch("policies/a/v1", tmp_path / "copy")
+    assert ArtifactStore(files).fetch("policies/a/v1", tmp_path / "copy")
     assert (tmp_path / "copy" / "model.bin").read_text() == "one"
     assert len(files.under("policies")) == 3
 
@@ -70,30 +70,30 @@ def test_a_publisher_that_dies_has_published_nothing(files: ObjectFiles, tmp_pat
     fault_points.observe(die)
     try:
         with pytest.raises(Died):
-            Shelf(files).publish("policies/a/v1", policy(tmp_path / "v1", "one"))
+            ArtifactStore(files).publish("policies/a/v1", policy(tmp_path / "v1", "one"))
     finally:
         fault_points.observe(None)
-    assert not Shelf(files).has("policies/a/v1")
-    Shelf(files).publish("policies/a/v1", tmp_path / "v1")
-    assert Shelf(files).fetch("policies/a/v1", tmp_path / "copy")
+    assert not ArtifactStore(files).has("policies/a/v1")
+    ArtifactStore(files).publish("policies/a/v1", tmp_path / "v1")
+    assert ArtifactStore(files).fetch("policies/a/v1", tmp_path / "copy")
 
 
 def test_other_bytes_and_other_places_are_refused(files: ObjectFiles, tmp_path: Path) -> None:
-    shelf = Shelf(files)
-    shelf.publish("heads/a", policy(tmp_path / "v1", "one"))
+    artifacts = ArtifactStore(files)
+    artifacts.publish("heads/a", policy(tmp_path / "v1", "one"))
     content = files.read("heads/a.json")
     assert content is not None
     listing = json.loads(content)
     files.write(f"{listing['folder']}/model.bin", b"two")
     with pytest.raises(DamagedError, match=r"model\.bin is not the file that was published"):
-        shelf.fetch("heads/a", tmp_path / "copy")
+        artifacts.fetch("heads/a", tmp_path / "copy")
     files.remove([f"{listing['folder']}/model.bin"])
     with pytest.raises(DamagedError, match=r"model\.bin is missing"):
-        shelf.fetch("heads/a", tmp_path / "copy")
+        artifacts.fetch("heads/a", tmp_path / "copy")
     listing["files"]["../../outside"] = {"bytes": 1, "sha256": "0"}
     files.write("heads/a.json", json.dumps({**listing, "files": {"../../outside": {"sha256": "0"}}}).encode())
     with pytest.raises(DamagedError, match="outside its folder"):
-        shelf.fetch("heads/a", tmp_path / "copy")
+        artifacts.fetch("heads/a", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 

@@ -7,7 +7,7 @@ import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.train.topk_agreement import measure_overlap
+from mopd_dataplane.train.topk_agreement import measure_topk_agreement
 
 M, V, D, K = 7, 31, 8, 5
 
@@ -19,7 +19,7 @@ def models() -> tuple[Tensor, Head, Tensor, Head]:
 
 def test_every_measure_is_its_definition() -> None:
     student, head, teacher, teacher_head = models()
-    found = measure_overlap(student, head, teacher, teacher_head, K)
+    found = measure_topk_agreement(student, head, teacher, teacher_head, K)
     p = (student @ head.weight.T).softmax(-1)
     q = (teacher @ teacher_head.weight.T).softmax(-1)
     empty = 0
@@ -40,7 +40,7 @@ def test_every_measure_is_its_definition() -> None:
 
 def test_a_student_that_is_its_teacher_agrees_on_everything() -> None:
     student, head, _, _ = models()
-    found = measure_overlap(student, head, student, head, 2 * V)
+    found = measure_topk_agreement(student, head, student, head, 2 * V)
     assert bool((found.overlap_ratio == 1).all())
     torch.testing.assert_close(found.overlap_mass, torch.ones(M))
     assert found.overlap_advantage.abs().max() < 1e-6
@@ -52,8 +52,8 @@ def test_the_smaller_vocabulary_counts() -> None:
     student, head, teacher, teacher_head = models()
     padded = Head(torch.cat([teacher_head.weight, torch.full((9, 12), 5.0)]))
     for found, wanted in zip(
-        measure_overlap(student, head, teacher, padded, K),
-        measure_overlap(student, head, teacher, teacher_head, K),
+        measure_topk_agreement(student, head, teacher, padded, K),
+        measure_topk_agreement(student, head, teacher, teacher_head, K),
         strict=True,
     ):
         torch.testing.assert_close(found, wanted)

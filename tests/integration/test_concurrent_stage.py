@@ -22,10 +22,10 @@ def test_a_part_that_is_killed_ends_all_and_the_run_continues(
     write_job: Callable,
     mopd: Callable,
     start_mopd: Callable,
-    overlapped_stage: str,
+    concurrent_stage: str,
 ) -> None:
     shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
-    job = write_job(tmp_path, extra=overlapped_stage)
+    job = write_job(tmp_path, extra=concurrent_stage)
     whole = start_mopd("run", job, "--stage", "async")
     family = psutil.Process(whole.pid)
     victim = part_of(family, part)
@@ -39,7 +39,7 @@ def test_a_part_that_is_killed_ends_all_and_the_run_continues(
 
     mopd("run", job, "--stage", "async")
     store = open_store(str(tmp_path / "store"))
-    samples = store.sql("select count(*) n, count(distinct uid) u from samples where run = 'async'").to_pylist()
+    samples = store.sql("select count(*) n, count(distinct uid) u from samples where stage = 'async'").to_pylist()
     assert samples == [{"n": 96, "u": 96}]
     planned = [row for w in store.plans("async") for row in store.plan("async", w).sample_rows.tolist()]
     assert len(planned) == len(set(planned)) == 96, "nothing is consumed twice, nothing lost"
