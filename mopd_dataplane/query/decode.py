@@ -37,6 +37,10 @@ class Decoder:
             pieces[-1] += tail[sum(map(len, pieces)) :]
         return pieces
 
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Whole text of each sequence, many at a time."""
+        return list(self._tokenizer.decode_batch([list(map(int, ids)) for ids in sequences], skip_special_tokens=False))
+
 
 class Numbers:
     """Stands in where there is no tokenizer: every token is its id."""
@@ -44,6 +48,10 @@ class Numbers:
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Ids in angle brackets."""
         return [f"⟨{int(token)}⟩" for token in ids]
+
+    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Ids in angle brackets."""
+        return ["".join(self.pieces(ids)) for ids in sequences]
 
 
 def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:

@@ -1,0 +1,288 @@
+"""Routes: what the page asks and what it gets. Every answer is JSON; searches stream one JSON document a line."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
+from mopd_dataplane.query.text import visible
+from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page
+from mopd_dataplane.view.compare import compare
+from mopd_dataplane.view.guard import Guard
+from mopd_dataplane.view.sample import describe, pieces_of, read_payload, score_rows
+from mopd_dataplane.view.search import Search
+from mopd_dataplane.view.stores import Shelf, Shown
+from mopd_dataplane.view.topk import candidates
+
+ASSETS = Path(__file__).parent / "assets"
+MOST_ROWS = 500
+EXCERPT_TOKENS = 48
+SQL_ROWS = 1000
+STATUS = {UnknownNameError: 404, InputError: 400}
+
+Answer = Callable[[Shown, dict[str, str]], Any]
+
+
+def build_app(shelf: Shelf, *, token: str, port: int) -> Starlette:
+    """The server's application. token: what every request must show; port: the one it listens on."""
+    routes = [
+        Route("/", lambda request: FileResponse(ASSETS / "index.html")),
+        Route("/api/stores", _all(shelf)),
+        *(Route(f"/api/{name}", _answering(shelf, answer)) for name, answer in ANSWERS.items()),
+        Route("/api/search", _searching(shelf)),
+        Route("/api/compare", _comparing(shelf)),
+        Route("/api/labels", _labelling(shelf), methods=["POST"]),
+        Mount("/assets", StaticFiles(directory=ASSETS)),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
+
+
+def to_json(value: Any) -> str:
+    """JSON text; NaN and infinities become null, times ISO, numpy numbers plain."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
+    except ValueError:  # a NaN somewhere
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, datetime.datetime | datetime.date):
+        return value.isoformat()
+    if isinstance(value, np.generic):
+        return _finite(value.item())
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json")
+
+
+def _error(error: MopdError) -> Response:
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    return _json({"error": str(error), "kind": type(error).__name__}, status)
+
+
+def _answering(shelf: Shelf, answer: Answer) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        asked = dict(request.query_params)
+
+        def work() -> Response:
+            try:
+                return _json(answer(shelf.get(asked.get("store", "0")), asked))
+            except MopdError as error:
+                return _error(error)
+
+        return await run_in_threadpool(work)
+
+    return endpoint
+
+
+def _all(shelf: Shelf) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        def work() -> Response:
+            try:
+                return _json([shown.describe() for shown in shelf])
+            except MopdError as error:
+                return _error(error)
+
+        return await run_in_threadpool(work)
+
+    return endpoint
+
+
+def _searching(shelf: Shelf) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        asked = dict(request.query_params)
+
+        def begin() -> Search:
+            shown = shelf.get(asked.get("store", "0"))
+            return Search(shown.store, shown.index(), shown.decoder, kind=asked.get("kind", "text"),
+                          wanted=asked.get("q", ""), where=asked.get("where", ""))  # fmt: skip
+
+        try:
+            search = await run_in_threadpool(begin)
+        except MopdError as error:
+            return _error(error)
+
+        def lines() -> Iterator[str]:
+            try:
+                for item in search.hits():
+                    yield to_json(item) + "\n"
+            except (MopdError, OSError) as error:
+                yield to_json({"error": str(error)}) + "\n"
+
+        return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    return endpoint
+
+
+def _comparing(shelf: Shelf) -> Callable[[Request], Any]:
+    """The one answer that reads two stores."""
+
+    async def endpoint(request: Request) -> Response:
+        asked = dict(request.query_params)
+
+        def work() -> Response:
+            try:
+                one, other = (shelf.get(asked.get(key, "0")).index() for key in ("store", "other"))
+                return _json(compare(one, other, asked.get("a", ""), asked.get("b", "")))
+            except MopdError as error:
+                return _error(error)
+
+        return await run_in_threadpool(work)
+
+    return endpoint
+
+
+def _labelling(shelf: Shelf) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            given = json.loads(await request.body())
+        except ValueError:
+            return _json({"error": "the body is not JSON"}, 400)
+        if request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return _json({"error": "labels are sent as application/json"}, 415)
+
+        def work() -> Response:
+            try:
+                shown = shelf.get(request.query_params.get("store", "0"))
+                return _json(labels.write(shown.store, shown.index(), given))
+            except MopdError as error:
+                return _error(error)
+
+        return await run_in_threadpool(work)
+
+    return endpoint
+
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+def _number(asked: dict[str, str], name: str, default: int, most: int | None = None) -> int:
+    text = asked.get(name, str(default))
+    if not text.isdigit() or len(text) > 12:
+        raise InputError(f"{name}={text!r} is not a whole number")
+    return min(int(text), most) if most is not None else int(text)
+
+
+def _page(shown: Shown, asked: dict[str, str]) -> Any:
+    limit, offset = _number(asked, "limit", 50, MOST_ROWS), _number(asked, "offset", 0)
+    return shown.index().page(asked.get("where", ""), asked.get("order", ""), offset, limit)
+
+
+def _histograms(shown: Shown, asked: dict[str, str]) -> Any:
+    names = [name for name in asked.get("columns", "").split(",") if name]
+    return shown.index().histograms(asked.get("where", ""), names)
+
+
+def _excerpts(shown: Shown, asked: dict[str, str]) -> Any:
+    """Start of prompt and response of some samples, for the page of a table."""
+    index, found = shown.index(), {}
+    for uid in asked.get("uids", "").split(",")[:MOST_ROWS]:
+        if not uid:
+            continue
+        try:
+            row = index.row(uid)
+            payload = read_payload(shown.store, row, index.snapshot)
+        except (MopdError, OSError) as error:
+            found[uid] = {"error": str(error)}
+            continue
+        start = payload.tokens[: payload.prompt_len][-EXCERPT_TOKENS:]
+        found[uid] = {"prompt": "".join(pieces_of(shown.decoder, start)),
+                      "response": "".join(pieces_of(shown.decoder, payload.response[:EXCERPT_TOKENS]))}  # fmt: skip
+    return found
+
+
+def _sample(shown: Shown, asked: dict[str, str]) -> Any:
+    index = shown.index()
+    row = index.row(asked.get("uid", ""))
+    view = describe(shown.store, row, index.snapshot, shown.decoder, prompt.prompt_text(shown.store, row["prompt_id"], index))
+    view["labels"] = labels.of_sample(shown.store, row["uid"])
+    return view
+
+
+def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
+    index = shown.index()
+    row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
+    payload = read_payload(shown.store, row, index.snapshot)
+    if position >= len(payload.mask):
+        raise InputError(f"position {position} of a response of {len(payload.mask)} tokens")
+    if not payload.mask[position]:
+        return {"teachers": [], "note": "this token was not written by the policy, so no teacher judged it"}
+    ordinal = int(payload.mask[:position].sum())
+    token = int(payload.response[position])
+    found = candidates(shown.store, row, score_rows(shown.store, row["uid"], index.snapshot), position, token, ordinal, index.snapshot)
+    for teacher in found:
+        if "ids" in teacher:
+            teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]
+    return {"teachers": found, "note": ""}
+
+
+def _prompt(shown: Shown, asked: dict[str, str]) -> Any:
+    return prompt.answers(shown.store, shown.index(), shown.decoder, prompt_id=asked.get("prompt", ""),
+                          group=asked.get("group", ""), offset=_number(asked, "offset", 0))  # fmt: skip
+
+
+def _difference(shown: Shown, asked: dict[str, str]) -> Any:
+    return prompt.compared(shown.store, shown.index(), shown.decoder, (asked.get("a", ""), asked.get("b", "")))
+
+
+def _life(shown: Shown, asked: dict[str, str]) -> Any:
+    return life.life(shown.store, shown.index(), asked.get("uid", ""))
+
+
+def _run(shown: Shown, asked: dict[str, str]) -> Any:
+    return shown.remembered(("run",), lambda index: run_page.run_page(shown.store, index))
+
+
+def _trace(shown: Shown, asked: dict[str, str]) -> Any:
+    return run_page.trace(shown.store, shown.index())
+
+
+def _teachers(shown: Shown, asked: dict[str, str]) -> Any:
+    return shown.remembered(("teachers",), lambda index: teachers_page.teachers_page(shown.store, index))
+
+
+def _step(shown: Shown, asked: dict[str, str]) -> Any:
+    return packs.step_page(shown.store, asked.get("stage", ""), _number(asked, "step", 0))
+
+
+def _sql(shown: Shown, asked: dict[str, str]) -> Any:
+    """Any read-only statement, in the sandbox of `mopd query`."""
+    table = shown.store.sql(asked.get("q", ""), snapshot=shown.index().snapshot)
+    rows = [list(row.values()) for row in table.slice(0, SQL_ROWS).to_pylist()]
+    return {"columns": table.column_names, "rows": rows, "total": table.num_rows}
+
+
+ANSWERS: dict[str, Answer] = {
+    "samples": _page, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample, "candidates": _candidates,
+    "prompt": _prompt, "difference": _difference, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
+    "step": _step, "sql": _sql, "pulse": lambda shown, asked: shown.pulse(),
+    "labelled": lambda shown, asked: labels.all_of(shown.store),
+}  # fmt: skip

@@ -1,0 +1,61 @@
+// The card of a token: what the student and each teacher gave it, and what they would have said instead.
+
+import { once } from "./api.js";
+import { diverging, paint } from "./colours.js";
+import { h, put } from "./dom.js";
+import { number, percent, short, shown, signed } from "./format.js";
+
+let asked = 0;
+
+function versionAt(data, i) {
+  const span = data.spans.filter((s) => s.start <= i).pop();
+  return span ? span.version : null;
+}
+
+function said(data, i) {
+  const rows = data.teachers.filter((t) => t.logprob).map((t) => {
+    const ratio = data.sampler ? t.logprob[i] - data.sampler[i] : NaN;
+    return h("tr", {}, h("th", { scope: "row" }, t.name), h("td", {}, number(t.logprob[i])), h("td", {}, percent(Math.exp(t.logprob[i]))),
+      h("td", { style: { backgroundColor: paint("diverging", diverging(ratio)) } }, signed(ratio)),
+      h("td", {}, t.topk ? (t.topk.rank[i] > 0 ? `${t.topk.rank[i]}` : `> ${t.topk.k}`) : "–"), h("td", {}, t.topk ? percent(t.topk.tail[i]) : "–"));
+  });
+  return h("table", { class: "said" },
+    h("thead", {}, h("tr", {}, ["", "log p", "p", "− student", "rank", "tail"].map((t) => h("th", { scope: "col" }, t)))),
+    h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "student"), h("td", {}, data.sampler ? number(data.sampler[i]) : "–"),
+      h("td", {}, data.sampler ? percent(Math.exp(data.sampler[i])) : "–"), h("td", {}, "–"), h("td", {}, "–"), h("td", {}, "–")), rows));
+}
+
+function stats(data, i) {
+  const found = Object.values(data.stats).filter((s) => s.values && !Number.isNaN(s.values[i]));
+  return found.length ? h("dl", { class: "facts" }, found.map((s) => h("div", {}, h("dt", {}, s.title), h("dd", {}, `${number(s.values[i])} ${s.unit}`)))) : null;
+}
+
+function column(teacher, token) {
+  if (teacher.error) return h("div", { class: "candidates" }, h("h3", {}, teacher.teacher), h("p", { class: "damage" }, teacher.error));
+  const top = Math.exp(teacher.logprobs[0]);
+  const rank = teacher.rank ? `rank ${teacher.rank}` : `not among its ${teacher.k}`;
+  return h("div", { class: "candidates" }, h("h3", {}, teacher.teacher),
+    h("p", {}, h("small", {}, `${rank} · tail ${percent(teacher.tail)} · ${teacher.whole ? "whole vocabulary, from hidden state × head" : `stored top-${teacher.k}`}`)),
+    h("ol", {}, teacher.ids.map((id, n) => {
+      const p = Math.exp(teacher.logprobs[n]);
+      return h("li", { class: id === token ? "sampled" : "" }, h("i", { class: "p", style: { width: `${Math.max(1, 100 * p / top)}%` } }),
+        h("span", { class: "mono" }, short(shown(teacher.pieces[n]), 18) || "·"), h("span", { class: "value" }, percent(p)));
+    })));
+}
+
+export function card(aside, data, i, { params, uid, store }) {
+  const own = (asked += 1);
+  const token = data.ids[i], below = h("div", { class: "beside" });
+  put(aside, h("h2", {}, h("code", { class: "piece" }, short(shown(data.pieces[i]), 80) || "·")),
+    h("p", { class: "where" }, `position ${i} of ${data.length} · id ${token} · ${data.mask[i] ? `policy v${versionAt(data, i)}` : "not written by the policy"}`),
+    data.mask[i] ? said(data, i) : null, stats(data, i), below);
+  if (!data.mask[i] || !data.teachers.some((t) => t.kinds.includes("topk") || t.kinds.includes("hidden"))) return;
+  setTimeout(async () => {
+    if (own !== asked) return;
+    try {
+      const found = await once("candidates", { store: params.store || 0, uid, position: i }, store.digest);
+      if (own !== asked) return;
+      put(below, found.note ? h("p", { class: "empty" }, found.note) : null, found.teachers.map((t) => column(t, token)));
+    } catch (error) { if (own === asked) put(below, h("p", { class: "damage" }, error.message)); }
+  }, 120);
+}

@@ -1,0 +1,109 @@
+// Lines over steps, iterations or positions: uPlot with our colours, intervals as bands, and a table for screen readers.
+
+/* global uPlot */
+import { h } from "./dom.js";
+import { number } from "./format.js";
+
+const live = new Set();
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+export const HUES = 8;
+
+export function closeCharts() {
+  live.forEach((chart) => chart.close());
+  live.clear();
+}
+
+function withAlpha(hex, alpha) {
+  const value = Number.parseInt(hex.slice(1), 16);
+  return `rgba(${value >> 16}, ${(value >> 8) & 255}, ${value & 255}, ${alpha})`;
+}
+
+// lines: [{name, x: [], y: [], low?: [], high?: [], dots?: bool}]; options: title, unit, height, marks: [{x, title}], onpick(x)
+export function chart(lines, options) {
+  const drawn = lines.filter((line) => line.y.some((v) => v !== null && Number.isFinite(v)));
+  const root = h("figure", { class: "chart" }, h("figcaption", {}, options.title, options.unit ? h("small", {}, ` ${options.unit}`) : null));
+  if (!drawn.length) { root.append(h("p", { class: "empty" }, options.empty || "Nothing recorded.")); return root; }
+  const holder = h("div", { class: "plot", role: "img", "aria-label": described(drawn, options) });
+  root.append(holder);
+  let plot = null;
+  const watch = new ResizeObserver(() => {
+    const width = Math.floor(holder.clientWidth);
+    if (width < 40) return;
+    if (plot) plot.setSize({ width, height: options.height || 190 });
+    else plot = build(holder, drawn, options, width);
+  });
+  watch.observe(holder);
+  live.add({ close: () => { watch.disconnect(); if (plot) plot.destroy(); plot = null; } });
+  root.cursorTo = (x) => {
+    if (!plot) return;
+    plot.setCursor({ left: plot.valToPos(x, "x"), top: plot.over.clientHeight / 2 }, false);
+  };
+  return root;
+}
+
+function described(lines, options) {
+  const parts = lines.slice(0, 8).map((line) => {
+    const known = line.y.filter((v) => v !== null && Number.isFinite(v));
+    return `${line.name}: ${number(known[0])} to ${number(known[known.length - 1])}`;
+  });
+  return `${options.title}. ${parts.join("; ")}`;
+}
+
+function build(holder, lines, options, width) {
+  const xs = [...new Set(lines.flatMap((line) => Array.from(line.x)))].sort((a, b) => a - b);
+  const place = new Map(xs.map((x, i) => [x, i]));
+  const spread = (line, values) => {
+    const out = new Array(xs.length).fill(null);
+    line.x.forEach((x, i) => { const v = values[i]; out[place.get(x)] = v !== null && Number.isFinite(v) ? v : null; });
+    return out;
+  };
+  const series = [{ label: options.x || "step" }], columns = [xs], bands = [];
+  lines.forEach((line, n) => {
+    const ink = colour(`--series-${(line.hue ?? n) % HUES}`);
+    series.push({ label: line.name, stroke: ink, width: 1.6, spanGaps: true, points: { show: xs.length < 60, size: 5 },
+      dash: (line.hue ?? n) >= HUES ? [5, 3] : undefined, value: (u, v) => number(v) });
+    columns.push(spread(line, line.y));
+    if (line.low) {
+      series.push({ show: true, label: `${line.name} high`, stroke: "transparent", points: { show: false }, class: "u-hide" },
+        { show: true, label: `${line.name} low`, stroke: "transparent", points: { show: false }, class: "u-hide" });
+      columns.push(spread(line, line.high), spread(line, line.low));
+      bands.push({ series: [series.length - 2, series.length - 1], fill: withAlpha(ink, 0.16) });
+    }
+  });
+  const axis = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
+  const marks = options.marks || [];
+  return new uPlot({
+    width, height: options.height || 190, series, bands, legend: { live: lines.length <= 6 },
+    scales: { x: { time: false } },
+    axes: [{ ...axis, size: 28, values: (u, ticks) => ticks.map((v) => (Number.isInteger(v) ? String(v) : "")) },
+      { ...axis, size: 54, values: (u, ticks) => ticks.map((v) => String(+v.toPrecision(4)).replace("-", "−")) }],
+    cursor: { drag: { x: true, y: false, uni: 12 }, points: { size: 6 } },
+    hooks: {
+      draw: [(u) => {
+        for (const mark of marks) {
+          const left = Math.round(u.valToPos(mark.x, "x", true));
+          u.ctx.save();
+          u.ctx.strokeStyle = colour("--accent");
+          u.ctx.setLineDash([4, 4]);
+          u.ctx.beginPath();
+          u.ctx.moveTo(left, u.bbox.top);
+          u.ctx.lineTo(left, u.bbox.top + u.bbox.height);
+          u.ctx.stroke();
+          u.ctx.fillStyle = colour("--muted");
+          u.ctx.font = `${11 * devicePixelRatio}px system-ui`;
+          u.ctx.fillText(mark.title, left + 4, u.bbox.top + 12 * devicePixelRatio);
+          u.ctx.restore();
+        }
+      }],
+      ready: [(u) => {
+        if (!options.onpick) return;
+        let down = 0;
+        u.over.addEventListener("mousedown", (e) => { down = e.clientX; });
+        u.over.addEventListener("click", (e) => {
+          if (Math.abs(e.clientX - down) > 3 || u.cursor.idx === null || u.cursor.idx === undefined) return;
+          options.onpick(xs[u.cursor.idx]);
+        });
+      }],
+    },
+  }, columns, holder);
+}

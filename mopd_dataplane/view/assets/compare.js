@@ -1,0 +1,42 @@
+// Two iterations, stages or stores side by side, paired over the prompts that both answered.
+
+import { ask } from "./api.js";
+import { h, put, select, table } from "./dom.js";
+import { count, number, signed } from "./format.js";
+import { adjust, address } from "./state.js";
+
+function choices(stores) {
+  return stores.flatMap((store, n) => store.stages.flatMap((s) => Array.from({ length: Math.min(60, s.last + 1) }, (_, i) => {
+    const where = `stage = '${s.stage.replace(/'/g, "''")}' and iteration = ${i}`;
+    return { key: `${n}|${where}`, store: n, where, title: `${stores.length > 1 ? `${store.name} · ` : ""}${s.stage} · iteration ${i}` };
+  })));
+}
+
+function pair(key, digits) {
+  return (row) => {
+    const v = row[key];
+    if (!v) return "–";
+    const sure = v.ci !== null && Math.abs(v.difference) > v.ci;
+    return h("span", { class: sure ? "sure" : "" }, `${number(v.a, digits)} → ${number(v.b, digits)} `, h("small", {}, `${signed(v.difference, digits)}${v.ci === null ? "" : ` ± ${number(v.ci, digits)}`}`));
+  };
+}
+
+export async function comparePage(main, { params }, { stores, signal }) {
+  const known = choices(stores);
+  if (known.length < 2) { put(main, h("h1", {}, "Compare"), h("p", { class: "empty" }, "There is only one iteration of one stage to look at.")); return { keys: {} }; }
+  const a = known.find((c) => c.key === params.a) || known[0], b = known.find((c) => c.key === params.b) || known[known.length - 1];
+  const options = known.map((c) => [c.key, c.title]);
+  const found = await ask("compare", { store: a.store, other: b.store, a: a.where, b: b.where }, { signal });
+  put(main, h("h1", {}, "Compare"), h("div", { class: "row controls" }, select("A", a.key, options, (k) => adjust({ a: k })), select("B", b.key, options, (k) => adjust({ b: k }))),
+    h("p", { class: "lead" }, `${count(found.shared)} prompts answered by both, ${count(found.only_a)} by A only, ${count(found.only_b)} by B only. Differences are paired by prompt, ± 95 %; bold: beyond it.`),
+    found.domains.length ? table([
+      { title: "domain", word: true, show: (r) => r.domain }, { title: "prompts", show: (r) => count(r.prompts) }, { title: "reward", show: pair("reward", 3) },
+      { title: "reverse KL", show: pair("kl", 3) }, { title: "length", show: pair("response_len", 1) }, { title: "mean log p", show: pair("mean_logprob", 3) },
+    ], found.domains) : h("p", { class: "empty" }, "No prompt was answered by both: choose iterations that share prompts."),
+    found.prompts.length ? [h("h2", {}, "Prompts whose reward changed most"), table([
+      { title: "prompt", word: true, show: (p) => h("a", { href: address("prompt", p.prompt_id, { store: a.store || "", a: p.a.uid, b: a.store === b.store ? p.b.uid : "" }) }, p.prompt_id) },
+      { title: "reward", show: (p) => `${number(p.a.reward, 2)} → ${number(p.b.reward, 2)}` }, { title: "reverse KL", show: (p) => `${signed(p.a.kl, 3)} → ${signed(p.b.kl, 3)}` },
+      { title: "length", show: (p) => `${number(p.a.response_len, 0)} → ${number(p.b.response_len, 0)}` },
+    ], found.prompts.slice(0, 40))] : null);
+  return { keys: {} };
+}

@@ -1,0 +1,60 @@
+// Elements from data. Text is always a text node: nothing that a model wrote is ever markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") Object.assign(node.style, value);
+    else if (name === "class") node.setAttribute("class", value);
+    else if (name === "value" || name === "checked" || name === "selected") node[name] = value;
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  node.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
+  return node;
+}
+
+// h("button", {class: "quiet", onclick: go}, "Go")
+export function h(tag, attributes, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svg(tag, attributes, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+export function put(parent, ...children) {
+  parent.replaceChildren(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
+  return parent;
+}
+
+// Tell a screen reader.
+export function say(text) {
+  document.getElementById("said").textContent = text;
+}
+
+export function select(label, value, options, onchange, attributes = {}) {
+  const choices = options.map((o) => (Array.isArray(o) ? o : [o, o]));
+  const box = h("select", { "aria-label": label, onchange: (e) => onchange(e.target.value), ...attributes },
+    choices.map(([key, text]) => h("option", { value: key, selected: String(key) === String(value) }, text)));
+  return h("label", { class: "field" }, h("span", {}, label), box);
+}
+
+export function table(columns, rows, attributes = {}) {
+  return h("div", { class: "scroll" }, h("table", attributes,
+    h("thead", {}, h("tr", {}, columns.map((c) => h("th", { scope: "col", class: c.word ? "word" : "" }, c.title)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, columns.map((c, i) => {
+      const shown = c.show(row);
+      return h(i === 0 ? "th" : "td", { scope: i === 0 ? "row" : null, class: c.word ? "word" : "" }, shown);
+    }))))));
+}
+
+export function copier(text, label) {
+  return h("button", { class: "quiet", type: "button", onclick: async (e) => {
+    const button = e.currentTarget;
+    try { await navigator.clipboard.writeText(typeof text === "function" ? text() : text); button.textContent = "copied"; }
+    catch { button.textContent = "cannot copy here"; }
+    setTimeout(() => { button.textContent = label; }, 1200);
+  } }, label);
+}

@@ -1,0 +1,25 @@
+// The life of a sample, in order.
+
+import { once } from "./api.js";
+import { h, put } from "./dom.js";
+import { clock, count, number, size } from "./format.js";
+import { address } from "./state.js";
+
+function fact(name, value) {
+  if (value === null || value === undefined || value === "") return null;
+  const shown = name === "bytes" ? size(value) : typeof value === "number" ? (Number.isInteger(value) ? count(value) : number(value, 4)) : String(value);
+  return h("div", {}, h("dt", {}, name), h("dd", {}, shown));
+}
+
+export async function lifePage(main, { id, params }, { stores }) {
+  const store = stores[Number(params.store || 0)] || stores[0];
+  const happened = await once("life", { store: params.store || 0, uid: id }, store.digest);
+  put(main, h("h1", {}, "Life of ", h("a", { href: address("sample", id, params) }, h("code", {}, id.slice(0, 10)))),
+    h("ol", { class: "life" }, happened.map((event) => h("li", { class: event.kind },
+      h("h2", {}, event.title), event.at ? h("time", { datetime: event.at }, clock(event.at)) : null,
+      h("dl", { class: "facts" }, Object.entries(event.facts).map(([k, v]) => fact(k, v))),
+      event.step !== undefined ? h("p", {}, h("a", { href: address("step", event.stage, { store: params.store, n: event.step }) }, "packs of this step")) : null,
+      event.uids.length ? h("p", { class: "companions" }, "with ", event.uids.slice(0, 24).map((uid) => [h("a", { href: address("sample", uid, { store: params.store }) }, uid.slice(0, 8)), " "]),
+        event.uids.length > 24 ? `and ${event.uids.length - 24} more` : null) : null))));
+  return { keys: { u: ["back to the sample", () => { location.hash = address("sample", id, params); }] } };
+}

@@ -1,0 +1,17 @@
+// Samples that are being written right now, from the token log.
+
+import { h, put } from "./dom.js";
+import { count, shown } from "./format.js";
+import { read } from "./state.js";
+
+export function livePanel(samples) {
+  let panel = document.getElementById("live");
+  if (read().view !== "samples" || !samples.length) { if (panel) panel.remove(); return; }
+  if (!panel) {
+    panel = h("section", { id: "live", class: "live", "aria-label": "Being written" });
+    document.getElementById("main").prepend(panel);
+  }
+  put(panel, h("h2", {}, `${count(samples.length)} samples being written`), h("ol", {}, samples.slice(0, 12).map((s) => h("li", {},
+    h("code", {}, s.uid.slice(0, 10)), h("small", {}, ` ${s.stage} · ${s.domain} · ${count(s.tokens)} tokens${s.interruptions ? ` · interrupted ${s.interruptions} times` : ""} `),
+    h("span", { class: "mono" }, `…${shown(s.end)}`)))));
+}

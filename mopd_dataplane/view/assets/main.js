@@ -1,0 +1,136 @@
+// The frame: which page the address names, keys, theme, and what a growing store brings.
+
+import { ask, forget, isStatic } from "./api.js";
+import { closeCharts } from "./chart.js";
+import { comparePage } from "./compare.js";
+import { h, put, say, select } from "./dom.js";
+import { receive } from "./files.js";
+import { count } from "./format.js";
+import { lifePage } from "./life.js";
+import { livePanel } from "./live.js";
+import { promptPage } from "./prompt.js";
+import { runPage } from "./run.js";
+import { samplePage } from "./sample.js";
+import { samplesPage } from "./samples.js";
+import { stopSearch } from "./search.js";
+import { sqlPage } from "./sql.js";
+import { address, adjust, go, listen, read } from "./state.js";
+import { stepPage } from "./step.js";
+import { teachersPage } from "./teachers.js";
+
+const PAGES = { samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
+const TABS = [["samples", "Samples"], ["run", "Run"], ["teachers", "Teachers"], ["compare", "Compare"], ["sql", "SQL"]];
+const EVERYWHERE = {
+  "?": ["list the keys", () => showKeys()],
+  1: ["samples", () => tab("samples")], 2: ["run", () => tab("run")], 3: ["teachers", () => tab("teachers")],
+  4: ["compare", () => tab("compare")], 5: ["SQL", () => tab("sql")], d: ["light or dark", () => theme(true)],
+};
+const FOLLOW_MS = 2000;
+
+let stores = [], keys = {}, closing = () => {}, stopping = new AbortController(), drawing = 0;
+const main = document.getElementById("main");
+
+function tab(view) {
+  const { store } = read().params;
+  go(view, "", { store });
+}
+
+function theme(turn) {
+  const root = document.documentElement;
+  let now = "";
+  try { now = localStorage.getItem("mopd-theme") || ""; } catch { /* a page from disk may have no storage */ }
+  const dark = now ? now === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  if (turn) {
+    now = dark ? "light" : "dark";
+    try { localStorage.setItem("mopd-theme", now); } catch { /* as above */ }
+  }
+  if (now) root.dataset.theme = now;
+  if (turn) draw();
+}
+
+function showKeys() {
+  const rows = (own) => Object.entries(own).map(([key, [text]]) => h("tr", {}, h("th", { scope: "row" }, h("kbd", {}, key)), h("td", {}, text)));
+  const box = h("dialog", { class: "keys", "aria-label": "Keys", onclose: () => box.remove() }, h("h2", {}, "Keys"),
+    h("div", { class: "two" }, h("table", {}, h("tbody", {}, rows(keys))), h("table", {}, h("tbody", {}, rows(EVERYWHERE)))),
+    h("form", { method: "dialog" }, h("button", { autofocus: true }, "close")));
+  document.body.append(box);
+  box.showModal();
+}
+
+function top(view, params) {
+  const tabs = isStatic() ? TABS.filter(([key]) => ["samples", "run", "teachers"].includes(key) && window.mopdFiles.keys.includes(key)) : TABS;
+  put(document.getElementById("top"), h("a", { class: "brand", href: "#/samples" }, "mopd view"),
+    stores.length > 1 ? select("store", params.store || "0", stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
+      : h("span", { class: "store", title: stores[0].uri }, stores[0].name),
+    h("nav", { "aria-label": "Pages" }, tabs.map(([key, title]) => h("a", { href: address(key, "", { store: params.store }), "aria-current": key === view ? "page" : null }, title))),
+    h("span", { class: "fill" }), h("span", { id: "live-mark", class: "where" }),
+    h("button", { class: "quiet", onclick: () => theme(true), "aria-label": "Light or dark", title: "Light or dark (d)" }, "◐"),
+    h("button", { class: "quiet", onclick: showKeys, "aria-label": "Keys", title: "Keys (?)" }, "?"));
+}
+
+async function draw({ still = false } = {}) {
+  const now = read(), own = (drawing += 1), place = scrollY;
+  stopping.abort();
+  stopping = new AbortController();
+  stopSearch();
+  closing();
+  closing = () => {};
+  closeCharts();
+  main.setAttribute("aria-busy", "true");
+  top(now.view, now.params);
+  document.title = `${now.id ? `${now.id.slice(0, 12)} · ` : ""}${now.view} · ${stores[0].name} · mopd view`;
+  let found = { keys: {} };
+  try {
+    found = await (PAGES[now.view] || samplesPage)(main, now, { stores, signal: stopping.signal });
+  } catch (error) {
+    if (own !== drawing || error.name === "AbortError") return;
+    put(main, h("h1", {}, "This cannot be shown"), h("p", { class: "damage", role: "alert" }, error.message), h("p", {}, h("a", { href: "#/samples" }, "all samples")));
+  }
+  if (own !== drawing) { if (found.close) found.close(); return; }
+  keys = found.keys;
+  closing = found.close || (() => {});
+  main.removeAttribute("aria-busy");
+  if (still) scrollTo(0, place);
+  if (now.params.focus) document.getElementById(now.params.focus)?.focus();
+}
+
+function pressed(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, dialog")) return;
+  if (event.key === "Enter" && event.target.closest("a, button, summary")) return;
+  const found = keys[event.key] || EVERYWHERE[event.key];
+  if (!found) return;
+  event.preventDefault();
+  found[1]();
+}
+
+async function follow() {
+  if (!document.hidden) {
+    try {
+      const key = read().params.store || 0, pulse = await ask("pulse", { store: key });
+      const mark = document.getElementById("live-mark");
+      if (mark) mark.textContent = `● live · ${count(pulse.live.length)} being written`;
+      livePanel(pulse.live);
+      if (pulse.digest !== stores[Number(key)].digest) {
+        stores = await ask("stores");
+        forget();
+        const view = read().view;
+        if (view !== "sample" && view !== "sql" && !document.activeElement.closest("input, textarea, select")) await draw({ still: true });
+      }
+    } catch (error) { say(error.message); }
+  }
+  setTimeout(follow, FOLLOW_MS);
+}
+
+async function begin() {
+  theme(false);
+  if (isStatic()) window.mopdData = receive;
+  put(main, h("p", { class: "empty" }, "reading the store…"));
+  try { stores = await ask("stores"); } catch (error) { put(main, h("p", { class: "damage", role: "alert" }, error.message)); return; }
+  if (isStatic() && !location.hash && window.mopdFiles.start) history.replaceState(null, "", window.mopdFiles.start);
+  listen(draw);
+  addEventListener("keydown", pressed);
+  await draw();
+  if (stores[0].follow) follow();
+}
+
+begin();

@@ -1,0 +1,84 @@
+// All answers to a prompt: one group side by side, or over policy versions; where they part; how two differ.
+
+import { ask, numbers, once } from "./api.js";
+import { chart } from "./chart.js";
+import { diverging, legend, paint } from "./colours.js";
+import { h, put, select, table } from "./dom.js";
+import { count, number, shown, signed } from "./format.js";
+import { adjust, address } from "./state.js";
+
+function text(answer, teacher) {
+  const ratios = answer.ratios[teacher] ? numbers(answer.ratios[teacher]) : null;
+  return h("p", { class: "answer mono" }, answer.pieces.map((piece, i) => h("span", {
+    class: i === answer.leaves_at ? "t parts" : "t", title: ratios && !Number.isNaN(ratios[i]) ? `${signed(ratios[i])} nat` : null,
+    style: ratios ? { backgroundColor: paint("diverging", diverging(ratios[i])) } : null,
+  }, shown(piece), piece.includes("\n") ? h("br") : null)), answer.cut ? h("small", {}, ` … ${count(answer.cut)} more tokens`) : null);
+}
+
+function answerCard(answer, teacher, params, picked) {
+  const row = answer.row;
+  return h("article", { class: "answered", "aria-label": `Answer ${row.uid.slice(0, 10)}` },
+    h("header", { class: "row" }, h("a", { href: address("sample", row.uid, { store: params.store, teacher }) }, row.uid.slice(0, 10)),
+      h("span", {}, row.policy === "reference" ? "reference" : `${row.stage} v${row.policy_version_first}`),
+      h("span", {}, `reward ${number(row.reward, 2)}`), h("span", {}, `KL ${signed(row.kl, 3)}`), h("span", {}, `${count(row.response_len)} tokens`),
+      h("small", {}, answer.leaves_at === null ? "same as the first" : `parts at token ${answer.leaves_at}`),
+      ["a", "b"].map((side) => h("label", {}, h("input", { type: "radio", name: `diff-${side}`, checked: picked[side] === row.uid,
+        onchange: () => adjust({ [side]: row.uid }) }), side.toUpperCase()))),
+    answer.damage ? h("p", { class: "damage" }, answer.damage) : text(answer, teacher));
+}
+
+function sideBySide(found) {
+  const side = (key, own) => h("p", { class: "answer mono" }, found.parts.map(([tag, a0, a1, b0, b1]) => {
+    const piece = (key === "a" ? found.a.pieces.slice(a0, a1) : found.b.pieces.slice(b0, b1)).map(shown).join("");
+    if (!piece) return null;
+    return tag === "equal" ? h("span", {}, piece) : h(key === "a" ? "del" : "ins", { class: own }, piece);
+  }));
+  return h("div", { class: "pair" }, h("div", {}, h("h3", {}, "A"), side("a", "gone")), h("div", {}, h("h3", {}, "B"), side("b", "new")));
+}
+
+function trend(rows) {
+  const stages = [...new Set(rows.map((r) => r.stage))];
+  const lines = (key) => stages.map((stage) => ({ name: stage, x: rows.filter((r) => r.stage === stage).map((r) => r.version),
+    y: rows.filter((r) => r.stage === stage).map((r) => r[key]) }));
+  return h("div", { class: "charts" }, chart(lines("kl"), { title: "Reverse KL of this prompt's answers", unit: "nat/token", x: "version" }),
+    chart(lines("reward"), { title: "Reward", x: "version" }), chart(lines("length"), { title: "Length", unit: "tokens", x: "version" }));
+}
+
+export async function promptPage(main, { id, params }, { stores, signal }) {
+  const store = stores[Number(params.store || 0)] || stores[0];
+  const asked = { store: params.store || 0, prompt: id, group: params.group || "", offset: params.offset || 0 };
+  const found = await once("prompt", asked, store.digest);
+  if (params.group) found.answers = found.answers.filter((a) => a.row.group_id === params.group);
+  const teachers = [...new Set(found.answers.flatMap((a) => Object.keys(a.ratios)))];
+  const teacher = teachers.includes(params.teacher) ? params.teacher : teachers[0];
+  const picked = { a: params.a || found.answers[0]?.row.uid, b: params.b || found.answers[1]?.row.uid };
+  const difference = h("section", { "aria-label": "Difference" });
+  const pages = Math.ceil(found.total / 64);
+  put(main, h("h1", {}, params.group ? "Group " : "Prompt ", h("code", {}, params.group || id)),
+    h("pre", { class: "prompt", dir: "auto" }, found.prompt.text), found.prompt.answer ? h("p", {}, h("small", {}, "reference answer "), h("span", { class: "mono" }, found.prompt.answer)) : null,
+    h("h2", {}, "Groups"),
+    table([
+      { title: "group", word: true, show: (g) => h("a", { href: address("prompt", id, { store: params.store, group: g.group_id }), "aria-current": g.group_id === params.group ? "true" : null }, g.group_id) },
+      { title: "stage", word: true, show: (g) => g.stage }, { title: "iteration", show: (g) => g.iteration }, { title: "version", show: (g) => g.version },
+      { title: "answers", show: (g) => count(g.answers) }, { title: "reward", show: (g) => number(g.reward, 2) },
+      { title: "spread", show: (g) => (g.answers > 1 && g.spread === 0 ? "0: teaches nothing to a group baseline" : number(g.spread, 2)) },
+      { title: "KL", show: (g) => signed(g.kl, 3) }, { title: "length", show: (g) => number(g.length, 0) },
+    ], found.groups),
+    params.group ? h("p", {}, h("a", { href: address("prompt", id, { store: params.store }) }, "all groups: the prompt over policy versions")) : trend(found.trend),
+    h("div", { class: "row controls" }, h("h2", {}, `${count(found.total)} answers`),
+      teachers.length ? select("coloured by", teacher, teachers, (t) => adjust({ teacher: t })) : null,
+      teachers.length ? h("div", { class: "legend" }, legend("diverging").map(([l, t]) => h("span", { style: { backgroundColor: paint("diverging", l) } }, t)), h("small", {}, "nat, teacher − sampler")) : null,
+      pages > 1 ? Array.from({ length: pages }, (_, i) => h("a", { href: address("prompt", id, { ...params, offset: i * 64 || "" }) }, String(i + 1))) : null),
+    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, picked))));
+  if (picked.a && picked.b && picked.a !== picked.b) {
+    ask("difference", { store: params.store || 0, a: picked.a, b: picked.b }, { signal })
+      .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });
+  }
+  const groups = found.groups.map((g) => g.group_id), now = groups.indexOf(params.group);
+  const jump = (step) => { const to = groups[now + step]; if (to) adjust({ group: to, a: "", b: "" }); };
+  return { keys: {
+    j: ["next group", () => jump(1)], k: ["previous group", () => jump(-1)], g: ["all groups", () => adjust({ group: "", a: "", b: "" })],
+    "]": ["next teacher", () => turn(1)], "[": ["previous teacher", () => turn(-1)],
+  } };
+  function turn(step) { if (teachers.length) adjust({ teacher: teachers[(teachers.indexOf(teacher) + step + teachers.length) % teachers.length] }); }
+}

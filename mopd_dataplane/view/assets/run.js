@@ -1,0 +1,109 @@
+// The run: curves with intervals, steps, where the time went, and what it was made with.
+
+import { isStatic, link, once } from "./api.js";
+import { chart } from "./chart.js";
+import { h, put, select } from "./dom.js";
+import { count, seconds } from "./format.js";
+import { adjust, address } from "./state.js";
+
+function group(rows, key) {
+  const out = new Map();
+  for (const row of rows) {
+    if (!out.has(key(row))) out.set(key(row), []);
+    out.get(key(row)).push(row);
+  }
+  return out;
+}
+
+function byDomain(rows, y, ci) {
+  return [...group(rows, (r) => r.domain)].map(([name, own]) => ({
+    name, x: own.map((r) => r.iteration), y: own.map((r) => r[y]),
+    ...(ci ? { low: own.map((r) => (r[ci] === null ? null : r[y] - r[ci])), high: own.map((r) => (r[ci] === null ? null : r[y] + r[ci])) } : {}),
+  }));
+}
+
+function stepLines(rows, key) {
+  return [{ name: key, x: rows.map((r) => r.step), y: rows.map((r) => r[key]) }];
+}
+
+function extras(rows) {
+  const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => rows.some((r) => Number.isFinite(r.extra[k])));
+  const teachers = keys.filter((k) => k.startsWith("teacher/"));
+  const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r.extra[key] ?? null) });
+  return [
+    teachers.length ? chart(teachers.map((k) => line(k, k.split("/")[1])), { title: "Reverse KL by teacher, while training", unit: "nat/token" }) : null,
+    ...keys.filter((k) => !k.startsWith("teacher/")).map((k) => chart([line(k, k)], { title: k.replace(/_/g, " ") })),
+  ];
+}
+
+function timeline(times, steps) {
+  const own = times.filter((t) => t.end > t.start);
+  if (!own.length) return h("p", { class: "empty" }, "No stage times were recorded.");
+  const from = Math.min(...own.map((t) => t.start)), to = Math.max(...own.map((t) => t.end));
+  const share = (t) => `${(100 * (t - from)) / (to - from)}%`;
+  const hues = new Map();
+  return h("div", { class: "timeline", role: "img", "aria-label": `Stages over ${seconds(to - from)}` },
+    [...group(own, (t) => t.stage)].map(([stage, spans]) => h("div", { class: "lane" }, h("span", { class: "lane-name" }, stage),
+      h("div", { class: "lane-bar" }, spans.map((t) => {
+        if (!hues.has(t.lane)) hues.set(t.lane, hues.size % 8);
+        const bar = h("i", { title: `${stage} · ${t.lane}${t.iteration >= 0 ? ` ${t.iteration}` : ""} · ${seconds(t.end - t.start)}` });
+        Object.assign(bar.style, { left: share(t.start), width: `max(2px, ${(100 * (t.end - t.start)) / (to - from)}%)`, backgroundColor: `var(--series-${hues.get(t.lane)})` });
+        return bar;
+      })))),
+    h("p", { class: "keyed" }, [...hues].map(([lane, hue]) => h("span", {}, Object.assign(h("i", {}), {}), lane)).map((node, i) => {
+      node.firstChild.style.backgroundColor = `var(--series-${[...hues.values()][i]})`;
+      return node;
+    })));
+}
+
+function settings(value) {
+  if (value === null || typeof value !== "object") return h("code", {}, JSON.stringify(value));
+  const entries = Object.entries(value);
+  if (!entries.length) return h("code", {}, Array.isArray(value) ? "[]" : "{}");
+  return h("ul", { class: "tree" }, entries.map(([key, v]) => h("li", {}, v !== null && typeof v === "object" && Object.keys(v).length
+    ? h("details", {}, h("summary", {}, key), settings(v)) : [h("span", {}, `${key} = `), settings(v)])));
+}
+
+function accuracy(evals) {
+  const policies = [...group(evals, (r) => r.policy)].filter(([, rows]) => new Set(rows.map((r) => r.policy_version)).size > 1);
+  return policies.map(([policy, rows]) => chart([...group(rows, (r) => r.domain)].map(([name, own]) => ({
+    name, x: own.map((r) => r.policy_version), y: own.map((r) => r.reward), low: own.map((r) => r.low), high: own.map((r) => r.high) })),
+  { title: `Held-out reward of ${policy}`, unit: "95 % intervals", x: "version" }));
+}
+
+export async function runPage(main, { params }, { stores }) {
+  const store = stores[Number(params.store || 0)] || stores[0];
+  const run = await once("run", { store: params.store || 0 }, store.digest);
+  const stages = [...new Set([...run.rollouts.map((r) => r.stage), ...run.steps.map((s) => s.stage)])];
+  const last = run.rollouts.length ? run.rollouts[run.rollouts.length - 1].stage : stages[stages.length - 1];
+  const stage = stages.includes(params.stage) ? params.stage : last;
+  const rollouts = run.rollouts.filter((r) => r.stage === stage), steps = run.steps.filter((s) => s.stage === stage);
+  const first = { x: "iteration" };
+  const waits = steps.map((s) => (s.step_time_s ? s.data_wait_s / s.step_time_s : null));
+  put(main, h("h1", {}, store.name), h("p", { class: "where" }, `${store.uri} · snapshot ${store.digest} · ${count(store.samples)} samples`),
+    h("div", { class: "row controls" }, stages.length ? select("stage", stage, stages, (s) => adjust({ stage: s })) : null,
+      steps.length ? h("a", { href: address("step", stage, { store: params.store, n: steps[0].step }) }, "packs of a step") : null,
+      isStatic() ? null : h("a", { href: link("trace", { store: params.store || 0 }), download: "trace.json" }, "Chrome trace (opens in Perfetto)")),
+    h("h2", {}, "Rollouts"),
+    h("div", { class: "charts" },
+      chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
+      chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),
+      chart(byDomain(rollouts, "length"), { title: "Response length", unit: "tokens, mean", ...first }),
+      chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
+      chart(byDomain(rollouts, "truncated"), { title: "Truncated", unit: "share of samples", ...first }),
+      chart(byDomain(rollouts, "surprise"), { title: "Sampler surprise", unit: "nat/token, −mean log p", ...first }),
+      accuracy(run.evals)),
+    h("h2", {}, "Training"),
+    steps.length ? h("div", { class: "charts" },
+      chart(stepLines(steps, "loss"), { title: "Loss" }), chart(stepLines(steps, "reverse_kl"), { title: "Reverse KL", unit: "nat/token" }),
+      chart(stepLines(steps, "grad_norm"), { title: "Gradient norm", unit: "before clipping" }), chart(stepLines(steps, "learning_rate"), { title: "Learning rate" }),
+      chart(stepLines(steps, "staleness_mean"), { title: "Staleness", unit: "versions, mean" }), chart(stepLines(steps, "tokens_per_s"), { title: "Throughput", unit: "tokens/s" }),
+      chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s" }),
+      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step" }), extras(steps))
+      : h("p", { class: "empty" }, "This stage has not trained yet."),
+    h("h2", {}, "Time"), timeline(run.times, run.steps),
+    h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with) : h("p", { class: "empty" }, "The store does not say what it was made with."),
+    h("h2", {}, "Settings of the job"), Object.keys(run.job).length ? settings(run.job) : h("p", { class: "empty" }, "No job made this store."));
+  const turn = (step) => { if (stages.length) adjust({ stage: stages[(stages.indexOf(stage) + step + stages.length) % stages.length] }); };
+  return { keys: { "]": ["next stage", () => turn(1)], "[": ["previous stage", () => turn(-1)] } };
+}

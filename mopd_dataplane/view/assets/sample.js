@@ -1,0 +1,146 @@
+// One sample: the strip of tokens, every teacher over one text, the card of a token, a chart by position.
+
+import { ask, isStatic, once } from "./api.js";
+import { card } from "./card.js";
+import { chart } from "./chart.js";
+import { legend, paint } from "./colours.js";
+import { copier, h, put, say, select } from "./dom.js";
+import { clock, count, number, shown, signed } from "./format.js";
+import { labelPanel } from "./labels.js";
+import { curlOf, contextOf } from "./samples.js";
+import { lanesOf, nextSurprise, signalsOf, unpack } from "./signals.js";
+import { adjust, address, whereOf } from "./state.js";
+import { Strip } from "./strip.js";
+
+function facts(row, params) {
+  const items = [
+    ["domain", row.domain], ["stage", `${row.stage} · iteration ${row.iteration}`],
+    ["written by", row.policy === "reference" ? "reference" : `${row.policy} v${row.policy_version_first}${row.policy_version_last > row.policy_version_first ? ` to v${row.policy_version_last}` : ""}`],
+    ["reward", number(row.reward)], ["reverse KL", `${signed(row.kl, 3)} nat/token`],
+    ["tokens", `${count(row.response_len)}, ${count(row.loss_tokens)} trained`], ["finish", row.finish_reason],
+    ["interruptions", row.interruptions ? `${row.interruptions}, resumed ${row.resume}` : "none"],
+    ["sampled", clock(row.created_at)],
+  ];
+  return h("dl", { class: "facts" }, items.map(([k, v]) => h("div", {}, h("dt", {}, k), h("dd", {}, v))),
+    h("div", {}, h("dt", {}, "prompt"), h("dd", {}, h("a", { href: address("prompt", row.prompt_id, { store: params.store }) }, row.prompt_id))));
+}
+
+function flagsOf(row, store) {
+  return store.flags.filter((flag) => row[flag]).map((flag) => h("span", { class: "chip flag" }, flag.replace(/_/g, " ")));
+}
+
+function legendOf(signal) {
+  const steps = legend(signal.scale, signal.edges);
+  return h("div", { class: "legend", role: "img", "aria-label": `Scale of ${signal.title}${signal.unit ? ` in ${signal.unit}` : ""}` },
+    steps.map(([level, text]) => h("span", { style: { backgroundColor: paint(signal.scale, level) } }, text)),
+    signal.unit ? h("small", {}, signal.scale === "diverging" ? "nat; blue: the teacher liked it more" : signal.unit) : null);
+}
+
+function laneNames(lanes) {
+  return h("ul", { class: "lanes", "aria-label": "Lanes under the text, from top" },
+    lanes.map((lane, i) => h("li", {}, h("small", {}, `${i + 1}`), ` ${lane.name}`)));
+}
+
+function missing(data) {
+  const troubles = data.teachers.flatMap((t) => Object.entries(t.errors || {}).map(([kind, why]) => `${t.name}, ${kind}: ${why}`));
+  if (!data.sampler) troubles.push("no sampler log-probs were recorded, so there is no log-ratio");
+  if (!data.teachers.length) troubles.push("no teacher has judged this sample");
+  return troubles.length ? h("ul", { class: "damage", "aria-label": "What is missing" }, troubles.map((t) => h("li", {}, t))) : null;
+}
+
+async function neighbour(params, step, signal) {
+  const at = Number(params.at);
+  if (params.at === undefined || params.at === "" || at + step < 0) return null;
+  const found = await ask("samples", { store: params.store || 0, where: whereOf(params), f: params.f || "[]", order: params.order || "", limit: 1, offset: at + step }, { signal });
+  return found.rows.length ? address("sample", found.rows[0][found.columns.indexOf("uid")], { ...contextOf(params), at: at + step, s: params.s, teacher: params.teacher }) : null;
+}
+
+export async function samplePage(main, { id, params }, { stores, signal: stop }) {
+  const store = stores[Number(params.store || 0)] || stores[0];
+  const sample = await once("sample", { store: params.store || 0, uid: id }, store.digest);
+  const head = h("header", { class: "row" }, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"),
+    isStatic() ? null : copier(() => curlOf("sample", { store: params.store || 0, uid: id }), "copy as curl"));
+  const tabs = h("nav", { class: "row", "aria-label": "About this sample" },
+    h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id }) }, "group"),
+    h("a", { href: address("life", id, { ...contextOf(params), at: params.at }) }, "life"),
+    h("a", { href: address("samples", "", { ...contextOf(params), at: params.at, page: Math.floor(Number(params.at || 0) / 50) || "" }) }, "back to the table"));
+  const prompt = h("details", { open: sample.prompt.text.length < 2000 }, h("summary", {}, "prompt"),
+    h("pre", { class: "prompt", dir: "auto" }, sample.prompt_pieces || sample.prompt.text),
+    sample.prompt.answer ? h("p", {}, h("small", {}, "reference answer "), h("span", { class: "mono" }, sample.prompt.answer)) : null,
+    sample.prompt.teacher_context ? h("pre", { class: "prompt" }, sample.prompt.teacher_context) : null);
+  if (sample.damage) {
+    put(main, head, tabs, facts(sample.row, params), prompt, h("p", { class: "damage", role: "alert" }, `The tokens cannot be read: ${sample.damage}`));
+    return { keys: {} };
+  }
+  const data = unpack(sample), lanes = lanesOf(data);
+  const judges = data.teachers.filter((t) => t.logprob || t.topk);
+  let teacher = judges.find((t) => t.name === params.teacher) || judges[0] || null;
+  let signals = signalsOf(data, teacher);
+  let signal = signals.find((s) => s.key === params.s) || signals[0];
+  let at = Math.min(data.length - 1, Math.max(0, Number(params.t || 0)));
+  const aside = h("aside", { class: "card", "aria-label": "Token", "aria-live": "polite" });
+  const controls = h("div", { class: "row controls" }), plot = h("div", {});
+  const strip = new Strip({ data, signal, lanes, selected: at, onselect: (i) => choose(i) });
+  const help = h("p", { id: "strip-help", class: "unseen" }, "h and l move by token, n and p to the next and previous surprising one, brackets change the teacher");
+
+  function choose(i, { quiet = false } = {}) {
+    at = Math.min(data.length - 1, Math.max(0, i));
+    strip.choose(at);
+    card(aside, data, at, { params, uid: id, store });
+    if (!quiet) {
+      adjust({ t: at }, { keep: true });
+      say(`token ${at}, ${shown(data.pieces[at])}, ${signal.title} ${Number.isNaN(signal.values[at]) ? "none" : number(signal.values[at], 2)}`);
+    }
+  }
+
+  function control() {
+    put(controls,
+      select("signal", signal.key, signals.map((s) => [s.key, s.title]), (key) => adjust({ s: key, t: at })),
+      judges.length ? select("teacher", teacher.name, judges.map((t) => t.name), (name) => adjust({ teacher: name, t: at })) : null, legendOf(signal));
+  }
+
+  function draw() {
+    const x = Array.from({ length: data.length }, (_, i) => i);
+    const versions = data.spans.filter((s) => s.start > 0).map((s) => ({ x: s.start, title: `v${s.version}` }));
+    const sameSignal = judges.map((t) => ({ t, s: signalsOf(data, t).find((s) => s.key === signal.key && s.teacher) })).filter((f) => f.s);
+    const lines = sameSignal.length ? sameSignal.map((f) => ({ name: f.t.name, x, y: Array.from(f.s.values) }))
+      : [{ name: signal.title, x, y: Array.from(signal.values) }];
+    put(plot, chart(lines, { title: `${signal.title} by position`, unit: signal.unit, x: "token", height: 150, marks: versions, onpick: (i) => choose(i) }));
+  }
+
+  control();
+  put(main, head, tabs, facts(data.row, params), missing(data), prompt, controls, help,
+    h("div", { class: "reader" }, h("div", { class: "reading" }, lanes.length ? laneNames(lanes) : null, strip.root, plot), aside),
+    isStatic() ? null : labelPanel(store, id, sample.labels, params));
+  draw();
+  strip.layout();
+  choose(at, { quiet: true });
+  const surprise = (step) => {
+    const next = nextSurprise(signal.values, at, step);
+    if (next === null) say("no further surprising token"); else choose(next);
+  };
+  const turn = (step) => {
+    if (!judges.length) return;
+    const n = (judges.indexOf(teacher) + step + judges.length) % judges.length;
+    adjust({ teacher: judges[n].name, t: at });
+  };
+  const move = async (step) => {
+    const next = await neighbour(params, step, stop);
+    if (next) location.hash = next; else say("no further sample");
+  };
+  return {
+    close: () => strip.close(),
+    keys: {
+      l: ["next token", () => choose(at + 1)], ArrowRight: ["next token", () => choose(at + 1)],
+      h: ["previous token", () => choose(at - 1)], ArrowLeft: ["previous token", () => choose(at - 1)],
+      n: ["next surprising token", () => surprise(1)], p: ["previous surprising token", () => surprise(-1)],
+      "]": ["next teacher", () => turn(1)], "[": ["previous teacher", () => turn(-1)],
+      j: ["next sample of the table", () => move(1)], k: ["previous sample of the table", () => move(-1)],
+      s: ["choose a signal", () => controls.querySelector("select").focus()],
+      g: ["its group", () => { location.hash = address("prompt", data.row.prompt_id, { store: params.store, group: data.row.group_id }); }],
+      i: ["its life", () => { location.hash = address("life", id, { store: params.store }); }],
+      u: ["back to the table", () => { location.hash = tabs.lastChild.getAttribute("href"); }],
+      "/": ["search in text", () => { location.hash = address("samples", "", { ...contextOf(params), focus: "search" }); }],
+    },
+  };
+}

@@ -1,0 +1,181 @@
+// The tokens of a response as text, with a colour behind each and a lane a teacher below. Only lines in sight exist.
+
+import { h } from "./dom.js";
+import { paint } from "./colours.js";
+import { shown } from "./format.js";
+
+const TEXT_PX = 21;
+const LANE_PX = 6;
+const GAP_PX = 7;
+const AHEAD = 12; // lines beyond the window that are kept ready
+const LONGEST = 60; // characters of one token that the strip shows
+const GUTTER = 7; // characters left of the text
+
+function wide(character) {
+  const code = character.codePointAt(0);
+  return code >= 0x1100 && (code <= 0x115f || (code >= 0x2e80 && code <= 0xa4cf) || (code >= 0xac00 && code <= 0xd7a3)
+    || (code >= 0xf900 && code <= 0xfaff) || (code >= 0xfe30 && code <= 0xfe6f) || (code >= 0xff00 && code <= 0xff60)
+    || code >= 0x1f300) ? 2 : 1;
+}
+
+function widthOf(text) {
+  if (/^[\x20-\x7e]*$/.test(text)) return text.length;
+  let width = 0;
+  for (const character of text) width += wide(character);
+  return width;
+}
+
+export class Strip {
+  // options: data, signal, lanes, selected, onselect(position)
+  constructor(options) {
+    Object.assign(this, options);
+    this.texts = this.data.pieces.map((p) => {
+      const text = shown(p);
+      return text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text || "·";
+    });
+    this.widths = this.texts.map(widthOf);
+    this.breaks = this.data.pieces.map((p) => p.includes("\n"));
+    this.lines = [];
+    this.drawn = new Map();
+    this.styles = new Map();
+    this.inner = h("div", { class: "strip-inner" });
+    this.root = h("div", {
+      class: "strip", tabindex: 0, role: "listbox", "aria-label": "Response, token by token",
+      "aria-describedby": "strip-help", onscroll: () => this.later(), onclick: (e) => this.clicked(e),
+    }, this.inner);
+    this.watch = new ResizeObserver(() => this.layout());
+    this.watch.observe(this.root);
+  }
+
+  close() { this.watch.disconnect(); }
+
+  later() {
+    if (this.pending) return;
+    this.pending = requestAnimationFrame(() => { this.pending = 0; this.draw(); });
+  }
+
+  lineHeight() { return TEXT_PX + GAP_PX + LANE_PX * this.lanes.length; }
+
+  layout() {
+    const style = getComputedStyle(this.root);
+    const pen = (Strip.pen ||= document.createElement("canvas").getContext("2d"));
+    pen.font = `${style.fontSize} ${style.fontFamily}`;
+    const character = pen.measureText("0123456789").width / 10 || 8;
+    this.unit = character;
+    const columns = Math.max(12, Math.floor((this.root.clientWidth - 10) / character) - GUTTER);
+    if (columns === this.columns && this.lines.length) { this.draw(); return; }
+    this.columns = columns;
+    this.lines = [];
+    let used = 0, start = 0;
+    for (let i = 0; i < this.texts.length; i += 1) {
+      if (used + this.widths[i] > columns && i > start) { this.lines.push(start); start = i; used = 0; }
+      used += this.widths[i];
+      if (this.breaks[i]) { this.lines.push(start); start = i + 1; used = 0; }
+    }
+    if (start < this.texts.length) this.lines.push(start);
+    this.restyle();
+  }
+
+  // Signal, lanes or selection changed: draw every line in sight again.
+  restyle() {
+    this.styles.clear();
+    this.drawn.forEach((line) => line.remove());
+    this.drawn.clear();
+    this.inner.style.height = `${this.lines.length * this.lineHeight() + 4}px`;
+    this.draw();
+  }
+
+  lineOf(position) {
+    let low = 0, high = this.lines.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.lines[middle] <= position) low = middle; else high = middle - 1;
+    }
+    return low;
+  }
+
+  draw() {
+    const height = this.lineHeight();
+    const first = Math.max(0, Math.floor(this.root.scrollTop / height) - AHEAD);
+    const last = Math.min(this.lines.length - 1, Math.ceil((this.root.scrollTop + this.root.clientHeight) / height) + AHEAD);
+    for (const [number, line] of this.drawn) if (number < first || number > last) { line.remove(); this.drawn.delete(number); }
+    const fresh = document.createDocumentFragment();
+    for (let number = first; number <= last; number += 1) {
+      if (this.drawn.has(number)) continue;
+      const line = this.line(number, height);
+      this.drawn.set(number, line);
+      fresh.append(line);
+    }
+    this.inner.append(fresh);
+  }
+
+  line(number, height) {
+    const start = this.lines[number], end = this.lines[number + 1] ?? this.texts.length;
+    const line = document.createElement("div");
+    line.className = "line";
+    line.style.top = `${number * height}px`;
+    const gutter = document.createElement("span");
+    gutter.className = "gutter";
+    gutter.textContent = String(start);
+    gutter.setAttribute("aria-hidden", "true");
+    line.append(gutter);
+    for (let i = start; i < end; i += 1) line.append(this.token(i));
+    return line;
+  }
+
+  token(i) {
+    const node = document.createElement("span");
+    node.className = this.data.mask[i] ? "t" : "t masked";
+    if (i === this.selected) { node.className += " chosen"; node.setAttribute("aria-selected", "true"); }
+    if (this.starts(i)) node.className += " starts";
+    node.id = `t${i}`;
+    node.dataset.i = i;
+    node.setAttribute("role", "option");
+    node.textContent = this.texts[i];
+    node.style.backgroundImage = this.background(i);
+    return node;
+  }
+
+  // Whether another policy version goes on here.
+  starts(i) { return i > 0 && this.data.spans.some((span) => span.start === i); }
+
+  background(i) {
+    const levels = [this.signal ? this.signal.level(this.signal.values[i]) : null];
+    for (const lane of this.lanes) levels.push(lane.level(lane.values[i]));
+    const key = levels.join(",");
+    let found = this.styles.get(key);
+    if (!found) {
+      const stops = [`${this.signal ? paint(this.signal.scale, levels[0]) : "transparent"} 0 ${TEXT_PX}px`];
+      this.lanes.forEach((lane, n) => {
+        const top = TEXT_PX + n * LANE_PX;
+        stops.push(`var(--paper) ${top}px ${top + 1}px`, `${paint(lane.scale, levels[n + 1])} ${top + 1}px ${top + LANE_PX}px`);
+      });
+      found = `linear-gradient(${stops.join(", ")})`;
+      this.styles.set(key, found);
+    }
+    return found;
+  }
+
+  clicked(event) {
+    const node = event.target.closest(".t");
+    if (node) this.onselect(Number(node.dataset.i));
+  }
+
+  choose(position) {
+    const before = this.inner.querySelector(`#t${this.selected}`);
+    if (before) { before.classList.remove("chosen"); before.removeAttribute("aria-selected"); }
+    this.selected = position;
+    if (!this.lines.length) return;
+    const height = this.lineHeight(), top = this.lineOf(position) * height;
+    if (top < this.root.scrollTop || top + height > this.root.scrollTop + this.root.clientHeight) {
+      this.root.scrollTop = Math.max(0, top - this.root.clientHeight / 3);
+    }
+    this.draw();
+    const node = this.inner.querySelector(`#t${position}`);
+    if (node) {
+      node.classList.add("chosen");
+      node.setAttribute("aria-selected", "true");
+      this.root.setAttribute("aria-activedescendant", node.id);
+    }
+  }
+}

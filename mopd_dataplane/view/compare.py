@@ -1,0 +1,58 @@
+"""Two stages, iterations or stores side by side: the same prompts, paired."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mopd_dataplane.view.index import Index
+
+Z95 = 1.959964
+MEASURES = ("reward", "kl", "response_len", "mean_logprob")
+MOST_PROMPTS = 200
+
+
+def compare(one: Index, other: Index, where_a: str, where_b: str) -> dict[str, Any]:
+    """Means of each domain of A and of B over the prompts that both answered, the paired difference with a 95 %
+    interval, and the prompts that differ most.
+
+    where_a, where_b: filters over the rollouts of `one` and `other`. Raises QueryError.
+    """
+    a, b = (_by_prompt(index, where) for index, where in ((one, where_a), (other, where_b)))
+    shared = sorted(set(a) & set(b))
+    domains: dict[str, list[str]] = {}
+    for prompt in shared:
+        domains.setdefault(a[prompt]["domain"], []).append(prompt)
+    rows = [_compared(domain, prompts, a, b) for domain, prompts in sorted(domains.items())]
+    moved = sorted(shared, key=lambda p: -abs((b[p]["reward"] or 0) - (a[p]["reward"] or 0)))[:MOST_PROMPTS]
+    return {
+        "domains": rows, "only_a": len(a) - len(shared), "only_b": len(b) - len(shared), "shared": len(shared),
+        "prompts": [{"prompt_id": p, "a": a[p], "b": b[p]} for p in moved],
+    }  # fmt: skip
+
+
+def _by_prompt(index: Index, where: str) -> dict[str, dict[str, Any]]:
+    means = ", ".join(f"avg({name}) as {name}" for name in MEASURES)
+    rows = index.rows(
+        f"select prompt_id, any_value(domain) as domain, any_value(uid) as uid, count(*) as answers, {means} "
+        f"from rollouts{index.condition(where)} group by prompt_id"
+    )
+    return {row.pop("prompt_id"): row for row in rows}
+
+
+def _compared(domain: str, prompts: list[str], a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"domain": domain, "prompts": len(prompts)}
+    for name in MEASURES:
+        pairs = [(a[p][name], b[p][name]) for p in prompts if a[p][name] is not None and b[p][name] is not None]
+        if not pairs:
+            found[name] = None
+            continue
+        gaps = [y - x for x, y in pairs]
+        mean = sum(gaps) / len(gaps)
+        half = None
+        if len(gaps) > 1:
+            variance = sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
+            half = Z95 * (variance / len(gaps)) ** 0.5
+        means = [sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1)]
+        found[name] = {"a": means[0], "b": means[1], "difference": mean, "ci": half}
+    return found

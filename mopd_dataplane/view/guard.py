@@ -1,0 +1,108 @@
+"""Who may ask: only a browser on this machine that opened the printed address, and only this page in it.
+
+Every request names this server in `Host` (a page elsewhere that resolves its own name to 127.0.0.1 does not), comes
+from this origin when it says where it comes from, and carries the token of the printed address: as a cookie, which
+opening the address sets, or as `Authorization: Bearer`. Responses allow no script, style or request but this server's.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from http.cookies import CookieError, SimpleCookie
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin", "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}  # fmt: skip
+LOCAL_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+def new_token() -> str:
+    """A secret of 192 bits for one run of the server."""
+    return secrets.token_urlsafe(24)
+
+
+class Guard:
+    """ASGI middleware that lets through what the module's docstring says."""
+
+    def __init__(self, app: ASGIApp, *, token: str, port: int, names: tuple[str, ...] = LOCAL_NAMES) -> None:
+        self._app = app
+        self._token = token
+        self._hosts = {f"{name}:{port}" for name in names}
+        self._cookie = f"mopd_view_{port}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 403 or 401, set the cookie, or pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await _with_headers(refusal, scope, receive, send)
+            return
+
+        async def headed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            await send(message)
+
+        await self._app(scope, receive, headed)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if headers.get("host", "") not in self._hosts:
+            return PlainTextResponse("this server answers only under its own address", 403)
+        origin = headers.get("origin")
+        if origin is not None and origin not in {f"http://{host}" for host in self._hosts}:
+            return PlainTextResponse("requests of other pages are refused", 403)
+        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+            return PlainTextResponse("requests of other pages are refused", 403)
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] == "/" and scope["method"] == "GET" and given:
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
+                return PlainTextResponse("this address has expired; open the one that `mopd view` printed", 401)
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+            return answer
+        if hmac.compare_digest(self._shown(headers).encode(), self._token.encode()):
+            return None
+        text = "open the address that `mopd view` printed: it carries a token"
+        return JSONResponse({"error": text}, 401) if scope["path"].startswith("/api/") else PlainTextResponse(text, 401)
+
+    def _shown(self, headers: Headers) -> str:
+        kind, _, value = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer":
+            return value.strip()
+        try:
+            cookie: SimpleCookie = SimpleCookie(headers.get("cookie", ""))
+        except CookieError:
+            return ""
+        return cookie[self._cookie].value if self._cookie in cookie else ""
+
+
+async def _with_headers(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+    for name, value in HEADERS.items():
+        response.headers[name] = value
+    await response(scope, receive, send)
+
+
+def for_script(value: object) -> str:
+    r"""JSON that can stand inside a script element: no text of a model ends it.
+
+    >>> for_script({"text": "</script>"})
+    '{"text": "\\u003c/script\\u003e"}'
+    """
+    text = json.dumps(value, ensure_ascii=True, allow_nan=False, default=str)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

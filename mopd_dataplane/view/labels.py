@@ -1,0 +1,63 @@
+"""Labels and notes that readers put on samples: the only thing the viewer writes, in a table of its own."""
+
+from __future__ import annotations
+
+import getpass
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.text import visible
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.view.index import Index
+
+LABEL_CHARACTERS = 64
+NOTE_CHARACTERS = 4000
+
+
+def has_table(store: Store) -> bool:
+    """Whether the store can keep labels: those made before it had the table are read without."""
+    return "labels" in store.names()
+
+
+def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
+    """Add a label, or take it back (`removed`): a row each, so that what was said stays. Returns those of the sample.
+
+    Raises InputError (shape, length), UnknownNameError (sample).
+    """
+    if not isinstance(given, dict) or not all(isinstance(given.get(key, ""), str) for key in ("uid", "label", "note")):
+        raise InputError('a label is {"uid": …, "label": …, "note": …, "removed": false}')
+    label, note = given.get("label", "").strip(), given.get("note", "").strip()
+    if not label or len(label) > LABEL_CHARACTERS or len(note) > NOTE_CHARACTERS:
+        raise InputError(f"a label has 1 to {LABEL_CHARACTERS} characters, a note up to {NOTE_CHARACTERS:,}")
+    uid = index.row(given.get("uid", ""))["uid"]
+    if not has_table(store):
+        raise InputError("this store has no table for labels; `mopd store upgrade` gives it one")
+    store.add_labels([{
+        "label_id": str(uuid.uuid4()), "uid": uid, "label": label, "note": note, "author": getpass.getuser(),
+        "removed": given.get("removed") is True,
+    }])  # fmt: skip
+    return of_sample(store, uid)
+
+
+def of_sample(store: Store, uid: str) -> list[dict[str, Any]]:
+    """Labels a sample bears now."""
+    return _standing(store, f"uid = {literal(uid)}")
+
+
+def all_of(store: Store) -> list[dict[str, Any]]:
+    """Labels of all samples."""
+    return _standing(store, None)
+
+
+def _standing(store: Store, keys: str | None) -> list[dict[str, Any]]:
+    """The newest row of each (sample, label), unless it takes the label back."""
+    if not has_table(store):
+        return []
+    rows = store.table("labels", filter=keys).sort_by("created_at").to_pylist()
+    newest = {(row["uid"], row["label"]): row for row in rows}
+    kept = [row for row in newest.values() if not row["removed"]]
+    return [{key: visible(str(row[key])) for key in ("uid", "label", "note", "author", "created_at")} for row in kept]

@@ -1,0 +1,38 @@
+"""Samples that are still being written: the token logs of a store, read without touching them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.rollout.recovery import recover
+from mopd_dataplane.view.sample import pieces_of
+
+if TYPE_CHECKING:
+    from mopd_dataplane.query.decode import Decoder, Numbers
+    from mopd_dataplane.store.dataset import Store
+
+MOST_SAMPLES = 200
+SHOWN_TOKENS = 64
+"""Tokens of the end of each sample that a page shows."""
+
+
+def live_samples(store: Store, decoder: Decoder | Numbers) -> list[dict[str, Any]]:
+    """Unfinished samples of every writer, longest first. A log that changes while it is read counts as empty."""
+    if store.root is None or not store.path("wal").is_dir():
+        return []
+    found: list[dict[str, Any]] = []
+    for home in sorted(store.path("wal").glob("*/*")):
+        try:
+            drafts = recover(home).ledger.unfinished().values()
+        except (MopdError, OSError, ValueError):
+            continue  # a segment was begun or dropped under the reader; the next look sees it whole
+        for draft in drafts:
+            response = draft.response()
+            opening = draft.opening
+            found.append({
+                "uid": opening.uid, "prompt_id": opening.prompt_id, "domain": opening.domain, "stage": home.parent.name,
+                "writer": home.name, "tokens": len(response), "interruptions": draft.interruptions,
+                "end": "".join(pieces_of(decoder, response[-SHOWN_TOKENS:])),
+            })  # fmt: skip
+    return sorted(found, key=lambda sample: -sample["tokens"])[:MOST_SAMPLES]

@@ -1,0 +1,123 @@
+"""The run as a whole: curves with intervals, steps, where the time went, what it was made with."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.view.sample import finite
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.view.index import Index
+
+STEP_POINTS = 1500
+"""Most points of a line over steps; longer logs are averaged into this many stretches."""
+Z95 = 1.959964
+ROLLOUT_CURVES = """
+    select stage, domain, iteration, count(*) as samples, count(reward) as rewarded,
+           avg(reward) as reward, stddev_samp(reward) as reward_sd,
+           count(kl) as judged, avg(kl) as kl, stddev_samp(kl) as kl_sd,
+           avg(response_len) as length, quantile_cont(response_len, 0.95) as length_p95,
+           avg(truncated::int) as truncated, avg(-mean_logprob) as surprise,
+           avg(policy_version_last - policy_version_first) as versions
+    from rollouts where policy <> 'reference' group by stage, domain, iteration order by stage, domain, iteration"""
+STEPS = f"""
+    with placed as (
+      select *, row_number() over (partition by stage order by step) - 1 as place,
+             count(*) over (partition by stage) as total from steps)
+    select stage, max(step)::int as step, avg(loss) as loss, avg(grad_norm) as grad_norm,
+           avg(learning_rate) as learning_rate, avg(reverse_kl) filter (not isnan(reverse_kl)) as reverse_kl,
+           avg(staleness_mean)::double as staleness_mean, max(staleness_max) as staleness_max,
+           avg(step_time_s)::double as step_time_s, avg(data_wait_s)::double as data_wait_s,
+           (sum(tokens) / nullif(sum(step_time_s), 0))::double as tokens_per_s, any_value(extra) as extra
+    from placed group by stage, place // greatest(1, (total + {STEP_POINTS - 1}) // {STEP_POINTS})
+    order by min(created_at), stage, step"""
+TIMES = """
+    select stage, kind, iteration, value as seconds, detail, created_at
+    from (select * rename (generation as iteration) from events) where value is not null order by created_at"""
+EVALS = """
+    select policy, policy_version, domain, avg(reward)::double as reward, count(reward) as answers,
+           stddev_samp(reward)::double as sd, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,
+           avg(response_len) as length, avg((finish_reason = 'length')::int) as truncated
+    from evals group by policy, policy_version, domain order by policy, domain, policy_version"""
+
+
+def run_page(store: Store, index: Index) -> dict[str, Any]:
+    """Everything the page of a run draws, at the index's snapshot."""
+    rollouts = [_with_intervals(row) for row in index.rows(ROLLOUT_CURVES)]
+    steps = store.sql(STEPS, snapshot=index.snapshot).to_pylist()
+    for step in steps:
+        step["extra"] = json.loads(step["extra"] or "{}")
+    evals = [_wilson(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
+    return {
+        "rollouts": rollouts, "steps": steps, "evals": evals, "times": _times(store, index),
+        "job": remembered_job(store), "made_with": store.read_json("environment.json") or {},
+    }  # fmt: skip
+
+
+def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
+    """Half widths of 95 % intervals of the means (normal approximation; None for fewer than two)."""
+    for name, count in (("reward", "rewarded"), ("kl", "judged")):
+        spread = row.pop(f"{name}_sd")
+        row[f"{name}_ci"] = Z95 * spread / row[count] ** 0.5 if spread is not None and row[count] > 1 else None
+    return row
+
+
+def _wilson(row: dict[str, Any]) -> dict[str, Any]:
+    """Ends of the 95 % Wilson interval of an accuracy; those of the mean when rewards are not all 0 or 1."""
+    n, mean, spread = row["answers"], row["reward"], row.pop("sd")
+    row["low"] = row["high"] = None
+    if not n or mean is None:
+        return row
+    if spread is not None and abs(spread**2 * (n - 1) / n - mean * (1 - mean)) > 1e-9:
+        half = Z95 * spread / n**0.5
+        return row | {"low": mean - half, "high": mean + half}
+    middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 * ((mean * (1 - mean) + Z95**2 / (4 * n)) / n) ** 0.5 / (1 + Z95**2 / n)
+    return row | {"low": max(0.0, middle - half), "high": min(1.0, middle + half)}
+
+
+def _times(store: Store, index: Index) -> list[dict[str, Any]]:
+    """Stretches of work: stage, lane, iteration, start and end in seconds since the epoch."""
+    found = []
+    for event in store.sql(TIMES, snapshot=index.snapshot).to_pylist():
+        if event["kind"] != "stage_time":
+            continue
+        end = event["created_at"].timestamp()
+        detail = json.loads(event["detail"])
+        found.append({"stage": event["stage"], "lane": detail.get("action", "other"), "iteration": event["iteration"],
+                      "start": end - event["seconds"], "end": end})  # fmt: skip
+    return found
+
+
+def trace(store: Store, index: Index) -> dict[str, Any]:
+    """The timeline as Chrome-trace JSON, which Perfetto opens: a process per stage, a thread per kind of work."""
+    events: list[dict[str, Any]] = []
+    stages: dict[str, int] = {}
+    lanes: dict[tuple[str, str], int] = {}
+
+    def place(stage: str, lane: str) -> tuple[int, int]:
+        if stage not in stages:
+            stages[stage] = len(stages) + 1
+            events.append({"ph": "M", "name": "process_name", "pid": stages[stage], "args": {"name": stage}})
+        if (stage, lane) not in lanes:
+            lanes[stage, lane] = len(lanes) + 1
+            events.append({"ph": "M", "name": "thread_name", "pid": stages[stage], "tid": lanes[stage, lane],
+                           "args": {"name": lane}})  # fmt: skip
+        return stages[stage], lanes[stage, lane]
+
+    def span(stage: str, lane: str, name: str, times: tuple[float, float], facts: dict[str, Any]) -> None:
+        process, thread = place(stage, lane)
+        events.append({"ph": "X", "name": name, "pid": process, "tid": thread, "ts": round(times[0] * 1e6),
+                       "dur": max(1, round((times[1] - times[0]) * 1e6)), "args": facts})  # fmt: skip
+
+    for time in _times(store, index):
+        name = f"{time['lane']} {time['iteration']}" if time["iteration"] >= 0 else time["lane"]
+        span(time["stage"], time["lane"], name, (time["start"], time["end"]), {"iteration": time["iteration"]})
+    for step in store.table("steps", snapshot=index.snapshot).to_pylist():
+        end = step["created_at"].timestamp()
+        facts = {key: finite(step[key]) for key in ("loss", "reverse_kl", "grad_norm", "data_wait_s", "staleness_mean")}
+        span(step["stage"], "steps", f"step {step['step']}", (end - step["step_time_s"], end), facts)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

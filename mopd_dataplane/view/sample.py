@@ -1,0 +1,176 @@
+"""One sample with everything the store says of its tokens: sampler, every teacher, mask, policy versions.
+
+Arrays travel as base64 of little-endian bytes, which a page turns into typed arrays without parsing numbers. A signal
+that is damaged, freed or missing is named beside what can be read.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.query.decode import Numbers
+from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.text import visible
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from mopd_dataplane.query.decode import Decoder
+    from mopd_dataplane.records import Snapshot
+    from mopd_dataplane.store.dataset import Store
+
+PIECE_CHARACTERS = 400
+"""Longest text of one token that travels; a page shows its start."""
+PROMPT_CHARACTERS = 200_000
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Arrays of one sample. R response tokens, M of them trained."""
+
+    uid: str
+    prompt_len: int
+    tokens: NDArray[np.int32]
+    """[L] prompt then response."""
+    logprobs: NDArray[np.float32] | None
+    """[R] as sampled."""
+    mask: NDArray[np.uint8]
+    """[R] 1 where the policy wrote."""
+    version_starts: list[int]
+    versions: list[int]
+    mask_sizes: NDArray[np.int32] | None
+    """[M] ids that top-k and top-p kept for each trained token."""
+
+    @property
+    def response(self) -> NDArray[np.int32]:
+        """[R]"""
+        return self.tokens[self.prompt_len :]
+
+
+def packed(array: NDArray[Any], kind: str = "<f4") -> dict[str, str]:
+    """An array for the page: its bytes in base64, and what they are."""
+    return {"kind": kind, "data": base64.b64encode(np.ascontiguousarray(array, kind).tobytes()).decode()}
+
+
+def read_payload(store: Store, row: dict[str, Any], snapshot: Snapshot) -> Payload:
+    """Arrays of the sample of a row of the index, checked against their checksum. Raises DamagedError."""
+    names = store.dataset("tokens", snapshot).schema.names
+    sizes = next((name for name in ("sampling_mask_sizes", "support_sizes") if name in names), None)
+    columns = ["tokens", "logprobs", "loss_mask", "version_starts", "versions", *([sizes] if sizes else [])]
+    found = store.read_tokens([row["sample_row"]], columns, snapshot, verify=True)
+    kept = found[sizes] if sizes else None
+    return Payload(
+        row["uid"], row["prompt_len"], _values(found["tokens"]),
+        _values(found["logprobs"]) if found["logprobs"].null_count == 0 else None,
+        _values(found["loss_mask"]), found["version_starts"][0].as_py(), found["versions"][0].as_py(),
+        _values(kept) if kept is not None and kept.null_count == 0 else None,
+    )  # fmt: skip
+
+
+def _values(column: pa.ChunkedArray) -> NDArray[Any]:
+    return np.asarray(column.chunk(0).flatten() if column.num_chunks == 1 else column.combine_chunks().flatten())
+
+
+def pieces_of(decoder: Decoder | Numbers, ids: NDArray[np.int32]) -> list[str]:
+    """Text that each token adds, harmless to look at; ids stand for themselves where they cannot be decoded."""
+    try:
+        pieces = decoder.pieces(ids.tolist())
+    except OverflowError:  # a negative id
+        pieces = Numbers().pieces(ids.tolist())
+    return [visible(piece[:PIECE_CHARACTERS]) for piece in pieces]
+
+
+def score_rows(store: Store, uid: str, snapshot: Snapshot) -> pa.Table:
+    """Rows of `scores` of one sample."""
+    return store.table("scores", filter=f"uid = {literal(uid)}", snapshot=snapshot)
+
+
+def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot: Snapshot) -> list[dict[str, Any]]:
+    """What each teacher said of each token: `logprob` [R], of top-k the `rank` [R] and `tail` [R]; `errors` by kind."""
+    said: dict[str, dict[str, Any]] = {}
+    for score in scores.sort_by([("teacher", "ascending"), ("kind", "ascending")]).to_pylist():
+        teacher = said.setdefault(score["teacher"], {"name": score["teacher"], "kinds": [], "errors": {}})
+        teacher["kinds"].append(score["kind"])
+        teacher["mean_reverse_kl"] = finite(score["mean_reverse_kl"])
+        teacher["coverage"] = score["coverage"]
+        if score["kind"] == "hidden":
+            continue  # read for one position at a time
+        try:
+            found = store.read_signal(score["teacher"], score["kind"], [row["sample_row"]], snapshot, verify=True)[0]
+        except (MopdError, OSError) as error:
+            teacher["errors"][score["kind"]] = str(error)
+            continue
+        if score["kind"] == "logprob":
+            teacher["logprob"] = found
+        else:
+            teacher["topk"] = found
+    return list(said.values())
+
+
+def at_trained(mask: NDArray[np.uint8], values: NDArray[Any], missing: Any) -> NDArray[Any]:
+    """[R] from [M] values of trained tokens."""
+    out = np.full(len(mask), missing, values.dtype)
+    out[mask.astype(bool)] = values
+    return out
+
+
+def topk_columns(payload: Payload, ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> dict[str, Any]:
+    """Of a teacher's top-k [M, K]: rank of the sampled token (1 is first, 0 not among them) and mass outside."""
+    trained = payload.response[payload.mask.astype(bool)]
+    order = np.argsort(-logprobs, axis=1, kind="stable")
+    hit = np.take_along_axis(ids, order, 1) == trained[:, None]
+    rank = np.where(hit.any(1), hit.argmax(1) + 1, 0).astype(np.int32)
+    tail = np.clip(1 - np.exp(logprobs.astype(np.float64)).sum(1), 0, 1).astype(np.float32)
+    return {
+        "k": int(ids.shape[1]),
+        "rank": packed(at_trained(payload.mask, rank, -1), "<i4"),
+        "tail": packed(at_trained(payload.mask, tail, np.nan)),
+    }
+
+
+def describe(
+    store: Store, row: dict[str, Any], snapshot: Snapshot, decoder: Decoder | Numbers, prompt: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything the page of a sample needs. `damage` says what of the sample itself could not be read."""
+    about = {name: value for name, value in row.items() if name not in ("payload_row", "payload_crc")}
+    shown = {key: visible(str(prompt.get(key, "")))[:PROMPT_CHARACTERS] for key in ("text", "answer", "teacher_context")}
+    view: dict[str, Any] = {"uid": row["uid"], "row": about, "prompt": shown, "damage": "", "teachers": []}
+    try:
+        payload = read_payload(store, row, snapshot)
+    except (MopdError, OSError) as error:
+        return view | {"damage": str(error)}
+    view |= {
+        "prompt_len": payload.prompt_len,
+        "prompt_pieces": "".join(pieces_of(decoder, payload.tokens[: payload.prompt_len]))[:PROMPT_CHARACTERS],
+        "ids": packed(payload.response, "<i4"),
+        "pieces": pieces_of(decoder, payload.response),
+        "mask": packed(payload.mask, "<u1"),
+        "sampler": packed(payload.logprobs) if payload.logprobs is not None else None,
+        "spans": spans(payload),
+        "kept": packed(at_trained(payload.mask, payload.mask_sizes, -1), "<i4") if payload.mask_sizes is not None else None,
+    }
+    for teacher in read_teachers(store, row, score_rows(store, row["uid"], snapshot), snapshot):
+        logprob, topk = teacher.pop("logprob", None), teacher.pop("topk", None)
+        teacher["logprob"] = packed(logprob) if logprob is not None else None
+        if topk is not None:
+            teacher["topk"] = topk_columns(payload, *topk)
+        view["teachers"].append(teacher)
+    return view
+
+
+def spans(payload: Payload) -> list[dict[str, int]]:
+    """Stretches of one policy version: start, end (exclusive) and version."""
+    ends = [*payload.version_starts[1:], len(payload.mask)]
+    triples = zip(payload.version_starts, ends, payload.versions, strict=True)
+    return [{"start": start, "end": end, "version": version} for start, end, version in triples]
+
+
+def finite(value: float | None) -> float | None:
+    """The number, or None for what JSON has no word for."""
+    return None if value is None or not np.isfinite(value) else float(value)

@@ -1,0 +1,141 @@
+"""Search in what was sampled: a regular expression over decoded text, or a run of token ids. Hits come as found.
+
+Samples are read a batch at a time, so memory stays small. Expressions are RE2's: time is linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.query.text import one_line
+from mopd_dataplane.view.sample import pieces_of
+
+if TYPE_CHECKING:
+    from mopd_dataplane.query.decode import Decoder, Numbers
+    from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.view.index import Index
+
+BATCH_TOKENS = 4 << 20
+"""Tokens read at a time."""
+MOST_HITS = 500
+CONTEXT = 24
+"""Tokens of an excerpt on either side."""
+
+
+def parse_ids(text: str) -> list[int]:
+    """Token ids of a search. Raises InputError.
+
+    >>> parse_ids("12, 7 99")
+    [12, 7, 99]
+    """
+    words = re.split(r"[\s,]+", text.strip(" ,[]"))
+    if not all(re.fullmatch(r"\d{1,9}", word) for word in words):
+        raise InputError(f"{text!r} is not a list of token ids, such as: 12 7 99")
+    return [int(word) for word in words]
+
+
+def find_run(tokens: NDArray[np.int32], run: list[int]) -> NDArray[np.int64]:
+    """Places where the run of ids starts.
+
+    >>> find_run(np.array([1, 2, 1, 2, 3], np.int32), [1, 2]).tolist()
+    [0, 2]
+    """
+    places = np.flatnonzero(tokens[: max(0, len(tokens) - len(run) + 1)] == run[0])
+    for offset, token in enumerate(run[1:], 1):
+        places = places[tokens[places + offset] == token]
+    return places
+
+
+class Search:
+    """One search; `hits` yields what was found and, every batch, how far it is."""
+
+    def __init__(self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, wanted: str, where: str) -> None:
+        """kind: text (RE2 over decoded responses) or tokens (ids). Raises InputError, QueryError."""
+        if kind not in ("text", "tokens"):
+            raise InputError(f"search kind {kind!r}; kinds: text, tokens")
+        if not wanted:
+            raise InputError("nothing to search for")
+        self._store, self._index, self._decoder = store, index, decoder
+        self._run = parse_ids(wanted) if kind == "tokens" else None
+        self._pattern = wanted
+        if self._run is None:
+            try:
+                pc.match_substring_regex(pa.array([""]), wanted)
+            except pa.ArrowInvalid as error:
+                raise InputError(f"not a regular expression (RE2): {error}") from None
+        clause = index.condition(where)
+        columns = "sample_row, uid, prompt_len, total_len, policy_version_last, reward, domain"
+        self._rows = index.ask(f"select {columns} from rollouts{clause} order by sample_row").to_arrow_table()
+        self.total = self._rows.num_rows
+
+    def hits(self) -> Iterator[dict[str, Any]]:
+        """{"hit": …} for each sample that matches, {"searched": n, "versions": {version: samples}} after each batch."""
+        rows = self._rows["sample_row"].to_numpy()
+        ends = np.cumsum(self._rows["total_len"].to_numpy().astype(np.int64))
+        versions: dict[int, int] = {}
+        start = found = 0
+        while start < len(rows) and found < MOST_HITS:
+            stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + BATCH_TOKENS, "right")))
+            part = self._rows.slice(start, stop - start)
+            for hit in self._batch(part):
+                versions[hit["version"]] = versions.get(hit["version"], 0) + 1
+                found += 1
+                yield {"hit": hit}
+                if found >= MOST_HITS:
+                    break
+            start = stop
+            yield {"searched": start, "total": self.total, "hits": found, "versions": versions}
+
+    def _batch(self, part: pa.Table) -> Iterator[dict[str, Any]]:
+        read = self._store.read_tokens(part["sample_row"].to_numpy(), ["tokens"], self._index.snapshot)
+        column = read["tokens"].combine_chunks()
+        flat, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+        prompts = part["prompt_len"].to_numpy()
+        if self._run is not None:
+            yield from self._token_hits(part, flat, offsets, prompts)
+        else:
+            yield from self._text_hits(part, flat, offsets, prompts)
+
+    def _token_hits(self, part: pa.Table, flat: Any, offsets: Any, prompts: Any) -> Iterator[dict[str, Any]]:
+        assert self._run is not None
+        places = find_run(flat, self._run)
+        owners = np.searchsorted(offsets, places, side="right") - 1
+        inside = (places - offsets[owners] >= prompts[owners]) & (places + len(self._run) <= offsets[owners + 1])
+        places, owners = places[inside], owners[inside]
+        kept, first, counts = np.unique(owners, return_index=True, return_counts=True)
+        for owner, at, times in zip(kept.tolist(), first.tolist(), counts.tolist(), strict=True):
+            position = int(places[at] - offsets[owner] - prompts[owner])
+            yield self._hit(part, owner, flat[offsets[owner] + prompts[owner] : offsets[owner + 1]], position, times)
+
+    def _text_hits(self, part: pa.Table, flat: Any, offsets: Any, prompts: Any) -> Iterator[dict[str, Any]]:
+        responses = [flat[offsets[i] + prompts[i] : offsets[i + 1]] for i in range(part.num_rows)]
+        texts = pa.array(self._decoder.texts(responses), pa.string())
+        matched = np.flatnonzero(np.asarray(pc.match_substring_regex(texts, self._pattern)))
+        if not len(matched):
+            return
+        found = texts.take(pa.array(matched))
+        counts = pc.count_substring_regex(found, self._pattern).to_pylist()
+        starts = pc.find_substring_regex(found, self._pattern).to_pylist()
+        for owner, times, start, text in zip(matched.tolist(), counts, starts, found.to_pylist(), strict=True):
+            characters = len(text.encode()[:start].decode(errors="ignore"))
+            yield self._hit(part, owner, responses[owner], self._position(responses[owner], characters), times)
+
+    def _position(self, response: NDArray[np.int32], characters: int) -> int:
+        """Token in which the character lies."""
+        ends = np.cumsum([len(piece) for piece in self._decoder.pieces(response.tolist())])
+        return int(min(np.searchsorted(ends, characters, side="right"), max(0, len(response) - 1)))
+
+    def _hit(self, part: pa.Table, owner: int, response: Any, position: int, times: int) -> dict[str, Any]:
+        low, high = max(0, position - CONTEXT), position + CONTEXT
+        row = {name: part[name][owner].as_py() for name in ("uid", "policy_version_last", "reward", "domain")}
+        text = one_line("".join(pieces_of(self._decoder, response[low:high])), limit=160)
+        return {"uid": row["uid"], "version": row["policy_version_last"], "reward": row["reward"], "domain": row["domain"],
+                "position": position, "times": times, "text": text}  # fmt: skip

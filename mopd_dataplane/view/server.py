@@ -1,0 +1,40 @@
+"""The process behind `mopd view`: one loopback socket, one printed address, until Ctrl-C."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.view.app import build_app
+from mopd_dataplane.view.guard import new_token
+from mopd_dataplane.view.stores import Shelf, Shown
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(
+    stores: list[Store], *, port: int, tokenizer: Path | None, follow: bool, announce: Callable[[str], None]
+) -> None:
+    """Answer until interrupted. port: 0 takes a free one. announce: is given the address once it answers.
+
+    Raises ResourceError when the port is taken.
+    """
+    try:
+        listening = socket.create_server((LOOPBACK, port))
+    except (OSError, OverflowError) as error:
+        raise ResourceError(f"cannot listen on port {port} of {LOOPBACK}: {error}; give another --port, or 0") from None
+    with listening:
+        bound = listening.getsockname()[1]
+        token = new_token()
+        shelf = Shelf([Shown(store, tokenizer=tokenizer, follow=follow) for store in stores])
+        config = uvicorn.Config(
+            build_app(shelf, token=token, port=bound), log_level="warning", access_log=False, server_header=False,
+            lifespan="off", timeout_graceful_shutdown=2,
+        )  # fmt: skip
+        announce(f"http://{LOOPBACK}:{bound}/?token={token}")
+        uvicorn.Server(config).run(sockets=[listening])

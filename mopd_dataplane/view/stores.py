@@ -1,0 +1,121 @@
+"""The stores a server shows: each with its newest index, its tokenizer, and a lock so that one thread builds at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.query.decode import Decoder, Numbers, find_decoder
+from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.tables import TABLES
+from mopd_dataplane.view.columns import FLAGS
+from mopd_dataplane.view.index import Index
+from mopd_dataplane.view.live import live_samples
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+PAUSE = 8
+"""Times the building of an index that passes before the next one, so that a growing store leaves time to answer."""
+SHORTEST_PAUSE_S = 1.0
+KEPT_ANSWERS = 32
+
+
+class Shown:
+    """A store as it is shown. Threads may ask at the same time; all answers of one index are of one snapshot."""
+
+    def __init__(self, store: Store, *, tokenizer: Path | None = None, follow: bool = False) -> None:
+        self.store = store
+        self.follow = follow
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._index: Index | None = None
+        self._decoder: Decoder | Numbers | None = None
+        self._next_look = 0.0
+        self._answers: dict[tuple[Any, ...], Any] = {}
+
+    @property
+    def name(self) -> str:
+        """Name of the job, or of the store's folder."""
+        return str(remembered_job(self.store).get("name") or str(self.store.uri).rstrip("/").rpartition("/")[2])
+
+    @property
+    def decoder(self) -> Decoder | Numbers:
+        """The tokenizer; looked for again while a job has not written one yet."""
+        if self._decoder is None or (self.follow and isinstance(self._decoder, Numbers)):
+            self._decoder = find_decoder(self.store, self._tokenizer)
+        return self._decoder
+
+    def index(self) -> Index:
+        """The newest index. With `follow` a newer snapshot is read when the last one has served for a while."""
+        held = self._index
+        if held is not None and (not self.follow or time.monotonic() < self._next_look):
+            return held
+        if held is not None and self._lock.locked():
+            return held  # another thread is at it
+        with self._lock:
+            if self._index is not None and (not self.follow or time.monotonic() < self._next_look):
+                return self._index
+            began = time.monotonic()
+            snapshot = self.store.snapshot()
+            if self._index is None or snapshot.versions != self._index.snapshot.versions:
+                self._index = Index(self.store, snapshot)
+                self._answers = {}
+            spent = time.monotonic() - began
+            self._next_look = time.monotonic() + max(SHORTEST_PAUSE_S, PAUSE * spent)
+            return self._index
+
+    def refresh(self) -> Index:
+        """Read the newest snapshot now."""
+        with self._lock:
+            snapshot = self.store.snapshot()
+            if self._index is None or snapshot.versions != self._index.snapshot.versions:
+                self._index, self._answers = Index(self.store, snapshot), {}
+            return self._index
+
+    def remembered(self, key: tuple[Any, ...], make: Any) -> Any:
+        """An answer of this index that is dear to make, made once."""
+        index = self.index()
+        place = (index.snapshot.digest, *key)
+        if place not in self._answers:
+            answers = self._answers
+            if len(answers) >= KEPT_ANSWERS:
+                answers.clear()
+            answers[place] = make(index)
+        return self._answers[place]
+
+    def describe(self) -> dict[str, Any]:
+        """What the page asks first: name, snapshot, tables, columns, teachers, flags."""
+        index = self.index()
+        rows = {name: self.store.dataset(name, index.snapshot).count_rows() for name in index.snapshot.versions if name in TABLES}
+        stages = index.rows("select stage, count(*) as samples, max(iteration) as last from rollouts group by 1 order by min(created_at)")
+        return {
+            "name": self.name, "uri": str(self.store.uri), "digest": index.snapshot.digest, "rows": rows,
+            "columns": [vars(column) for column in index.columns.values()], "teachers": index.teachers,
+            "flags": [name for name in FLAGS if name in index.columns], "stages": stages, "samples": index.total,
+            "follow": self.follow,
+        }  # fmt: skip
+
+    def pulse(self) -> dict[str, Any]:
+        """Whether something is new: digest and rows of the newest index, and samples still in the token log."""
+        index = self.index()
+        return {"digest": index.snapshot.digest, "samples": index.total, "live": live_samples(self.store, self.decoder)}
+
+
+class Shelf:
+    """Shown stores by the key the page uses: their place in the command line."""
+
+    def __init__(self, shown: list[Shown]) -> None:
+        self._shown = shown
+
+    def __iter__(self) -> Any:
+        return iter(self._shown)
+
+    def get(self, key: str) -> Shown:
+        """The store of a key. Raises UnknownNameError."""
+        if not key.isdigit() or int(key) >= len(self._shown):
+            raise UnknownNameError(f"no store {key!r}; this server shows {len(self._shown)}, counted from 0")
+        return self._shown[int(key)]
