@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from mopd_dataplane import __version__
 from mopd_dataplane.base.files import full_disk_named
-from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, stores, teachers
+from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, stores, teachers, view
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.store.network import answering
@@ -109,6 +109,7 @@ jobs.add_to(app)
 recipes.add_to(app)
 load.add_to(app)
 answers.add_to(app)
+view.add_to(app)
 teachers.add_to(app)
 stores.add_to(app)
 interchange.add_to(app)

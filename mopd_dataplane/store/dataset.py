@@ -367,6 +367,10 @@ class Store:
         """Add rows of `rewards`, dicts by column name; returns how many are new."""
         return self._insert("rewards", rows)
 
+    def add_labels(self, rows: Iterable[dict[str, Any]]) -> int:
+        """Add rows of `labels`, dicts by column name; returns how many are new."""
+        return self._insert("labels", rows)
+
     def add_steps(self, steps: Iterable[StepMetrics]) -> int:
         """Add optimizer steps; a step recorded before is left alone."""
         records = [asdict(step) for step in steps]

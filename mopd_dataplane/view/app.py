@@ -23,14 +23,13 @@ from mopd_dataplane.query.text import visible
 from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
-from mopd_dataplane.view.sample import describe, pieces_of, read_payload, score_rows
+from mopd_dataplane.view.sample import describe, excerpt_of, read_payload, score_rows
 from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.stores import Shelf, Shown
 from mopd_dataplane.view.topk import candidates
 
 ASSETS = Path(__file__).parent / "assets"
 MOST_ROWS = 500
-EXCERPT_TOKENS = 48
 SQL_ROWS = 1000
 STATUS = {UnknownNameError: 404, InputError: 400}
 
@@ -213,16 +212,16 @@ def _excerpts(shown: Shown, asked: dict[str, str]) -> Any:
         except (MopdError, OSError) as error:
             found[uid] = {"error": str(error)}
             continue
-        start = payload.tokens[: payload.prompt_len][-EXCERPT_TOKENS:]
-        found[uid] = {"prompt": "".join(pieces_of(shown.decoder, start)),
-                      "response": "".join(pieces_of(shown.decoder, payload.response[:EXCERPT_TOKENS]))}  # fmt: skip
+        found[uid] = excerpt_of(payload, shown.decoder)
     return found
 
 
 def _sample(shown: Shown, asked: dict[str, str]) -> Any:
     index = shown.index()
     row = index.row(asked.get("uid", ""))
-    view = describe(shown.store, row, index.snapshot, shown.decoder, prompt.prompt_text(shown.store, row["prompt_id"], index))
+    view = describe(
+        shown.store, row, index.snapshot, shown.decoder, prompt.prompt_text(shown.store, row["prompt_id"], index)
+    )
     view["labels"] = labels.of_sample(shown.store, row["uid"])
     return view
 
@@ -237,7 +236,9 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
         return {"teachers": [], "note": "this token was not written by the policy, so no teacher judged it"}
     ordinal = int(payload.mask[:position].sum())
     token = int(payload.response[position])
-    found = candidates(shown.store, row, score_rows(shown.store, row["uid"], index.snapshot), position, token, ordinal, index.snapshot)
+    found = candidates(
+        shown.store, row, score_rows(shown.store, row["uid"], index.snapshot), token, ordinal, index.snapshot
+    )
     for teacher in found:
         if "ids" in teacher:
             teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]

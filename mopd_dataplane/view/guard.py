@@ -8,7 +8,6 @@ opening the address sets, or as `Authorization: Bearer`. Responses allow no scri
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -96,13 +95,3 @@ async def _with_headers(response: Response, scope: Scope, receive: Receive, send
     for name, value in HEADERS.items():
         response.headers[name] = value
     await response(scope, receive, send)
-
-
-def for_script(value: object) -> str:
-    r"""JSON that can stand inside a script element: no text of a model ends it.
-
-    >>> for_script({"text": "</script>"})
-    '{"text": "\\u003c/script\\u003e"}'
-    """
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, default=str)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -27,6 +27,8 @@ TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
 BINS = 32
+LONG_TAIL = 3.0
+"""Times the width of the middle 98 % that a column spans from which on its ends are open bars."""
 CATEGORIES = 24
 """Most values of a column of words that a histogram names; the rest is one bar."""
 MEMORY = "640MB"
@@ -81,9 +83,20 @@ class Index:
             if name in HIDDEN:
                 continue
             word = kind == "VARCHAR" or kind.startswith("ENUM")
-            shape = "word" if word else "time" if kind.startswith("TIMESTAMP") else "flag" if kind == "BOOLEAN" else "number"
+            shape = (
+                "word"
+                if word
+                else "time"
+                if kind.startswith("TIMESTAMP")
+                else "flag"
+                if kind == "BOOLEAN"
+                else "number"
+            )
             field = SAMPLES.schema.field(name).metadata if name in SAMPLES.schema.names else {}
-            doc, unit = DOCS.get(name) or ((field or {}).get(b"doc", b"").decode(), (field or {}).get(b"unit", b"").decode())
+            doc, unit = DOCS.get(name) or (
+                (field or {}).get(b"doc", b"").decode(),
+                (field or {}).get(b"unit", b"").decode(),
+            )
             for prefix, (text, of) in TEACHER_COLUMNS.items():
                 if name.startswith(prefix) and name not in DERIVED and name not in DOCS:
                     doc, unit = text.format(teacher=name.removeprefix(prefix)), of
@@ -95,14 +108,18 @@ class Index:
     def ask(self, sql: str, values: Sequence[Any] = ()) -> duckdb.DuckDBPyConnection:
         """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_S."""
         cursor = self._connection.cursor()
-        cursor.execute("use held")
         with _interrupted_after(cursor, QUERY_S):
             try:
-                return cursor.execute(sql, list(values))
+                return cursor.execute("use held").execute(sql, list(values))
             except duckdb.InterruptException:
-                raise DeadlineError(f"the query ran for {QUERY_S:.0f} s; narrow the filter") from None
+                raise DeadlineError(f"the query ran for {QUERY_S:g} s; narrow the filter") from None
             except duckdb.Error as error:
                 raise QueryError(str(error)) from error
+
+    def arrow(self, sql: str) -> pa.Table:
+        """The answer to a statement of ours as an Arrow table."""
+        cursor = self._connection.cursor()
+        return cursor.execute("use held").sql(sql).to_arrow_table()
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows of an answer as dicts."""
@@ -124,7 +141,7 @@ class Index:
         return f" where ({text}\n)"
 
     def order(self, order: str) -> str:
-        """"column" or "-column" as a clause; ties in order of commit. Raises UnknownNameError."""
+        """ "column" or "-column" as a clause; ties in order of commit. Raises UnknownNameError."""
         name = order.removeprefix("-")
         if not name:
             return " order by sample_row"
@@ -167,30 +184,34 @@ class Index:
         if column.kind == "time":
             name = f"epoch({name})"
         if column.kind in ("number", "time"):
-            low, high, whole = self.ask(
-                f"select min(v)::double, max(v)::double, bool_and(v = floor(v)) from (select {name} as v from {TABLE}) "
-                "where v is not null and isfinite(v)"
-            ).fetchone() or (None, None, None)
+            low, high, whole, near_low, near_high = (
+                self.ask(
+                    f"""select min(v)::double, max(v)::double, bool_and(v = floor(v)), quantile_cont(v::double, 0.01),
+                           quantile_cont(v::double, 0.99)
+                    from (select {name} as v from {TABLE}) where v is not null and isfinite(v)"""
+                ).fetchone()
+                or (None,) * 5
+            )
             if low is None:
-                return {"kind": column.kind, "bins": [], "nulls": self.total}
+                return {"kind": column.kind, "bins": []}
+            if high - low > LONG_TAIL * (near_high - near_low) > 0:  # the ends of a long tail share a bar
+                low, high = near_low, near_high
+                whole = False if low != int(low) else whole
             return self._bars(column, name, (low, high, bool(whole)), clause)
-        counted = self.rows(
-            f"select {name}::varchar as value, count(*) as total from {TABLE} group by 1 order by 2 desc, 1 limit {CATEGORIES}"
-        )
-        here = counted
-        if clause:
-            here = self.rows(f"select {name}::varchar as value, count(*) as total from {TABLE}{clause} group by 1")
+        counting = f"select {name}::varchar as value, count(*) as total from {TABLE}"
+        counted = self.rows(f"{counting} group by 1 order by 2 desc, 1 limit {CATEGORIES}")
+        here = self.rows(f"{counting}{clause} group by 1") if clause else counted
         match = {row["value"]: row["total"] for row in here}
-        return {"kind": column.kind,
-                "bins": [{"value": r["value"], "all": r["total"], "here": match.get(r["value"], 0)} for r in counted]}  # fmt: skip
+        bins = [{"value": r["value"], "all": r["total"], "here": match.get(r["value"], 0)} for r in counted]
+        return {"kind": column.kind, "bins": bins}
 
     def _bars(self, column: Column, name: str, span: tuple[float, float, bool], clause: str) -> dict[str, Any]:
         low, high, whole = span
         width = (high - low) / BINS or 1.0
         if whole and column.kind == "number":
-            width = float(max(1, -(-(int(high) - int(low) + 1) // BINS)))
+            low, width = float(int(low)), float(max(1, -(-(int(high) - int(low) + 1) // BINS)))
         bins = max(1, min(BINS, int((high - low) / width) + 1))
-        place = f"least({bins - 1}, floor((v - {low!r}) / {width!r}))::int"
+        place = f"greatest(0, least({bins - 1}, floor((v - {low!r}) / {width!r})))::int"
 
         def counts(extra: str) -> dict[int, int]:
             there = f"select {name} as v from {TABLE}{extra}"

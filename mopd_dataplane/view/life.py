@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.lineage import literal, sample_lineage
-from mopd_dataplane.store.layout import FREED
+from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.tables import signal_table
 from mopd_dataplane.view.sample import finite
 
@@ -102,7 +102,9 @@ def _freed(store: Store, row: dict[str, Any], teachers: list[str]) -> list[dict[
         name = signal_table(teacher, "hidden")
         codecs = store.table(name, ["codec"], filter=f"uid = {literal(row['uid'])}")["codec"].to_pylist()
         if not codecs or FREED in codecs:
-            gone.append({"kind": "freed", "at": "", "title": f"hidden states of {teacher} freed", "facts": {}, "uids": []})
+            gone.append(
+                {"kind": "freed", "at": "", "title": f"hidden states of {teacher} freed", "facts": {}, "uids": []}
+            )
     return gone
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.rollout.recovery import recover
+from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def live_samples(store: Store, decoder: Decoder | Numbers) -> list[dict[str, Any
         except (MopdError, OSError, ValueError):
             continue  # a segment was begun or dropped under the reader; the next look sees it whole
         for draft in drafts:
-            response = draft.response()
+            response = draft.response
             opening = draft.opening
             found.append({
                 "uid": opening.uid, "prompt_id": opening.prompt_id, "domain": opening.domain, "stage": home.parent.name,

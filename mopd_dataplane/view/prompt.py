@@ -52,12 +52,16 @@ def answers(
     first = next((answer["response"] for answer in shown if answer["response"] is not None), None)
     for answer in shown:
         response = answer.pop("response")
-        answer["leaves_at"] = first_difference(first, response) if first is not None and response is not None else None
+        both = first is not None and response is not None
+        answer["leaves_at"] = first_difference(first, response) if both else None
     return {
         "prompt": {key: visible(str(text.get(key, ""))) for key in ("prompt_id", "domain", "text", "answer")},
-        "prompt_id": rows[0]["prompt_id"], "total": total, "answers": shown, "groups": _groups(index, rows[0]["prompt_id"]),
+        "prompt_id": rows[0]["prompt_id"],
+        "total": total,
+        "answers": shown,
+        "groups": _groups(index, rows[0]["prompt_id"]),
         "trend": _trend(index, rows[0]["prompt_id"]),
-    }  # fmt: skip
+    }
 
 
 def _answer(store: Store, index: Index, decoder: Decoder | Numbers, row: dict[str, Any]) -> dict[str, Any]:

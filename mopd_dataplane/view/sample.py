@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""
+EXCERPT_TOKENS = 48
 PROMPT_CHARACTERS = 200_000
 
 
@@ -86,6 +87,13 @@ def pieces_of(decoder: Decoder | Numbers, ids: NDArray[np.int32]) -> list[str]:
     return [visible(piece[:PIECE_CHARACTERS]) for piece in pieces]
 
 
+def excerpt_of(payload: Payload, decoder: Decoder | Numbers) -> dict[str, str]:
+    """End of the prompt and start of the response, for a line of a table."""
+    asked = payload.tokens[: payload.prompt_len][-EXCERPT_TOKENS:]
+    said = payload.response[:EXCERPT_TOKENS]
+    return {"prompt": "".join(pieces_of(decoder, asked)), "response": "".join(pieces_of(decoder, said))}
+
+
 def score_rows(store: Store, uid: str, snapshot: Snapshot) -> pa.Table:
     """Rows of `scores` of one sample."""
     return store.table("scores", filter=f"uid = {literal(uid)}", snapshot=snapshot)
@@ -139,7 +147,9 @@ def describe(
 ) -> dict[str, Any]:
     """Everything the page of a sample needs. `damage` says what of the sample itself could not be read."""
     about = {name: value for name, value in row.items() if name not in ("payload_row", "payload_crc")}
-    shown = {key: visible(str(prompt.get(key, "")))[:PROMPT_CHARACTERS] for key in ("text", "answer", "teacher_context")}
+    shown = {
+        key: visible(str(prompt.get(key, "")))[:PROMPT_CHARACTERS] for key in ("text", "answer", "teacher_context")
+    }
     view: dict[str, Any] = {"uid": row["uid"], "row": about, "prompt": shown, "damage": "", "teachers": []}
     try:
         payload = read_payload(store, row, snapshot)
@@ -153,7 +163,9 @@ def describe(
         "mask": packed(payload.mask, "<u1"),
         "sampler": packed(payload.logprobs) if payload.logprobs is not None else None,
         "spans": spans(payload),
-        "kept": packed(at_trained(payload.mask, payload.mask_sizes, -1), "<i4") if payload.mask_sizes is not None else None,
+        "kept": packed(at_trained(payload.mask, payload.mask_sizes, -1), "<i4")
+        if payload.mask_sizes is not None
+        else None,
     }
     for teacher in read_teachers(store, row, score_rows(store, row["uid"], snapshot), snapshot):
         logprob, topk = teacher.pop("logprob", None), teacher.pop("topk", None)

@@ -57,7 +57,9 @@ def find_run(tokens: NDArray[np.int32], run: list[int]) -> NDArray[np.int64]:
 class Search:
     """One search; `hits` yields what was found and, every batch, how far it is."""
 
-    def __init__(self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, wanted: str, where: str) -> None:
+    def __init__(
+        self, store: Store, index: Index, decoder: Decoder | Numbers, *, kind: str, wanted: str, where: str
+    ) -> None:
         """kind: text (RE2 over decoded responses) or tokens (ids). Raises InputError, QueryError."""
         if kind not in ("text", "tokens"):
             raise InputError(f"search kind {kind!r}; kinds: text, tokens")
@@ -73,7 +75,7 @@ class Search:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
         clause = index.condition(where)
         columns = "sample_row, uid, prompt_len, total_len, policy_version_last, reward, domain"
-        self._rows = index.ask(f"select {columns} from rollouts{clause} order by sample_row").to_arrow_table()
+        self._rows = index.arrow(f"select {columns} from rollouts{clause} order by sample_row")
         self.total = self._rows.num_rows
 
     def hits(self) -> Iterator[dict[str, Any]]:
@@ -131,11 +133,11 @@ class Search:
     def _position(self, response: NDArray[np.int32], characters: int) -> int:
         """Token in which the character lies."""
         ends = np.cumsum([len(piece) for piece in self._decoder.pieces(response.tolist())])
-        return int(min(np.searchsorted(ends, characters, side="right"), max(0, len(response) - 1)))
+        return min(int(np.searchsorted(ends, characters, side="right")), max(0, len(response) - 1))
 
     def _hit(self, part: pa.Table, owner: int, response: Any, position: int, times: int) -> dict[str, Any]:
         low, high = max(0, position - CONTEXT), position + CONTEXT
         row = {name: part[name][owner].as_py() for name in ("uid", "policy_version_last", "reward", "domain")}
         text = one_line("".join(pieces_of(self._decoder, response[low:high])), limit=160)
-        return {"uid": row["uid"], "version": row["policy_version_last"], "reward": row["reward"], "domain": row["domain"],
-                "position": position, "times": times, "text": text}  # fmt: skip
+        version = row.pop("policy_version_last")
+        return row | {"version": version, "position": position, "times": times, "text": text}

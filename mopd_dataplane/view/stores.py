@@ -1,4 +1,4 @@
-"""The stores a server shows: each with its newest index, its tokenizer, and a lock so that one thread builds at a time."""
+"""The stores a server shows: each with its newest index and its tokenizer; one thread builds at a time."""
 
 from __future__ import annotations
 
@@ -90,8 +90,14 @@ class Shown:
     def describe(self) -> dict[str, Any]:
         """What the page asks first: name, snapshot, tables, columns, teachers, flags."""
         index = self.index()
-        rows = {name: self.store.dataset(name, index.snapshot).count_rows() for name in index.snapshot.versions if name in TABLES}
-        stages = index.rows("select stage, count(*) as samples, max(iteration) as last from rollouts group by 1 order by min(created_at)")
+        rows = {
+            name: self.store.dataset(name, index.snapshot).count_rows()
+            for name in index.snapshot.versions
+            if name in TABLES
+        }
+        stages = index.rows(
+            "select stage, count(*) as samples, max(iteration) as last from rollouts group by 1 order by min(sample_row)"
+        )
         return {
             "name": self.name, "uri": str(self.store.uri), "digest": index.snapshot.digest, "rows": rows,
             "columns": [vars(column) for column in index.columns.values()], "teachers": index.teachers,

@@ -31,11 +31,11 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint
 
 
 def candidates(
-    store: Store, row: dict[str, Any], scores: pa.Table, position: int, token: int, ordinal: int, snapshot: Snapshot
+    store: Store, row: dict[str, Any], scores: pa.Table, token: int, ordinal: int, snapshot: Snapshot
 ) -> list[dict[str, Any]]:
     """For each teacher that stored `topk` or `hidden`: `source`, `ids`, `logprobs`, `rank` and `tail`, or an `error`.
 
-    position: in the response; ordinal: among its trained tokens; token: the one that was sampled.
+    token: the id that was sampled; ordinal: its place among the trained tokens.
     """
     kinds: dict[str, list[str]] = {}
     for score in scores.to_pylist():
@@ -67,10 +67,14 @@ def _from_states(store: Store, teacher: Teacher, row: int, ordinal: int, snapsho
     codec, count, size = where["codec"][0].as_py(), where["rows"][0].as_py(), where["bytes"][0].as_py()
     width = size // max(1, count)
     buffer = bytearray(width)
-    store.hidden_reader(teacher.name, snapshot).read_into(where["payload_row"][0].as_py(), ordinal * width, memoryview(buffer))
+    store.hidden_reader(teacher.name, snapshot).read_into(
+        where["payload_row"][0].as_py(), ordinal * width, memoryview(buffer)
+    )
     state = decode_row(np.frombuffer(bytes(buffer), np.uint8), codec, teacher.hidden_size)
     if store.root is None:
-        raise UnknownNameError("the teacher's head lies on an object store; copy the store to a folder to multiply by it")
+        raise UnknownNameError(
+            "the teacher's head lies on an object store; copy the store to a folder to multiply by it"
+        )
     logits = head_logits(store.path(teacher.head_file), state)
     logits -= logits.max()
     logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum())
@@ -94,7 +98,7 @@ def _ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, An
 
 
 def decode_row(encoded: NDArray[np.uint8], codec: str, width: int) -> NDArray[np.float32]:
-    """[D] float32 of one stored hidden state, as mopd_kernels.decode gives it. Raises ValueError for an unknown codec."""
+    """[D] float32 of one stored hidden state, as mopd_kernels decodes it. Raises ValueError for an unknown codec."""
     form = codec_named(codec)
     start = form.codes_offset(width)
     scales, codes = encoded[: form.groups(width) * form.scale_bytes], encoded[start : start + form.codes_bytes(width)]
@@ -158,7 +162,7 @@ def head_logits(path: Path, state: NDArray[np.float32]) -> NDArray[np.float32]:
         logits += _floats(bias)
     logits *= float(about.get("logit_scale", 1.0))
     softcap = float(about.get("logit_softcap", 0.0))
-    return np.tanh(logits / softcap) * softcap if softcap else logits
+    return (np.tanh(logits / softcap) * softcap).astype(np.float32) if softcap else logits
 
 
 def _tensor(path: Path, start: int, entry: dict[str, Any]) -> NDArray[Any]:

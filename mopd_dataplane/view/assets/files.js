@@ -11,11 +11,11 @@ export function receive(key, value) {
 async function data(key) {
   const files = window.mopdFiles;
   if (key in files.data) return files.data[key];
-  if (!files.keys.includes(key)) throw new Error("this is not part of the export; open the store with `mopd view`");
+  if (!(key in files.keys)) throw new Error("this is not part of the export; open the store with `mopd view`");
   await new Promise((resolve, reject) => {
     waiting.set(key, resolve);
     const script = document.createElement("script");
-    script.src = `data/${key.replace(/[^A-Za-z0-9_-]+/g, "_")}.js`;
+    script.src = files.keys[key];
     script.onerror = () => reject(new Error(`${script.src} is missing from the export`));
     document.head.append(script);
   });
@@ -28,7 +28,7 @@ export function matches(row, condition) {
   if (condition.in) return condition.in.includes(value === null || value === undefined ? null : String(value));
   if (value === null || value === undefined) return false;
   const measured = condition.time ? Date.parse(value) / 1000 : value;
-  return measured >= condition.ge && (condition.last ? measured <= condition.lt : measured < condition.lt);
+  return (condition.ge === undefined || measured >= condition.ge) && (condition.lt === undefined || measured < condition.lt);
 }
 
 export function ordered(rows, order) {

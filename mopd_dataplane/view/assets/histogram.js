@@ -14,10 +14,12 @@ function label(data, column, bin, i) {
 export function condition(data, column, from, to) {
   if (data.kind === "flag") return { c: column, flag: data.bins[from].value === "true" };
   if (data.kind === "word") return { c: column, in: data.bins.slice(from, to + 1).map((bin) => bin.value) };
-  const last = to === data.bins.length - 1;
   const round = (v) => Number(v.toPrecision(12));
-  const found = { c: column, ge: round(data.low + from * data.width), lt: round(data.low + (to + 1) * data.width) };
-  if (last && !data.whole) { found.last = true; found.lt = round(found.lt + 1e-9 * Math.abs(found.lt)); }
+  const found = { c: column };
+  // The first and the last bar are open: they hold all below and above.
+  if (from > 0) found.ge = round(data.low + from * data.width);
+  if (to < data.bins.length - 1) found.lt = round(data.low + (to + 1) * data.width);
+  if (from === 0 && to === data.bins.length - 1) found.known = true;
   if (data.kind === "time") found.time = true;
   return found;
 }

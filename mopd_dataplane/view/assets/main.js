@@ -58,7 +58,7 @@ function showKeys() {
 }
 
 function top(view, params) {
-  const tabs = isStatic() ? TABS.filter(([key]) => ["samples", "run", "teachers"].includes(key) && window.mopdFiles.keys.includes(key)) : TABS;
+  const tabs = isStatic() ? TABS.filter(([key]) => ["samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : TABS;
   put(document.getElementById("top"), h("a", { class: "brand", href: "#/samples" }, "mopd view"),
     stores.length > 1 ? select("store", params.store || "0", stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
       : h("span", { class: "store", title: stores[0].uri }, stores[0].name),

@@ -51,8 +51,11 @@ export function asSql(condition) {
     return parts.length > 1 ? `(${parts.join(" or ")})` : parts[0];
   }
   const value = condition.time ? `epoch(${column})` : column;
-  const upper = condition.last ? "<=" : "<";
-  return `${value} >= ${condition.ge} and ${value} ${upper} ${condition.lt}`;
+  if (condition.known) return `${column} is not null`;
+  const parts = [];
+  if (condition.ge !== undefined) parts.push(`${value} >= ${condition.ge}`);
+  if (condition.lt !== undefined) parts.push(`${value} < ${condition.lt}`);
+  return parts.join(" and ");
 }
 
 export function whereOf(params) {

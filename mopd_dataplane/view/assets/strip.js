@@ -81,7 +81,9 @@ export class Strip {
     this.styles.clear();
     this.drawn.forEach((line) => line.remove());
     this.drawn.clear();
+    this.inner.style.setProperty("--token", `${TEXT_PX + LANE_PX * this.lanes.length}px`);
     this.inner.style.height = `${this.lines.length * this.lineHeight() + 4}px`;
+    this.root.style.height = `${this.lines.length * this.lineHeight() + 16}px`;
     this.draw();
   }
 

@@ -1,0 +1,86 @@
+"""The command that opens a store in a browser, or writes what a browser would show to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.answers import PANEL, TokenizerFolder
+from mopd_dataplane.cli.output import note, print_facts, print_json
+from mopd_dataplane.cli.register import register
+from mopd_dataplane.errors import InputError
+
+
+def view(
+    stores: Annotated[list[str], typer.Argument(metavar="STORE…", help="Folders or URIs of stores.")],
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0 takes a free one.")
+    ] = 0,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Show what a running job adds, unfinished samples too.")
+    ] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", metavar="DIR", help="Write the page as files and end; with --sample, one HTML file."),
+    ] = None,
+    where: Annotated[str, typer.Option("--where", metavar="SQL", help="Of an export: the samples to take.")] = "",
+    order: Annotated[
+        str, typer.Option("--order", metavar="COLUMN", help="Of an export: taken in this order; -COLUMN is downwards.")
+    ] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="Of an export: most samples.")] = 200,
+    sample: Annotated[
+        str | None, typer.Option("--sample", metavar="UID", help="Of an export: one sample, one file.")
+    ] = None,
+    tokenizer: TokenizerFolder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what an export wrote as one JSON object.")] = False,
+) -> None:
+    """Open rollouts in a browser: every sample, every token, every teacher.
+
+    A server on this machine's loopback prints an address with a token in it; who has not got the token gets no answer.
+    The page filters a table of samples by histograms or SQL, shows all teachers over one text, the answers to a prompt
+    side by side, the life of a sample, the curves and the time of the run. It writes nothing but labels. Ctrl-C ends
+    it.
+    """
+    if export is None and (where or order or sample):
+        raise InputError(
+            "--where, --order and --sample choose what --export DIR writes; the page has filters of its own"
+        )
+
+    from mopd_dataplane import open_store
+
+    opened = [open_store(uri) for uri in stores]
+    if export is None:
+        from mopd_dataplane.view.server import serve
+
+        serve(
+            opened, port=port, tokenizer=tokenizer, follow=follow, announce=lambda address: print(address, flush=True)
+        )
+        return
+    if len(opened) != 1:
+        raise InputError(f"an export is of one store, {len(opened)} were given")
+
+    from mopd_dataplane.query.lineage import find_sample
+    from mopd_dataplane.view.export import export_folder, export_sample
+    from mopd_dataplane.view.stores import Shown
+
+    shown = Shown(opened[0], tokenizer=tokenizer)
+    if sample is not None:
+        done = export_sample(shown, export, find_sample(opened[0], sample)[0])
+    else:
+        done = export_folder(shown, export, where=where, order=order, limit=limit)
+    if as_json:
+        print_json(done)
+    else:
+        print_facts(vars(done))
+        note(f"open {done.path} in a browser")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register view."""
+    register(
+        app, view, "mopd view runs/quickstart",
+        'mopd view runs/quickstart --export share --where "reward < 1" --order -kl --limit 50',
+        "mopd view runs/quickstart --export sample.html --sample 3fa9", panel=PANEL,
+    )  # fmt: skip

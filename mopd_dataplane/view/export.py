@@ -1,0 +1,194 @@
+"""The page over chosen samples as files: a folder that opens from disk or any web server, or one file for one sample.
+
+No request leaves the page: data are scripts beside it, and a content-security policy allows nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.errors import InputError, MopdError
+from mopd_dataplane.query.text import visible
+from mopd_dataplane.view import bundle, life, prompt, run_page, teachers_page
+from mopd_dataplane.view.app import to_json
+from mopd_dataplane.view.index import Index
+from mopd_dataplane.view.sample import Payload, describe, excerpt_of, read_payload, read_teachers, score_rows
+from mopd_dataplane.view.stores import Shown
+from mopd_dataplane.view.topk import candidates
+
+MARK = "mopd-view.json"
+"""In a folder that an export made; a later one replaces what is there."""
+CANDIDATE_TOKENS = 24
+"""Tokens of a sample, the most surprising first, whose candidates travel along."""
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'; {policy}">
+<meta name="color-scheme" content="light dark">
+<title>mopd view</title>
+<link rel="icon" href="data:,">
+{style}
+</head>
+<body>
+<a class="skip" href="#main">Skip to content</a>
+<header id="top"></header>
+<main id="main" tabindex="-1"></main>
+<div id="said" class="unseen" role="status" aria-live="polite"></div>
+{script}
+</body>
+</html>
+"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote."""
+
+    path: str
+    samples: int
+    files: int
+    bytes: int
+
+
+def export_folder(shown: Shown, folder: Path, *, where: str, order: str, limit: int) -> Exported:
+    """Write the page over the samples that match, at most `limit` of them in this order.
+
+    Raises InputError when the folder holds something else, QueryError for a filter that is none.
+    """
+    if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or (folder / MARK).is_file())):
+        raise InputError(f"{folder} exists and is not an export of mopd view; name a new or an empty folder")
+    index = shown.index()
+    found = index.page(where, order, 0, limit)
+    data = _shared(shown, index, found) | _of_samples(shown, index, [row[0] for row in found["rows"]])
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    keys = {key: f"data/{number:05d}.js" for number, key in enumerate(data)}
+    written = 0
+    for key, name in keys.items():
+        written += _write(folder / name, f"mopdData({_script_json(key)}, {_script_json(data[key])});\n")
+    start = f"window.mopdFiles = {{keys: {_script_json(keys)}, data: {{}}}};\n"
+    written += _write(folder / "mopd.js", start + bundle.script())
+    written += _write(folder / "mopd.css", bundle.style())
+    page = PAGE.format(
+        policy="script-src 'self' file:; style-src 'self' file:",
+        style='<link rel="stylesheet" href="mopd.css">', script='<script src="mopd.js"></script>',
+    )  # fmt: skip
+    written += _write(folder / "index.html", page)
+    facts = {
+        "store": str(shown.store.uri),
+        "digest": index.snapshot.digest,
+        "samples": len(found["rows"]),
+        "where": where,
+    }
+    written += _write(folder / MARK, to_json(facts) + "\n")
+    return Exported(str(folder / "index.html"), len(found["rows"]), len(keys) + 4, written)
+
+
+def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
+    """Write one sample as one HTML file without anything beside it. Raises UnknownNameError."""
+    index = shown.index()
+    row = index.row(uid)
+    listed = {"columns": list(index.columns), "rows": [[row[name] for name in index.columns]]}
+    data = {**_of_samples(shown, index, [uid]), "stores": [shown.describe() | {"follow": False}], "samples": listed}
+    start = f"#/sample/{uid}"
+    code = (
+        f"window.mopdFiles = {{keys: {{}}, start: {_script_json(start)}, data: {_script_json(data)}}};\n"
+        + bundle.script()
+    )
+    sheet = bundle.style()
+    page = PAGE.format(
+        policy=f"script-src '{_hash(code)}'; style-src '{_hash(sheet)}'",
+        style=f"<style>{sheet}</style>", script=f"<script>{code}</script>",
+    )  # fmt: skip
+    publish_file(file, page.encode())
+    return Exported(str(file), 1, 1, len(page.encode()))
+
+
+def _shared(shown: Shown, index: Index, found: dict[str, Any]) -> dict[str, Any]:
+    """What belongs to no single sample."""
+    described = shown.describe() | {"follow": False, "samples": len(found["rows"])}
+    excerpts = {}
+    for values in found["rows"]:
+        row = index.row(values[0])
+        try:
+            payload = read_payload(shown.store, row, index.snapshot)
+        except (MopdError, OSError) as error:
+            excerpts[row["uid"]] = {"error": str(error)}
+            continue
+        excerpts[row["uid"]] = excerpt_of(payload, shown.decoder)
+    return {
+        "stores": [described], "samples": {"columns": found["columns"], "rows": found["rows"]}, "excerpts": excerpts,
+        "run": run_page.run_page(shown.store, index), "teachers": teachers_page.teachers_page(shown.store, index),
+    }  # fmt: skip
+
+
+def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
+    """sample/…, life/…, candidates/… of each, and prompt/… of each prompt with the chosen answers only."""
+    data: dict[str, Any] = {}
+    groups: dict[str, str] = {}
+    for uid in uids:
+        row = index.row(uid)
+        groups[row["group_id"]] = row["prompt_id"]
+        asked = prompt.prompt_text(shown.store, row["prompt_id"], index)
+        data[f"sample/{uid}"] = describe(shown.store, row, index.snapshot, shown.decoder, asked)
+        data[f"life/{uid}"] = life.life(shown.store, index, uid)
+        data[f"candidates/{uid}"] = _candidates(shown, index, row)
+    for prompt_id in dict.fromkeys(groups.values()):
+        page = prompt.answers(shown.store, index, shown.decoder, prompt_id=prompt_id)
+        page["answers"] = [answer for answer in page["answers"] if answer["row"]["uid"] in set(uids)]
+        data[f"prompt/{prompt_id}"] = page
+    return data | {"groups": groups}
+
+
+def _candidates(shown: Shown, index: Index, row: dict[str, Any]) -> dict[str, Any]:
+    """Candidates of the tokens on which teachers and sampler differ most, by position."""
+    try:
+        payload = read_payload(shown.store, row, index.snapshot)
+    except (MopdError, OSError):
+        return {}
+    scores = score_rows(shown.store, row["uid"], index.snapshot)
+    if not {"topk", "hidden"} & set(scores["kind"].to_pylist()):
+        return {}
+    teachers = read_teachers(shown.store, row, scores, index.snapshot)
+    found = {}
+    for position in _surprising(payload, teachers):
+        ordinal = int(payload.mask[:position].sum())
+        said = candidates(shown.store, row, scores, int(payload.response[position]), ordinal, index.snapshot)
+        for teacher in said:
+            if "ids" in teacher:
+                teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]
+        found[str(position)] = {"teachers": said, "note": ""}
+    return found
+
+
+def _surprising(payload: Payload, teachers: list[dict[str, Any]]) -> list[int]:
+    size = np.zeros(len(payload.mask), np.float32)
+    for teacher in teachers:
+        if "logprob" in teacher and payload.logprobs is not None:
+            size = np.fmax(size, np.abs(prompt.log_ratio(payload, teacher["logprob"])))
+    trained = np.flatnonzero(payload.mask)
+    return sorted(trained[np.argsort(-size[trained], kind="stable")][:CANDIDATE_TOKENS].tolist())
+
+
+def _script_json(value: Any) -> str:
+    """JSON inside a script: no text of a model ends the element."""
+    return to_json(value).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _write(path: Path, text: str) -> int:
+    content = text.encode()
+    path.write_bytes(content)
+    return len(content)

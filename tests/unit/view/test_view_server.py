@@ -1,0 +1,317 @@
+"""The server of `mopd view`: who gets an answer, what the answers say, and that nothing but labels is written."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from mopd_dataplane import Store
+from mopd_dataplane.view.app import build_app
+from mopd_dataplane.view.stores import Shelf, Shown
+
+PORT = 8123
+TOKEN = "secret"
+BASE = f"http://127.0.0.1:{PORT}"
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+def client_of(store: Store, **headers: str) -> TestClient:
+    app = build_app(Shelf([Shown(store)]), token=TOKEN, port=PORT)
+    return TestClient(app, base_url=BASE, headers=headers, follow_redirects=False)
+
+
+@pytest.fixture(scope="module")
+def page(demo_store: Store) -> TestClient:
+    return client_of(demo_store, **BEARER)
+
+
+def get(page: TestClient, name: str, **params: Any) -> Any:
+    answer = page.get(f"/api/{name}", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def unpack(packed: dict[str, str]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(packed["data"]), packed["kind"])
+
+
+# -- who gets an answer ------------------------------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_answered(demo_store: Store) -> None:
+    page = client_of(demo_store)
+    for path in ("/", "/api/stores", "/assets/main.js", "/?token=wrong", "/api/samples?token=secret"):
+        assert page.get(path).status_code == 401, path
+
+
+def test_the_printed_address_sets_a_cookie_that_opens_the_page(demo_store: Store) -> None:
+    page = client_of(demo_store)
+    opened = page.get(f"/?token={TOKEN}")
+    assert opened.status_code == 303
+    assert opened.headers["location"] == "/", "the token leaves the address bar"
+    assert {"HttpOnly", "SameSite=strict"} <= set(opened.headers["set-cookie"].split("; "))
+    assert page.get("/api/stores").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": f"evil.example:{PORT}"},
+        {"host": "127.0.0.1:1"},
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site"},
+    ],
+)
+def test_other_pages_are_refused_even_with_the_token(demo_store: Store, headers: dict[str, str]) -> None:
+    assert client_of(demo_store, **BEARER).get("/api/stores", headers=headers).status_code == 403
+
+
+def test_every_answer_carries_a_policy_without_inline_script(page: TestClient) -> None:
+    for path in ("/", "/api/stores", "/assets/main.js", "/api/sample?uid=0", "/nowhere"):
+        policy = page.get(path).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+    body = page.get("/").text
+    assert "<script>" not in body
+    assert "style=" not in body
+
+
+def test_only_labels_are_written_and_only_as_json(page: TestClient) -> None:
+    for name in ("samples", "sample", "sql", "stores", "run"):
+        assert page.post(f"/api/{name}").status_code == 405
+    plain = page.post("/api/labels", content="{}", headers={"content-type": "text/plain"})
+    assert plain.status_code == 415, "a form of another page cannot send JSON"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_agrees_with_its_own_statement(page: TestClient, demo_store: Store) -> None:
+    found = get(page, "samples", where="reward = 1 and response_len > 20", order="-kl", limit=500)
+    again = demo_store.sql(found["sql"]).to_pylist()
+    assert 0 < found["total"] == len(again) < demo_store.samples().num_rows
+    assert [row["uid"] for row in rows_of(found)] == [row["uid"] for row in again]
+    kls = [row["kl"] for row in rows_of(found)]
+    assert kls == sorted(kls, reverse=True)
+
+
+def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> None:
+    whole = [row["uid"] for row in rows_of(get(page, "samples", order="domain", limit=500))]
+    pages = [rows_of(get(page, "samples", order="domain", limit=7, offset=7 * n)) for n in range(len(whole) // 7 + 1)]
+    assert [row["uid"] for part in pages for row in part] == whole
+
+
+def test_columns_of_scores_and_rewards_are_those_of_the_tables(page: TestClient, demo_store: Store) -> None:
+    row = rows_of(get(page, "samples", where="reward is not null", order="-kl", limit=1))[0]
+    scores = demo_store.table("scores", filter=f"uid = '{row['uid']}' and kind = 'logprob'").to_pylist()
+    assert row["kl"] == pytest.approx(scores[0]["mean_reverse_kl"])
+    assert row[f"kl_{scores[0]['teacher']}"] == pytest.approx(row["kl"])
+    assert row["reward"] == demo_store.table("rewards", filter=f"uid = '{row['uid']}'")["reward"][0].as_py()
+
+
+def test_histograms_count_every_sample_and_every_match(page: TestClient) -> None:
+    where = "domain = 'chain_sum'"
+    found = get(page, "histograms", where=where, columns="response_len,domain,reward,kl,interrupted,created_at")
+    total = get(page, "samples", limit=1)["total"]
+    matching = get(page, "samples", limit=1, where=where)["total"]
+    for name, histogram in found.items():
+        assert sum(bar["all"] for bar in histogram["bins"]) == total, name
+        assert sum(bar["here"] for bar in histogram["bins"]) == matching, name
+    assert {bar["value"]: bar["here"] for bar in found["domain"]["bins"] if bar["here"]} == {"chain_sum": matching}
+
+
+def test_a_bar_of_a_histogram_filters_to_its_count(page: TestClient) -> None:
+    found = get(page, "histograms", columns="response_len")["response_len"]
+    at = max(range(1, len(found["bins"]) - 1), key=lambda i: found["bins"][i]["all"])
+    low, high = found["low"] + at * found["width"], found["low"] + (at + 1) * found["width"]
+    there = get(page, "samples", where=f"response_len >= {low} and response_len < {high}", limit=1)
+    assert there["total"] == found["bins"][at]["all"] > 0
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "1; drop table rollouts",
+        "nonsense(",
+        "uid in (select content from read_text('/etc/hostname'))",
+        "1 = (select count(*) from read_csv('/etc/passwd'))",
+        "1) ; select (1",
+    ],
+)
+def test_a_filter_reads_nothing_but_the_rollouts(page: TestClient, where: str) -> None:
+    answer = page.get("/api/samples", params={"where": where, "limit": "1"})
+    assert answer.status_code == 400
+    assert answer.json()["kind"] == "QueryError"
+    assert get(page, "samples", limit=1)["total"] > 0, "the table is still there"
+
+
+def test_a_filter_that_runs_away_is_stopped(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mopd_dataplane.view.index.QUERY_S", 0.3)
+    where = "(select count(*) from range(1000000) a, range(1000000) b where a.range * b.range % 7 = 3) > 0"
+    answer = page.get("/api/samples", params={"where": where, "limit": "1"})
+    assert answer.json()["kind"] == "DeadlineError"
+
+
+@pytest.mark.parametrize("order", ["nosuch", "-nosuch", 'uid" desc; --'])
+def test_sorting_names_a_column(page: TestClient, order: str) -> None:
+    answer = page.get("/api/samples", params={"order": order, "limit": "1"})
+    assert answer.status_code == 404
+    assert "known:" in answer.json()["error"]
+
+
+def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
+    found = get(page, "sql", q="select domain, count(*) as n from samples group by 1 order by 1")
+    assert found["rows"] == [list(row.values()) for row in demo_store.sql(
+        "select domain, count(*) as n from samples group by 1 order by 1").to_pylist()]  # fmt: skip
+    refused = page.get("/api/sql", params={"q": "copy samples to '/tmp/stolen.csv'"})
+    assert refused.json()["kind"] == "QueryError"
+
+
+# -- one sample --------------------------------------------------------------------------------------------------------
+
+
+def some_uid(page: TestClient, where: str = "kl is not null") -> str:
+    return str(rows_of(get(page, "samples", where=where, limit=1))[0]["uid"])
+
+
+def test_a_sample_is_what_the_store_holds(page: TestClient, demo_store: Store) -> None:
+    uid = some_uid(page, "interrupted")
+    view = get(page, "sample", uid=uid)
+    row = view["row"]["sample_row"]
+    payload = demo_store.read_tokens([row]).to_pylist()[0]
+    assert payload["uid"] == uid
+    np.testing.assert_array_equal(unpack(view["ids"]), payload["tokens"][view["prompt_len"] :])
+    np.testing.assert_array_equal(unpack(view["mask"]), payload["loss_mask"])
+    np.testing.assert_array_equal(unpack(view["sampler"]), np.array(payload["logprobs"], np.float32))
+    assert [span["start"] for span in view["spans"]] == payload["version_starts"]
+    teacher = view["teachers"][0]
+    np.testing.assert_array_equal(
+        unpack(teacher["logprob"]), demo_store.read_signal(teacher["name"], "logprob", [row])[0]
+    )
+    assert teacher["kinds"] == ["hidden", "logprob"]
+
+
+def test_hostile_text_arrives_as_text(page: TestClient) -> None:
+    view = get(page, "sample", uid=some_uid(page, "interrupted"))
+    text = "".join(view["pieces"])
+    assert "<script>alert(1)</script>" in text
+    assert "\x1b" not in text
+    assert "␛[31mred" in text
+
+
+def test_candidates_come_from_hidden_state_times_head(page: TestClient, demo_store: Store) -> None:
+    uid = some_uid(page)
+    found = get(page, "candidates", uid=uid, position=0)["teachers"][0]
+    assert found["source"] == "hidden"
+    assert found["whole"] is True
+    assert found["logprobs"] == pytest.approx([-np.log(98)] * len(found["logprobs"]), rel=1e-5), "the head is zero"
+    assert found["entropy"] == pytest.approx(np.log(98), rel=1e-5)
+
+
+def test_a_token_the_policy_did_not_write_has_no_candidates(page: TestClient) -> None:
+    uid = some_uid(page, "interrupted")
+    masked = int(np.flatnonzero(unpack(get(page, "sample", uid=uid)["mask"]) == 0)[0])
+    assert get(page, "candidates", uid=uid, position=masked)["teachers"] == []
+    beyond = page.get("/api/candidates", params={"uid": uid, "position": "100000"})
+    assert beyond.status_code == 400
+
+
+def test_life_names_its_plan_and_step(page: TestClient) -> None:
+    happened = get(page, "life", uid=some_uid(page, "interrupted"))
+    assert [event["kind"] for event in happened] == [
+        "sampled", "resumed", "scored", "scored", "rewarded", "planned", "trained",
+    ]  # fmt: skip
+    trained = happened[-1]
+    members = get(page, "step", stage=trained["stage"], step=trained["step"])["packs"]
+    assert any(member["uid"] in happened[-2]["uids"] for pack in members for member in pack["members"])
+
+
+def test_answers_to_a_prompt_over_versions(page: TestClient) -> None:
+    row = rows_of(get(page, "samples", limit=1))[0]
+    found = get(page, "prompt", prompt=row["prompt_id"])
+    assert found["total"] == len(found["answers"]) == 4, "one answer in each of four iterations"
+    assert [point["version"] for point in found["trend"]] == [0, 1, 2, 3]
+    first, other = (answer["row"]["uid"] for answer in found["answers"][:2])
+    parts = get(page, "difference", a=first, b=other)["parts"]
+    assert parts[0][0] == "equal"
+
+
+def test_run_teachers_trace_and_pulse(page: TestClient) -> None:
+    run = get(page, "run")
+    assert {row["iteration"] for row in run["rollouts"]} == {0, 1, 2, 3}
+    assert all(row["low"] <= row["reward"] <= row["high"] for row in run["evals"])
+    assert len(get(page, "teachers")["teachers"]) == 3
+    spans = [event for event in get(page, "trace")["traceEvents"] if event["ph"] == "X"]
+    assert {event["name"] for event in spans} >= {"rollout 0", "train 3", "step 0"}
+    assert all(event["dur"] >= 1 for event in spans)
+    assert get(page, "pulse")["live"] == []
+
+
+def test_search_in_text_and_in_token_ids(page: TestClient, demo_store: Store) -> None:
+    def hits(**params: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        lines = [json.loads(line) for line in page.get("/api/search", params=params).text.splitlines()]
+        return [line["hit"] for line in lines if "hit" in line], lines[-1]
+
+    found, end = hits(kind="text", q="<(script)>")
+    assert end["searched"] == end["total"] == demo_store.samples().num_rows
+    assert len(found) == end["hits"] == 12, "the first prompt of three domains in four iterations"
+    view = get(page, "sample", uid=found[0]["uid"])
+    assert "".join(view["pieces"])[found[0]["position"] :].startswith("<script>")
+    run = unpack(view["ids"])[found[0]["position"] :][:8].tolist()
+    by_ids, _ = hits(kind="tokens", q=" ".join(map(str, run)))
+    assert {hit["uid"] for hit in by_ids} == {hit["uid"] for hit in found}
+    assert by_ids[0]["position"] == found[0]["position"]
+    for wrong in ({"kind": "text", "q": "("}, {"kind": "tokens", "q": "a b"}, {"kind": "other", "q": "a"}):
+        assert page.get("/api/search", params=wrong).status_code == 400
+
+
+def test_two_iterations_compared_by_prompt(page: TestClient) -> None:
+    found = get(page, "compare", a="iteration = 0", b="iteration = 3")
+    assert found["shared"] == 24
+    assert found["only_a"] == found["only_b"] == 0
+    row = found["domains"][0]["kl"]
+    assert row["difference"] == pytest.approx(row["b"] - row["a"])
+    assert row["difference"] < 0, "the student came closer"
+
+
+# -- a store that grows, or is damaged ---------------------------------------------------------------------------------
+
+
+def test_a_growing_store_is_followed(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "grows", prompts=1)
+    shown = Shown(store, follow=True)
+    before = shown.index()
+    store.add_rewards([{"uid": before.page("", "", 0, 1)["rows"][0][0], "sample_row": 0, "verifier": "second",
+                        "verifier_version": "1", "reward": 7.0}])  # fmt: skip
+    assert shown.refresh().snapshot.digest != before.snapshot.digest
+    assert max(row["reward"] for row in shown.refresh().rows("select reward from rollouts")) > 1
+    assert before.page("", "", 0, 1)["total"] > 0, "an older index still answers"
+
+
+def test_a_signal_that_is_gone_is_named_beside_what_is_readable(
+    make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = make_store(tmp_path / "damaged", prompts=1)
+    page = client_of(store, **BEARER)
+    uid = some_uid(page)
+    teacher = get(page, "sample", uid=uid)["teachers"][0]["name"]
+    for file in (tmp_path / "damaged" / "signals" / teacher / "logprob" / "data").iterdir():
+        file.write_bytes(b"\0" * file.stat().st_size)
+    view = get(client_of(Store.open(tmp_path / "damaged"), **BEARER), "sample", uid=uid)
+    assert view["damage"] == ""
+    assert view["teachers"][0]["logprob"] is None
+    assert view["teachers"][0]["errors"]["logprob"]
+    assert len(view["pieces"]) == view["row"]["response_len"]
