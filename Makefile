@@ -12,7 +12,7 @@ SEEDS ?= 0
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ test: $(INSTALLED)  ## the tests
 test-slow: $(INSTALLED)  ## tests that take minutes each
 	$(BIN)/python -m pytest -q -m slow
 	$(BIN)/python -m pytest -q -m slow tests/kernels
+
+test-browser: $(INSTALLED)  ## the pages in a real browser: needs Chromium (Debian: apt-get install chromium)
+	$(BIN)/python -m pytest -q -m browser tests/browser
 
 test-quantise: $(INSTALLED)  ## teachers with rounded weights; last, since torchao slows down every process that finds it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[quantise]"

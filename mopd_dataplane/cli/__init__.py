@@ -3,6 +3,7 @@
     app.py      the command tree and how it ends: exit codes, errors, Ctrl-C
     jobs.py     run, rollout, score, reward, plan, train
     answers.py  query, show, report
+    view.py       a store in a browser, or as files
     teachers.py   teachers on the same answers
     stores.py     store info, verify, compact
     interchange.py  import, export

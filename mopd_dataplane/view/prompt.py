@@ -52,8 +52,7 @@ def answers(
     first = next((answer["response"] for answer in shown if answer["response"] is not None), None)
     for answer in shown:
         response = answer.pop("response")
-        both = first is not None and response is not None
-        answer["leaves_at"] = first_difference(first, response) if both else None
+        answer["leaves_at"] = None if first is None or response is None else first_difference(first, response)
     return {
         "prompt": {key: visible(str(text.get(key, ""))) for key in ("prompt_id", "domain", "text", "answer")},
         "prompt_id": rows[0]["prompt_id"],

@@ -96,7 +96,8 @@ class Shown:
             if name in TABLES
         }
         stages = index.rows(
-            "select stage, count(*) as samples, max(iteration) as last from rollouts group by 1 order by min(sample_row)"
+            "select stage, count(*) as samples, max(iteration) as last from rollouts group by stage "
+            "order by min(sample_row)"
         )
         return {
             "name": self.name, "uri": str(self.store.uri), "digest": index.snapshot.digest, "rows": rows,

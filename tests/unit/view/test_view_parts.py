@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +54,8 @@ def test_differences_rebuild_the_other_answer() -> None:
         a = noise.integers(0, 5, noise.integers(0, 30)).tolist()
         b = noise.integers(0, 5, noise.integers(0, 30)).tolist()
         parts = difference(a, b)
-        assert sum((a[i:j] for _, i, j, _, _ in parts), []) == a
-        assert sum((b[k:m] for *_, k, m in parts), []) == b
+        assert list(chain.from_iterable(a[i:j] for _, i, j, _, _ in parts)) == a
+        assert list(chain.from_iterable(b[k:m] for *_, k, m in parts)) == b
         assert all(a[i:j] == b[k:m] for tag, i, j, k, m in parts if tag == "equal")
 
 

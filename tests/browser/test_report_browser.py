@@ -16,7 +16,7 @@ from mopd_dataplane.query.report import write_report
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTH, HEIGHT = 1200, 2400
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
