@@ -56,7 +56,7 @@ def definition(teachers: Sequence[str], *, with_rows: bool = False) -> str:
     from judged group by uid),
   rewarded as (select uid, avg(reward)::float as reward from rewards where not isnan(reward) group by uid),
   joined as (
-    select samples.*{hidden} rename (run as stage, generation as iteration), reward,
+    select samples.*{hidden}, reward,
            said.* exclude (uid) replace (coalesce(teachers, 0) as teachers)
     from samples left join rewarded using (uid) left join said using (uid))
   select *, count(*) over grouped as group_size, (max(reward) over grouped - min(reward) over grouped)::float

@@ -24,15 +24,15 @@ def live_samples(store: Store, decoder: Decoder | Numbers) -> list[dict[str, Any
     found: list[dict[str, Any]] = []
     for home in sorted(store.path("wal").glob("*/*")):
         try:
-            drafts = recover(home).ledger.unfinished().values()
+            partials = recover(home).ledger.unfinished().values()
         except (MopdError, OSError, ValueError):
             continue  # a segment was begun or dropped under the reader; the next look sees it whole
-        for draft in drafts:
-            response = draft.response
-            opening = draft.opening
+        for partial in partials:
+            response = partial.response
+            spec = partial.spec
             found.append({
-                "uid": opening.uid, "prompt_id": opening.prompt_id, "domain": opening.domain, "stage": home.parent.name,
-                "writer": home.name, "tokens": len(response), "interruptions": draft.interruptions,
+                "uid": spec.uid, "prompt_id": spec.prompt_id, "domain": spec.domain, "stage": home.parent.name,
+                "writer": home.name, "tokens": len(response), "interruptions": partial.interruptions,
                 "end": "".join(pieces_of(decoder, response[-SHOWN_TOKENS:])),
             })  # fmt: skip
     return sorted(found, key=lambda sample: -sample["tokens"])[:MOST_SAMPLES]

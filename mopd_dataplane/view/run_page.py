@@ -36,7 +36,7 @@ STEPS = f"""
     order by min(created_at), stage, step"""
 TIMES = """
     select stage, kind, iteration, value as seconds, detail, created_at
-    from (select * rename (generation as iteration) from events) where value is not null order by created_at"""
+    from events where value is not null order by created_at"""
 EVALS = """
     select policy, policy_version, domain, avg(reward)::double as reward, count(reward) as answers,
            stddev_samp(reward)::double as sd, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""
+MASK_SIZES = "sampling_mask_sizes"
 EXCERPT_TOKENS = 48
 PROMPT_CHARACTERS = 200_000
 
@@ -62,7 +63,7 @@ def packed(array: NDArray[Any], kind: str = "<f4") -> dict[str, str]:
 def read_payload(store: Store, row: dict[str, Any], snapshot: Snapshot) -> Payload:
     """Arrays of the sample of a row of the index, checked against their checksum. Raises DamagedError."""
     names = store.dataset("tokens", snapshot).schema.names
-    sizes = next((name for name in ("sampling_mask_sizes", "support_sizes") if name in names), None)
+    sizes = MASK_SIZES if MASK_SIZES in names else None
     columns = ["tokens", "logprobs", "loss_mask", "version_starts", "versions", *([sizes] if sizes else [])]
     found = store.read_tokens([row["sample_row"]], columns, snapshot, verify=True)
     kept = found[sizes] if sizes else None
