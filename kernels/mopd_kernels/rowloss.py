@@ -46,7 +46,7 @@ def _scale_(gradient: Tensor, factor: Tensor) -> Tensor:
         from mopd_kernels.triton_rows.scale import scale_unless_one
 
         return scale_unless_one(gradient, factor)
-    if gradient.is_cuda or factor.item() != 1.0:
+    if not gradient.is_cpu or factor.item() != 1.0:
         gradient.mul_(factor)
     return gradient
 

@@ -29,7 +29,7 @@ def check_sampling_mask(sampling_mask: Tensor | None, token_ids: Tensor, columns
         )
     if not sampling_mask.numel():
         return None
-    if not sampling_mask.is_cuda:
+    if sampling_mask.is_cpu:
         if int(sampling_mask.max()) >= columns:
             raise ValueError(f"support holds id {int(sampling_mask.max())}, the vocabulary has {columns}")
         held = (sampling_mask == token_ids[:, None]).any(1) | (sampling_mask[:, 0] < 0) | (token_ids == ignored)

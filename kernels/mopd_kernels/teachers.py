@@ -69,11 +69,11 @@ def row_segments(
 ) -> list[tuple[int, Rows]]:
     """``(teacher, rows)`` in teacher order; one teacher is number 0.
 
-    On a CPU, rows of weight zero are left out altogether. On a GPU that would cost a host sync, so they stay and the
+    On a CPU, rows of weight zero are left out altogether. Elsewhere that would cost a host sync, so they stay and the
     row kernel skips them; a caller that knows its masked rows drops them before the call.
     """
     live = None
-    if weights is not None and not weights.is_cuda and bool((weights == 0).any()):
+    if weights is not None and weights.is_cpu and bool((weights == 0).any()):
         live = weights != 0
     if row_teacher_ids is None:
         if live is None:

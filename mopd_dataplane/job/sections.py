@@ -25,6 +25,7 @@ Band = tuple[float, float]
 SAMPLING_MASK_MOST = 1 << 16
 """Largest sampling mask that is recorded."""
 Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
+Device = typing.Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|xpu|npu|mps)(:\d+)?)$")]
 
 
 class Section(BaseModel):
@@ -128,6 +129,8 @@ class Engine(Section):
     """Sequences decoded together."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 leaves the choice to the engine."""
+    device: Device = "auto"
+    """Where `hf` decodes, `cuda:1` say; auto takes the machine's accelerator, else the CPU. vLLM finds its own."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
     noise: Literal["keyed", "seeded"] = "keyed"
@@ -140,14 +143,16 @@ class Engine(Section):
     options: dict[str, Any] = {}
     """vLLM started here: more of its EngineArgs, e.g. `{ tensor_parallel_size = 2 }`."""
     keep: bool = True
-    """vLLM started here: whether it stays, with its memory, between two rollouts. False ends it after each, so that
-    scoring and training have the device to themselves, and starts it for the next."""
+    """vLLM started here: whether it stays, with its memory, between two rollouts. False gives the device to scoring and
+    training: vLLM sleeps where its build can (CUDA, ROCm), else it ends, and starts again for the next."""
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Engine:
         given = [name for name in ("url", "reload", "options") if getattr(self, name)]
         given += ["noise"] if self.noise != "keyed" else []
         given += ["keep"] if not self.keep else []
+        if self.kind != "hf" and self.device != "auto":
+            raise ValueError("device: only for kind = 'hf'; vLLM takes CUDA_VISIBLE_DEVICES and options")
         if self.kind == "hf" and given:
             raise ValueError(f"{', '.join(given)}: only for kind = 'vllm'")
         if self.url and (self.options or self.dtype or not self.keep):
@@ -232,6 +237,9 @@ class Score(Section):
     start's."""
     max_resident: int = Field(default=1, ge=1)
     """Teachers held in memory at once."""
+    device: Device = "auto"
+    """Where teachers run with `hf`, and where signals are computed from what vLLM says; a discriminator and the
+    reverse KL of an evaluation too."""
 
     @model_validator(mode="after")
     def _precision_is_the_teachers(self) -> Score:
@@ -366,6 +374,13 @@ class Train(Section):
     checkpoint_steps: int = Field(default=50, ge=1)
     freeze_head: bool = False
     gradient_checkpointing: bool = False
+    dropout: bool = False
+    """Train with the dropout that the model's config names. Off, training, sampling and scoring see one policy."""
+    keep: bool = True
+    """Whether the trainer stays, with weights and optimizer state on its device, between two windows. False gives the
+    device to sampling and scoring: it ends after each at a checkpoint, and continues from there."""
+    device: Device = "auto"
+    """auto gives each rank of a node an accelerator of its own."""
     threads: int = Field(default=0, ge=0)
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """Where step metrics also go; they are always in the store's `steps` table."""

@@ -1,5 +1,6 @@
 """Models on disk and behind a server.
 
+devices.py          which device a model goes to, and its memory back
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 initial_weights.py  the model a job starts from, made once
 router_replay.py    which experts each token was sent to: read while decoding, followed again in training

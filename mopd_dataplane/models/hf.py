@@ -215,13 +215,13 @@ def lm_head(model: PreTrainedModel) -> Head:
     return Head(head_weight(model), bias, logit_softcap(model) or None, logit_scale(model))
 
 
-def load_head(folder: str | Path, *, dtype: str) -> Head:
+def load_head(folder: str | Path, *, dtype: str, device: str = "cpu") -> Head:
     """LM head of a model folder, without the model."""
     from mopd_kernels.heads import Head
 
     head = lm_head(load_model(folder, dtype=dtype))
-    bias = None if head.bias is None else head.bias.detach().clone()
-    return Head(head.weight.detach().clone(), bias, head.softcap, head.logit_scale)
+    bias = None if head.bias is None else head.bias.detach().clone().to(device)
+    return Head(head.weight.detach().clone().to(device), bias, head.softcap, head.logit_scale)
 
 
 def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:

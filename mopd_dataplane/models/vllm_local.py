@@ -51,6 +51,13 @@ def start(folder: Path, arguments: Mapping[str, Any], *, threads: int) -> Any:
     return engine
 
 
+def can_sleep() -> bool:
+    """Whether this build of vLLM can leave the device without ending: its CUDA and ROCm builds."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_sleep_mode_available())
+
+
 def _report_death(core: Any) -> None:
     """Wake whoever waits for an answer of vLLM's process once that process is gone.
 

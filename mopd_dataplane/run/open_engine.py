@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Job
+from mopd_dataplane.models.devices import free_device_memory, resolve_device
+from mopd_dataplane.rollout.engines.engine import Sleeper
 
 if TYPE_CHECKING:
     from mopd_dataplane.rollout.engines.engine import Engine
@@ -35,7 +37,9 @@ class Engines:
         except BaseException:
             engine.close()
             raise
-        if self._job.engine.kind == "vllm" and self._job.engine.keep:
+        if self._job.engine.kind == "vllm" and (
+            self._job.engine.keep or (isinstance(engine, Sleeper) and engine.sleep())
+        ):
             self._kept = engine
         else:
             engine.close()  # its memory is needed by what follows
@@ -48,6 +52,7 @@ class Engines:
 
     def _ready(self, folder: Path, version: int, partner: Partner | None) -> Engine:
         """The kept engine with this policy, or a new one."""
+        free_device_memory()
         kept, self._kept = self._kept, None
         if kept is not None:
             try:
@@ -69,8 +74,9 @@ def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | Non
         from mopd_dataplane.rollout.engines.hf import HfEngine
 
         return HfEngine(
-            folder, slots=settings.slots, policy_version=version, dtype=dtype, threads=settings.threads, partner=partner
-        )
+            folder, slots=settings.slots, policy_version=version, dtype=dtype, device=resolve_device(settings.device),
+            threads=settings.threads, partner=partner,
+        )  # fmt: skip
     assert partner is None, "the job file refuses rollout.teacher_mix with vLLM"
     if settings.url:
         from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
@@ -83,5 +89,5 @@ def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | Non
 
     return VllmEngine(
         folder, slots=settings.slots, policy_version=version, dtype=dtype, noise=settings.noise,
-        threads=settings.threads, options=settings.options,
+        threads=settings.threads, options=settings.options, sleeps=not settings.keep,
     )  # fmt: skip

@@ -171,10 +171,10 @@ class _Critic(nn.Module):
     def forward(self, texts: Sequence[NDArray[np.int64]]) -> Tensor:
         """[N] score of each text, read at its last token. Padding is on the right, where causal attention hides it."""
         device = self.head.device
-        lengths = torch.tensor([len(text) for text in texts], device=device)
-        ids = torch.zeros(len(texts), int(lengths.max()), dtype=torch.int64)
+        ends = torch.tensor([len(text) - 1 for text in texts])
+        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
         for row, text in enumerate(texts):
             ids[row, : len(text)] = torch.from_numpy(text)
         states = self.body(input_ids=ids.to(device), use_cache=False).last_hidden_state
-        last: Tensor = states[torch.arange(len(texts), device=device), lengths - 1]
+        last: Tensor = states[torch.arange(len(texts), device=device), ends.to(device)]
         return last.float() @ self.head

@@ -135,9 +135,10 @@ def _add(
     counts = [len(answer.student.masked) for answer in part]
     states = student.states([a.student.tokens for a in part], [a.student.masked for a in part]).float().requires_grad_()
     judged = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
-    targets = torch.from_numpy(np.concatenate([a.student.tokens[a.student.masked] for a in part]))
-    advantage = torch.tensor([answer.reward - baseline for answer in part]).repeat_interleave(torch.tensor(counts))
-    right = torch.tensor([answer.reward >= 1 for answer in part]).repeat_interleave(torch.tensor(counts))
+    each = torch.tensor(counts)
+    advantage = torch.tensor([answer.reward - baseline for answer in part]).repeat_interleave(each).to(states.device)
+    right = torch.tensor([answer.reward >= 1 for answer in part]).repeat_interleave(each)
+    targets = torch.from_numpy(np.concatenate([a.student.tokens[a.student.masked] for a in part])).to(states.device)
 
     loss, stats = divergence(states, student.head, judged, teacher.head, return_stats=True)
     (pull,) = torch.autograd.grad(loss.sum(), states)
@@ -157,9 +158,9 @@ def _add(
     sums.add("entropy", stats.teacher_entropy)
     sums.add("top1", stats.top1_agreement)
     sums.add("overlap", (own[:, :, None] == ids[:, None, :]).any(2).float().mean(1))
-    sums.answer_logprobs += [float(values.mean()) for values in torch.split(support, counts)]
-    sums.confidence.append(logprobs[right, 0].exp())
-    sums.chosen.append(ids[right, 0] == targets[right])
+    sums.answer_logprobs += [float(values.mean()) for values in torch.split(support.cpu(), counts)]
+    sums.confidence.append(logprobs[:, 0].exp().cpu()[right])
+    sums.chosen.append((ids[:, 0] == targets).cpu()[right])
 
 
 def _logprob(states: Tensor, judge: TeacherForward, targets: Tensor) -> Tensor:

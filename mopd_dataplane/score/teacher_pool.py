@@ -145,7 +145,7 @@ class TeacherPool:
             return VllmLogprobs(folder, dtype=settings.dtype, options=self._options)
         from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
 
-        head = hf.load_head(folder, dtype="float32")
+        head = hf.load_head(folder, dtype="float32", device=self._device)
         if self._reads == "extract_hidden_states":
             from mopd_dataplane.score.vllm_extract import ExtractingReader
 

@@ -38,9 +38,9 @@ class StudentTopk:
         self._model: PreTrainedModel | None = None
 
     def ids(self, samples: Sequence[Scorable], k: int) -> Tensor:
-        """[sum of M, k] int64 on the CPU, likeliest first, sample after sample; k is at most the vocabulary.
+        """[sum of M, k] int64 on the policy's device, likeliest first, sample after sample.
 
-        Raises UnknownNameError when the weights of a version are gone.
+        k is at most the vocabulary. Raises UnknownNameError when the weights of a version are gone.
         """
         written_by = [sample.versions[sample.loss_mask.astype(bool)] for sample in samples]
         every = np.concatenate(written_by)
@@ -56,10 +56,12 @@ class StudentTopk:
                 [np.flatnonzero(sample.loss_mask)[mine] + sample.prompt_len for sample, mine in chosen],
             )
             found, _ = topk_logprobs(states, head, min(k, len(head.weight)))
-            parts.append((np.flatnonzero(every == version), found.cpu()))
-        ids = torch.zeros(len(every), parts[0][1].shape[1] if parts else k, dtype=torch.int64)
+            parts.append((np.flatnonzero(every == version), found))
+        if not parts:
+            return torch.zeros(0, k, dtype=torch.int64, device=self._device)
+        ids = parts[0][1].new_zeros(len(every), parts[0][1].shape[1])
         for places, found in parts:
-            ids[torch.from_numpy(places)] = found
+            ids[torch.from_numpy(places).to(ids.device)] = found
         return ids
 
     def _load(self, version: int) -> PreTrainedModel:

@@ -43,7 +43,7 @@ class ExtractingReader:
         from vllm.config import KVTransferConfig
 
         self.head = head
-        self._norm = load_final_norm(folder, dtype="float32")
+        self._norm = load_final_norm(folder, dtype="float32").to(head.weight.device)
         self._files = tempfile.TemporaryDirectory(prefix="mopd-states-")
         last = {"eagle_aux_hidden_state_layer_ids": [int(model_shape(folder)["num_hidden_layers"])]}
         name, module = _CONNECTOR
@@ -73,7 +73,8 @@ class ExtractingReader:
         answers = self._batches.ask(sequences, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
         states = [self._taken(Path(answer.kv_transfer_params["hidden_states_path"])) for answer in answers]
         with torch.no_grad():
-            return self._norm(predicting(states, sequences, predicted))  # type: ignore[no-any-return]
+            before = predicting(states, sequences, predicted).to(self.head.weight.device)
+            return self._norm(before)  # type: ignore[no-any-return]
 
     def _taken(self, file: Path) -> Tensor:
         """[T, D] of a file that vLLM writes, float32; the file is gone. Raises EngineError, DeadlineError."""

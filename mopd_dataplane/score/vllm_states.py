@@ -53,7 +53,8 @@ class VllmReader:
         from vllm import PoolingParams
 
         answers = self._batches.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
-        return predicting([answer.outputs.data.float() for answer in answers], sequences, predicted)
+        states = [answer.outputs.data.float() for answer in answers]
+        return predicting(states, sequences, predicted).to(self.head.weight.device)
 
     def close(self) -> None:
         """End vLLM's process."""
@@ -77,7 +78,7 @@ class ServerReader:
         """See Reader; the states of one sequence are one answer."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = list(pool.map(self._read, sequences))
-        return predicting(found, sequences, predicted)
+        return predicting(found, sequences, predicted).to(self.head.weight.device)
 
     def _read(self, ids: NDArray[np.int64]) -> Tensor:
         width = self.head.weight.shape[1]

@@ -46,7 +46,7 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
     quiet_transformers()
     with ExitStack() as stack:
         ranks = Ranks.join(
-            spec.device,
+            spec.train.device,
             members=spec.context_parallel,
             rendezvous=spec.rendezvous,
             deadline_s=spec.rank_deadline_s,

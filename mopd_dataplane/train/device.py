@@ -4,7 +4,7 @@
       ▲                     │ event
       └── given back ◀── finish
 
-On a CPU there is nothing to copy, and nothing to wait for.
+On a CPU there is nothing to copy, and nothing to wait for; on a device other than CUDA the copy is an ordinary one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DeviceCopies:
         Its source must stay as it is until `finish` returns.
         """
         if self._stream is None:
-            return micro
+            return micro.to(self._device)
         with torch.cuda.stream(self._stream):
             moved = micro.to(self._device)
             self._copied = self._stream.record_event()

@@ -238,7 +238,7 @@ class _StepSums:
         self._sums[self._index[name]] += value
 
     def over_ranks(self, ranks: Ranks) -> dict[str, float]:
-        values = ranks.sum(self._sums).tolist()
+        values = ranks.sum(self._sums).cpu().tolist()
         (stalest,) = ranks.max(self._stalest)
         return {name: values[i] for name, i in self._index.items()} | {"stalest": stalest}
 

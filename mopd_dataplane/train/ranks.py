@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mopd_dataplane.errors import EngineError, InputError
+from mopd_dataplane.models.devices import resolve_device
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,11 @@ class Ranks:
     ) -> Ranks:
         """Join the peers torchrun started (WORLD_SIZE, RANK, LOCAL_RANK); alone without it.
 
-        device: cpu, cuda or auto (cuda where there is one). rendezvous: file in which the ranks of one node find each
-        other; empty: at MASTER_ADDR. deadline_s: longest wait for a peer in any collective call.
-        Raises InputError when `members` does not divide the ranks of a node.
+        device: as in a job file; every rank of a node takes the accelerator of its own number. rendezvous: file in
+        which the ranks of one node find each other; empty: at MASTER_ADDR. deadline_s: longest wait for a peer in any
+        collective call. Raises InputError when `members` does not divide the ranks of a node, or when there are not
+        enough devices.
         """
-        kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         world = int(environment.get("WORLD_SIZE", "1"))
         rank, local = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
         on_node = int(environment.get("LOCAL_WORLD_SIZE", str(world)))
@@ -58,15 +59,13 @@ class Ranks:
                 f"scale.context_parallel = {members} does not divide the {on_node} ranks of a node, and a group shares "
                 "the node's loader; change it, or the ranks per node"
             )
-        place = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
-        if kind == "cuda":
-            torch.cuda.set_device(place)
+        place = _own_device(device, local, on_node)
         if world == 1:
             return cls(rank, world, place)
         with peers_lost_named(rank):
             if not dist.is_initialized():
                 dist.init_process_group(
-                    "nccl" if kind == "cuda" else "gloo", timeout=timedelta(seconds=deadline_s), world_size=world,
+                    dist.get_default_backend_for_device(place), timeout=timedelta(seconds=deadline_s), world_size=world,
                     rank=rank, init_method=f"file://{rendezvous}" if rendezvous else "env://",
                 )  # fmt: skip
             group = None
@@ -138,6 +137,22 @@ class Ranks:
         """Part from the peers."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _own_device(name: str, local: int, on_node: int) -> torch.device:
+    """The device of the rank `local` of a node's `on_node`, made the current one."""
+    found = torch.device(resolve_device(name))
+    if found.type == "cpu":
+        return found
+    here = torch.accelerator.device_count()
+    if on_node > here or (on_node > 1 and found.index is not None):
+        raise InputError(
+            f'train.device = "{name}": {on_node} ranks on this node, which has {here} {found.type} devices; give each '
+            f'rank one of its own ("auto" or "{found.type}", scale.ranks at most {here} a node), or set "cpu"'
+        )
+    place = torch.device(found.type, local if found.index is None else found.index)
+    torch.accelerator.set_device_index(place)
+    return place
 
 
 @contextmanager

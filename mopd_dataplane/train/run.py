@@ -183,7 +183,7 @@ class Run:
     def _load(self, folder: Path) -> Student:
         return load_student(
             folder, self._ranks, dtype=getattr(torch, self.spec.dtype), freeze_head=self.spec.train.freeze_head,
-            gradient_checkpointing=self.spec.train.gradient_checkpointing,
+            gradient_checkpointing=self.spec.train.gradient_checkpointing, dropout=self.spec.train.dropout,
         )  # fmt: skip
 
 

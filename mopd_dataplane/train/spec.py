@@ -69,7 +69,6 @@ class TrainSpec(Section):
     rendezvous: str = ""
     """File in which the ranks of one node find each other; empty: at MASTER_ADDR, as torchrun says."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
 def load_spec(path: str | Path) -> TrainSpec:

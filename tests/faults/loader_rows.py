@@ -182,7 +182,7 @@ def spec_of(home: Path, path: Path, place: Path) -> TrainSpec:
     return TrainSpec(
         stage=STAGE, start=str(home / "start"), policy_dir=str(place / "policies"), socket=str(path),
         checkpoint_dir=str(place / "checkpoints"), objective=OBJECTIVE, teachers=(TEACHER,),
-        train=sections.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1), deadline_s=60, device="cpu",
+        train=sections.Train(learning_rate=1e-3, checkpoint_steps=2, threads=1, device="cpu"), deadline_s=60,
     )  # fmt: skip
 
 

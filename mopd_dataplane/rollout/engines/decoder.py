@@ -73,7 +73,7 @@ class Decoder:
         states = self.model.base_model(
             input_ids=torch.from_numpy(last[:, None]).to(self._device),
             position_ids=places[:, None],
-            attention_mask=self.cache.place(places),
+            attention_mask=self.cache.place(places, int(columns.max()) + 1),
             past_key_values=self.cache,
             use_cache=True,
         ).last_hidden_state

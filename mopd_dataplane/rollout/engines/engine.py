@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,6 +86,14 @@ class StepOutput:
     routes: Routes | None = None
     """Experts of the tokens that were read for the B tokens, since the request was admitted or its step before; None
     when no request asks"""
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that can leave its device without ending."""
+
+    def sleep(self) -> bool:
+        """Leave the device until `load_policy`; every slot must be free. False where it cannot be done here."""
 
 
 class Engine(Protocol):

@@ -29,10 +29,11 @@ class SlotCache(Cache):
         self._slots = [_SlotLayer(self) for _ in range(layers)]
         super().__init__(layers=list(self._slots))
 
-    def place(self, columns: Tensor) -> Tensor:
-        """Announce a decode step of n rows; returns its attention mask, bool [n, 1, 1, width]."""
+    def place(self, columns: Tensor, width: int) -> Tensor:
+        """Announce a decode step of n rows, the furthest into column `width` - 1; returns its attention mask, bool
+        [n, 1, 1, width]."""
         self.columns = columns
-        self.width = int(columns.max()) + 1
+        self.width = width
         return (torch.arange(self.width, device=columns.device) <= columns[:, None])[:, None, None, :]
 
     def fill(self, rows: Tensor, prefill: Cache) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.hf import model_shape, weights_digest
-from mopd_dataplane.models.vllm_local import answering, require_vllm, start
+from mopd_dataplane.models.vllm_local import answering, can_sleep, require_vllm, start
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
 from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
@@ -33,8 +33,9 @@ class VllmEngine(StreamingEngine):
     """Decodes with vLLM on this machine.
 
     folder: model folder. options: more of vLLM's EngineArgs (`tensor_parallel_size`, `gpu_memory_utilization`, …).
-    threads: CPU threads of vLLM's process, 0 leaves the choice to vLLM. Raises InputError without vLLM or with options
-    it does not know, UnknownNameError without weights, EngineError when vLLM does not start.
+    threads: CPU threads of vLLM's process, 0 leaves the choice to vLLM. sleeps: prepare for `sleep`. Raises InputError
+    without vLLM or with options it does not know, UnknownNameError without weights, EngineError when vLLM does not
+    start.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class VllmEngine(StreamingEngine):
         noise: Noise = "keyed",
         threads: int = 0,
         options: Mapping[str, Any] | None = None,
+        sleeps: bool = False,
     ) -> None:
         require_vllm()
         self._folder = Path(folder)
@@ -59,8 +61,11 @@ class VllmEngine(StreamingEngine):
             "logprobs_mode": LOGPROBS_MODE[noise],
             "logits_processors": [SAMPLER] if self.position_keyed else None,
             "generation_config": "vllm",
+            **({"enable_sleep_mode": True} if sleeps and can_sleep() else {}),
             **(options or {}),
         }
+        self._can_sleep = bool(arguments.get("enable_sleep_mode"))
+        self._asleep = False
         self.context_length = int(arguments["max_model_len"])
         self._engine = start(self._folder, arguments, threads=threads)
 
@@ -131,12 +136,29 @@ class VllmEngine(StreamingEngine):
                 f"{folder} is another model than {self._folder} ({', '.join(odd)} differ); start a new engine for it"
             )
         digest = weights_digest(folder)
-        if digest != self.policy_digest:
+        if digest != self.policy_digest or self._asleep:
             with answering():
+                if self._asleep:
+                    self._engine.wake_up(["weights"])  # room for the weights first: they are read before the cache is
                 self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+                if self._asleep:
+                    self._engine.wake_up(["kv_cache"])
+                    self._asleep = False
                 if not self._engine.reset_prefix_cache():
                     raise EngineError("vLLM did not drop its cached prefixes; run again to continue with a new engine")
         self.policy_version, self.policy_digest = version, digest
+
+    def sleep(self) -> bool:
+        """Leave the device until `load_policy`; every slot must be free. False where this build of vLLM cannot.
+
+        Weights are dropped rather than kept on the host: the next policy brings its own.
+        """
+        self._require_free()
+        if self._can_sleep and not self._asleep:
+            with answering():
+                self._engine.sleep(2)
+            self._asleep = True
+        return self._asleep
 
     def close(self) -> None:
         """End vLLM's process."""

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
@@ -38,7 +39,9 @@ def compare_teachers(
     answers = {domain: _rewarded(run, stage, domain, samples) for domain in job.domains_of(stage)}
     if not any(answers.values()):
         raise InputError(f"stage {stage.name!r} has no rewarded answers; run: mopd rollout JOB, then mopd reward JOB")
-    student = TeacherForward((HfReader(load_model(run.policies.folder(stage, 0))),))
+    student = TeacherForward(
+        (HfReader(load_model(run.policies.folder(stage, 0), device=resolve_device(stage.score.device))),)
+    )
     names = [name for name in job.teachers if _is_there(run, name)]
     pool = teacher_pool(run, stage, names, engine="hf")
     rows = []

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Stage
+from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
@@ -59,7 +60,10 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     students = _tokens(run, rows)
     teachers = _teacher_texts(run, stage, settings.text)
     pairs = [Pair(teachers[prompt], text) for prompt, text in zip(prompt_ids, students, strict=True)]
-    critic = Discriminator(run.policies.start(stage), settings, seed=run.job.seed)
+    free_device_memory()
+    critic = Discriminator(
+        run.policies.start(stage), settings, seed=run.job.seed, device=resolve_device(stage.score.device)
+    )
     before, after = (f"discriminators/{stage.name}/v{version}" for version in (window, window + 1))
     epochs = settings.epochs + (0 if window else settings.warmup_epochs)
     facts: dict[str, float] = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mopd_dataplane.job.job import Stage
+from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt, sample_uid
@@ -145,7 +146,7 @@ def _reverse_kl(
     import torch
     from mopd_kernels import divergence
 
-    student = TeacherForward((HfReader(load_model(folder)),))
+    student = TeacherForward((HfReader(load_model(folder, device=resolve_device(stage.score.device))),))
     found: dict[str, float] = {}
     by_teacher: dict[str, list[int]] = {}
     for place, prompt in enumerate(prompts):

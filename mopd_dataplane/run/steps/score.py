@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from mopd_dataplane.job.job import Stage
+from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.records import Prompt, Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.quantised_teachers import check_precision, record_rounding
@@ -58,6 +59,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     counts = {"signals": 0.0, "loss_tokens": 0.0}
     if not total:
         return counts
+    free_device_memory()
     pool = register_teachers(run, stage)
     tasks = [
         ScoreTask(teacher, tuple(kinds), chunk)
@@ -164,6 +166,7 @@ def teacher_pool(
         specs,
         student_tokenizer=run.tokenizer_digest,
         max_resident=stage.score.max_resident,
+        device=resolve_device(stage.score.device),
         engine=engine or stage.score.engine,
         reads=stage.score.reads,
         options=stage.score.options,
@@ -172,7 +175,11 @@ def teacher_pool(
 
 def student_topk(run: Run, stage: Stage) -> StudentTopk:
     """The policies that sampled, for signals on their likeliest tokens."""
-    return StudentTopk(lambda version: run.policies.folder(stage, version), dtype=run.job.student.dtype)
+    return StudentTopk(
+        lambda version: run.policies.folder(stage, version),
+        dtype=run.job.student.dtype,
+        device=resolve_device(stage.score.device),
+    )
 
 
 def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:

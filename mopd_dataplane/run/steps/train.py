@@ -21,6 +21,7 @@ from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
+from mopd_dataplane.models.devices import free_device_memory
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.checkpoint_copy import StoredCheckpoints
 from mopd_dataplane.run.context import Run
@@ -65,11 +66,15 @@ class Training:
         if run.policies.latest(stage) < version:
             steps = len(plan.step_starts) - 1
             with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
+                free_device_memory()
                 trainer = self._trainer or self._start()
                 self._watch(trainer, plan, version, advance)
                 self._publish()
                 done = [m for m in self._metrics() if m.window == plan.window]
                 report.facts = _summary(done)
+            if not stage.train.keep:
+                self._resources.close()
+                self._trainer = None
             name = f"time/{stage.name}/{plan.window}/train"
             run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
         self._record_steps()

@@ -73,6 +73,58 @@ def test_a_model_that_ignores_position_ids_gets_one_row_a_sequence(policy: Path,
     torch.testing.assert_close(rows_of(student, packs), expected_rows(student, packs), atol=2e-5, rtol=1e-4)
 
 
+HYBRID = {
+    "lfm2": {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {
+        "model_type": "falcon_h1", "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    },
+}  # fmt: skip
+CLEAN = ARCHITECTURES | {
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("times", [1, 10], ids=["small weights", "large weights"])
+@pytest.mark.parametrize(("name", "apart"), [(name, name in CLEAN) for name in CLEAN | HYBRID])
+def test_a_model_is_packed_only_where_sequences_ignore_each_other(
+    name: str, apart: bool, times: int, make_policy: Callable[..., Path]
+) -> None:
+    """Random small weights hide a leak: 4e-4 of the states with lfm2, 7e-4 with falcon_h1."""
+    model = hf.load_model(make_policy(**(CLEAN | HYBRID)[name]))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(times if weight.ndim > 1 else 1)
+    assert packs_apart(model) == apart
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama"])
+def test_two_passes_agree_unless_dropout_is_asked_for(
+    name: str, checkpointing: bool, make_policy: Callable[..., Path], pack: Callable[..., Pack]
+) -> None:
+    configs = {
+        "gpt2": CLEAN["gpt2"],
+        "opt": {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.2},
+        "llama": {"model_type": "llama", "attention_dropout": 0.2},
+    }
+    folder, packs = make_policy(**configs[name]), [pack([9, 7], seed=4)]
+
+    def apart(dropout: bool) -> float:
+        student = load_student(folder, ALONE, dropout=dropout, gradient_checkpointing=checkpointing)
+        first, second = (student(build(packs, student.layout), lambda hidden, head: hidden) for _ in range(2))
+        second.sum().backward()
+        return float((first - second).detach().abs().max())
+
+    assert apart(dropout=False) == 0
+    assert apart(dropout=True) > 1e-3
+
+
 def test_loading_a_student_keeps_the_models_own_logits(policy: Path, pack: Callable[..., Pack]) -> None:
     student = load_student(policy, ALONE)
     packs = [pack([9, 7], seed=4)]

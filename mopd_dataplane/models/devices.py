@@ -1,0 +1,44 @@
+"""Which device models are put on, and giving its memory back."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+from mopd_dataplane.errors import InputError
+
+
+def resolve_device(name: str) -> str:
+    """The torch device that a job file's `device` means: `auto` is the machine's accelerator where there is one.
+
+    Raises InputError when this machine, or this build of torch, has no such device.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return "cpu" if accelerator is None else accelerator.type
+    wanted = torch.device(name)
+    if wanted.type == "cpu":
+        return name
+    if accelerator is None or accelerator.type != wanted.type:
+        has = "no accelerator" if accelerator is None else accelerator.type
+        raise InputError(
+            f'device = "{name}": torch {torch.__version__} finds {has} on this machine; set "auto" or "cpu", or '
+            "install the build of torch for that device"
+        )
+    if wanted.index is not None and wanted.index >= torch.accelerator.device_count():
+        raise InputError(f'device = "{name}": this machine has {torch.accelerator.device_count()} of them, from 0')
+    return name
+
+
+def free_device_memory() -> None:
+    """Give memory that nothing refers to back to the device, so that other processes can have it."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    gc.collect()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        torch.get_device_module(accelerator).empty_cache()

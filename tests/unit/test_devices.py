@@ -1,0 +1,180 @@
+"""Every module that computes on a device, on the stand-in: same answers as on the CPU, nothing mixed, nothing copied to
+the host but what is asked for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from decoding import TINY, assert_same, decode, make_requests
+from stand_in_device.stand_in import NAME, StandInTensor, active
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.job import sections
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.devices import resolve_device
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.records import SIGNAL_KINDS, Signal
+from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
+from mopd_dataplane.score.discriminator import Discriminator, Pair
+from mopd_dataplane.score.readers import HfReader
+from mopd_dataplane.score.scorer import Scorable, model_input, score_samples
+from mopd_dataplane.score.teacher_comparison import Answer, compare
+from mopd_dataplane.score.teacher_forward import TeacherForward
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
+from mopd_dataplane.score.topk_source import StudentTopk
+
+CLOSE = {"rtol": 0, "atol": 2e-5}
+"""The stand-in computes attention by torch's plain formula, the CPU by its fused kernel: float32 rounding apart."""
+
+READ_BACK = {
+    "score/scorer.py:_signals": "what is stored",
+    "score/scorer.py:_check_finite": "a flag a sample",
+    "codecs.py:encode": "a flag a batch",
+    "models/hf.py:hidden_states": "transformers looks whether position ids are packed",
+}
+
+
+@pytest.fixture
+def host_copies() -> Iterator[Counter[str]]:
+    """The stand-in is the machine's accelerator; what is copied to the host, by function."""
+    torch.set_num_threads(1)
+    with active() as copies:
+        yield copies
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: make_student(sections.Student(config=TINY), root / name, seed=seed)
+        for seed, name in enumerate(["policy", "teacher"])
+    }
+
+
+def samples(count: int = 6) -> list[Scorable]:
+    rng = np.random.default_rng(1)
+    return [
+        Scorable(
+            uid=f"{number:032x}", sample_row=number, prompt_id=f"p{number}", prompt_len=4,
+            tokens=rng.integers(4, 99, 4 + 3 * number + 2).astype(np.int32),
+            loss_mask=np.ones(3 * number + 2, np.uint8), versions=np.zeros(3 * number + 2, np.int32),
+            logprobs=np.full(3 * number + 2, -1.0, np.float32),
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def test_auto_is_the_accelerator_and_a_missing_one_is_named(host_copies: Counter[str]) -> None:
+    assert resolve_device("auto") == NAME
+    assert resolve_device("cpu") == "cpu"
+    with pytest.raises(InputError, match=r'device = "cuda".*finds standin'):
+        resolve_device("cuda")
+    with pytest.raises(InputError, match="from 0"):
+        resolve_device(f"{NAME}:7")
+
+
+def test_without_an_accelerator_auto_is_the_cpu() -> None:
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(InputError, match="no accelerator"):
+        resolve_device("cuda:0")
+
+
+@pytest.mark.usefixtures("host_copies")
+def test_the_stand_in_refuses_to_mix() -> None:
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        torch.ones(3, device=NAME) + torch.ones(3)
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        torch.nn.Linear(2, 2).to(NAME)(torch.ones(1, 2))
+    assert isinstance(torch.ones(3, device=NAME) * torch.tensor(2.0), StandInTensor), "a host scalar is no tensor"
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["alone", "with a teacher"])
+def test_the_engine_decodes_on_a_device_as_on_the_cpu(
+    mixed: bool, folders: dict[str, Path], host_copies: Counter[str], tmp_path: Path
+) -> None:
+    partner = Partner(folders["teacher"], 0.3) if mixed else None
+    work = make_requests(7, top_k=20, top_p=0.9, sampling_mask=True)
+    ours = HfEngine(folders["policy"], slots=3, device=NAME, partner=partner)
+    assert_same(decode(ours, work), decode(HfEngine(folders["policy"], slots=3, device="cpu", partner=partner), work))
+    assert host_copies.keys() == {"rollout/engines/decoder.py:logits"}
+
+
+def test_keys_and_values_survive_a_save_from_a_device(
+    folders: dict[str, Path], host_copies: Counter[str], tmp_path: Path
+) -> None:
+    engine = HfEngine(folders["policy"], slots=4, device=NAME)
+    requests = make_requests(4, max_new_tokens=8)
+    engine.admit(list(enumerate(requests)))
+    assert engine.save(tmp_path / "kv", list(enumerate(requests)), limit_bytes=1 << 30)
+    again = HfEngine(folders["policy"], slots=4, device=NAME)
+    assert [gap for _, gap in again.restore(tmp_path / "kv", requests)] == [0.0] * 4
+    assert again._decoders[0].cache._slots[0].keys.device.type == NAME
+    assert not HfEngine(folders["policy"], slots=4).restore(tmp_path / "kv", requests), "another device's bits"
+
+
+def signals(folders: dict[str, Path], device: str, **changed: Any) -> dict[tuple[str, str], Signal]:
+    settings = sections.Score(**({"batch_tokens": 64, "hidden_codec": "int8", "topk": 5} | changed))
+    spec = TeacherSpec(folders["teacher"], sections.Teacher(source="stage:x"))
+    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["teacher"]))
+    pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, device=device)
+    student = StudentTopk(lambda version: folders["policy"], device=device)
+    found = score_samples(pool, "teacher", list(SIGNAL_KINDS), samples(), settings, student=student)
+    return {(signal.uid, signal.kind): signal for signal in found}
+
+
+@pytest.mark.parametrize("source", ["teacher", "student"])
+def test_signals_are_those_of_the_cpu(source: str, folders: dict[str, Path], host_copies: Counter[str]) -> None:
+    ours = signals(folders, NAME, topk_source=source)
+    copied = dict(host_copies)
+    theirs = signals(folders, "cpu", topk_source=source)
+    assert ours.keys() == theirs.keys()
+    for key, signal in ours.items():
+        if signal.logprob is not None:
+            np.testing.assert_allclose(signal.logprob, theirs[key].logprob, **CLOSE)
+        if signal.topk_logprobs is not None:
+            np.testing.assert_array_equal(signal.topk_ids, theirs[key].topk_ids)
+            np.testing.assert_allclose(signal.topk_logprobs, theirs[key].topk_logprobs, **CLOSE)
+    assert copied.keys() <= READ_BACK.keys(), copied
+
+
+def test_a_discriminator_learns_on_a_device_as_on_the_cpu(
+    folders: dict[str, Path], host_copies: Counter[str], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    pairs = [Pair(rng.integers(4, 50, 6), rng.integers(50, 99, 5)) for _ in range(12)]
+    found = {}
+    for device in (NAME, "cpu"):
+        critic = Discriminator(folders["policy"], sections.Discriminator(batch_pairs=4), seed=3, device=device)
+        facts = critic.update(pairs, epochs=2)
+        critic.save(tmp_path / device)
+        other = Discriminator(folders["policy"], sections.Discriminator(batch_pairs=4), seed=4, device=device)
+        other.load(tmp_path / device)
+        scores = critic.judge([pair.teacher for pair in pairs])
+        np.testing.assert_array_equal(other.judge([pair.teacher for pair in pairs]), scores)
+        found[device] = np.array([*facts.values(), *scores])
+    np.testing.assert_allclose(found[NAME], found["cpu"], rtol=0, atol=1e-3)
+
+
+@pytest.mark.usefixtures("host_copies")
+def test_teachers_are_compared_on_a_device_as_on_the_cpu(folders: dict[str, Path]) -> None:
+    read = [
+        Answer(student=model_input(one, None), teacher=model_input(one, None), reward=float(place % 2))
+        for place, one in enumerate(samples())
+    ]
+    ours, theirs = (
+        vars(
+            compare(
+                *(TeacherForward((HfReader(hf.load_model(folders[name], device=device)),)) for name in folders),
+                read,
+                k=4,
+            )
+        )
+        for device in (NAME, "cpu")
+    )
+    assert ours == pytest.approx(theirs, abs=1e-4)
