@@ -1,46 +1,53 @@
-"""Every recipe over several seeds, and one page that shows them: docs/recipes.md with a plot for each.
+"""Every recipe over several seeds, and one page that shows them: docs/recipes.md.
 
     python jobs/compare.py [--recipes opd grpo …] [--seeds 0 1 2] [--processes 2] [--page-only]
 
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
-them once. The page shows every run that has finished, of earlier commands too.
+them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt. The
+page shows what is there: accuracy from those files, and for recipes without one the mean rewards of mean_rewards.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import math
 import os
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+import numpy as np
 
 from mopd_dataplane import open_store
+from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.query.answers import held_out
+from mopd_dataplane.query.statistics import Estimate, mean_share, over_runs, share
+from mopd_dataplane.run.provenance import provenance
 
 JOBS = Path(__file__).parent
 STORES = Path("runs/recipes")
 PAGE = JOBS.parent / "docs" / "recipes.md"
-PLOTS = JOBS.parent / "docs" / "images" / "recipes"
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
-Curves = dict[str, list[tuple[int, dict[str, float]]]]
-"""Stage -> (policy version, held-out accuracy of each domain), version 0 being where the stage starts."""
+MOST_COLUMNS = 5
+"""Of more domains only the mean is shown."""
+HEAD = """
+Accuracy is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of one seed
+with its 95 % interval over prompts, of several with Student's over seeds. Where no such file is there it says `not
+run`, and the table holds **mean rewards** (`jobs/mean_rewards.json`: {where}; mean ± half of Student's 95 % interval
+over seeds, then every seed). A mean reward is not accuracy: reasoning-gym pays partial credit for spelling (a mean of
+0.74 can be a third of the words right) and full reward for sorted numbers that are off by one, so that a difference
+here may have the other sign in accuracy. The texts below the tables speak of mean rewards too, in per cent of the full
+reward. Prompts for the figures are those on which settings were looked at; small models and tasks: directions, not
+records."""
+Result = dict[str, Any]
 
 
 def recipes() -> list[str]:
@@ -63,7 +70,10 @@ def shared_store(seed: int) -> Path:
 
 
 def run(recipe: str, seed: int) -> None:
-    """Run a recipe to its end."""
+    """Run a recipe to its end and write its figures, unless they are there."""
+    out = JOBS / recipe / "results" / f"{seed}.json"
+    if out.exists():
+        return
     store = STORES / f"{recipe}-{seed}"
     starts_shared = any(stage.name in SHARED for stage in load_job(JOBS / recipe).stages)
     if starts_shared and not store.exists():
@@ -72,122 +82,98 @@ def run(recipe: str, seed: int) -> None:
         shutil.copytree(STORES / f"shared-{seed}", staging, symlinks=True)
         staging.rename(store)
     mopd("run", str(JOBS / recipe), "--seed", str(seed), "--store", str(store))
+    out.parent.mkdir(exist_ok=True)
+    publish_file(out, (json.dumps(figures(recipe, seed, store), indent=1) + "\n").encode())
 
 
-def finished(recipe: str) -> list[int]:
-    """Seeds whose run of every stage has come to its end."""
-    stages = {stage.name for stage in load_job(JOBS / recipe).stages}
-    seeds = []
-    for store in STORES.glob(f"{recipe}-*"):
-        seed = store.name.removeprefix(f"{recipe}-")
-        if not seed.isdecimal():  # of another recipe, whose name is longer
-            continue
-        ended = open_store(str(store)).sql("select distinct stage from events where kind = 'stage_done'")
-        if stages <= set(ended["stage"].to_pylist()):
-            seeds.append(int(seed))
-    return sorted(seeds)
-
-
-def curves(recipe: str, seed: int) -> Curves:
-    """What a finished run's evaluations say of every stage of the recipe."""
+def figures(recipe: str, seed: int, store: Path) -> Result:
+    """What every stage of a finished run made of every held-out prompt at its end."""
     job = load_job(JOBS / recipe)
-    rows = open_store(str(STORES / f"{recipe}-{seed}")).sql(
-        "select policy, policy_version as version, domain, avg(reward) as accuracy from evals group by all order by all"
-    )
-    found: dict[str, dict[int, dict[str, float]]] = {}
-    for row in rows.to_pylist():
-        versions = found.setdefault(row["policy"], {})
-        versions.setdefault(row["version"], {})[row["domain"]] = row["accuracy"]
-    drawn: Curves = {}
+    found = held_out(open_store(str(store)))
+    stages = {}
     for stage in job.stages:
-        if stage.name in found:
-            start = found.get(stage.start, {})
-            first = {0: start[max(start)]} if start else {}
-            drawn[stage.name] = sorted((first | found[stage.name]).items())
-    return drawn
+        answers = found.newest(stage.name)
+        if answers is not None:
+            stages[stage.name] = {
+                domain: {
+                    "correct": "".join(str(int(value)) for value in answers.correct.get(domain, ())),
+                    "reward": round(float(answers.reward[domain].mean()), 4),
+                }
+                for domain in answers.prompts
+                if domain in answers.reward
+            }
+    return {"job": recipe, "seed": seed, "split": found.split, "stages": stages, **provenance(job)}
 
 
-def stages(by_seed: dict[int, Curves]) -> list[str]:
-    """Stages that some seed has, in the job's order."""
-    return list(dict.fromkeys(stage for found in by_seed.values() for stage in found))
+def results(recipe: str) -> dict[int, Result]:
+    """Committed results by seed."""
+    return {int(file.stem): json.loads(file.read_text()) for file in sorted((JOBS / recipe).glob("results/*.json"))}
 
 
-def columns(by_seed: dict[int, Curves]) -> list[str]:
-    """The domains and `mean`; of more than five domains, `mean` alone."""
-    domains = sorted({d for found in by_seed.values() for points in found.values() for _, a in points for d in a})
-    return [*domains, "mean"] if 1 < len(domains) <= 5 else ["mean"]
+def accuracy_table(by_seed: dict[int, Result]) -> Iterable[str]:
+    """Markdown rows: share that is entirely right at the end of every stage, with its interval."""
+    stages = list(dict.fromkeys(stage for result in by_seed.values() for stage in result["stages"]))
+    every = {domain for r in by_seed.values() for said in r["stages"].values() for domain in _right(said)}
+    columns = [*sorted(every), "mean"] if 1 < len(every) <= MOST_COLUMNS else ["mean"]
+    yield f"| entirely right | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for stage in stages:
+        ends = [_right(result["stages"][stage]) for result in by_seed.values() if stage in result["stages"]]
+        parts = {c: [end if c == "mean" else {c: end[c]} for end in ends if c == "mean" or c in end] for c in columns}
+        cells = [_cell(parts[column]) for column in columns]
+        yield f"| {stage} | {' | '.join(cells)} |"
 
 
-def value(accuracy: dict[str, float], column: str) -> float:
-    """Accuracy of a domain (nan where it was not evaluated), or the mean of all."""
-    return statistics.mean(accuracy.values()) if column == "mean" else accuracy.get(column, math.nan)
+def _right(domains: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
+    return {d: np.array([int(one) for one in said["correct"]]) for d, said in domains.items() if said["correct"]}
 
 
-def plot(recipe: str, by_seed: dict[int, Curves]) -> None:
-    """Accuracy over policy versions, a panel per domain and one for their mean; one line per own stage and seed."""
-    panels = columns(by_seed)
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.0), sharey=True, squeeze=False)
-    own = [stage for stage in stages(by_seed) if stage not in SHARED]
-    colours = matplotlib.color_sequences["tab10" if len(own) <= 10 else "tab20"]
-    for place, stage in enumerate(own):
-        for seed, found in by_seed.items():
-            points = found.get(stage, [])
-            for axis, panel in zip(axes[0], panels, strict=True):
-                values = [value(accuracy, panel) for _, accuracy in points]
-                label = stage if seed == min(by_seed) else None
-                axis.plot([v for v, _ in points], values, "o-", ms=2.5, lw=1.1, color=colours[place], label=label)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        axis.set_title(panel, fontsize=9)
-        axis.set_xlabel("policy version", fontsize=8)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axis.tick_params(labelsize=8)
-        axis.grid(axis="y", lw=0.4)
-    axes[0][0].set_ylabel("held-out accuracy", fontsize=8)
-    axes[0][-1].legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    PLOTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(PLOTS / f"{recipe}.png", dpi=130, bbox_inches="tight", metadata={"Software": None})
-    plt.close(figure)
+def _cell(ends: list[dict[str, np.ndarray]]) -> str:
+    """Of one seed the interval is over prompts, of several over seeds."""
+    if not ends or not all(ends):
+        return "–"
+    if len(ends) > 1:
+        return _percent(over_runs([float(np.mean([v.mean() for v in end.values()])) for end in ends]))
+    return _percent(mean_share(ends[0]) if len(ends[0]) > 1 else share(next(iter(ends[0].values()))))
 
 
-def own_plot(recipe: str, seeds: Iterable[int]) -> Path | None:
-    """What the recipe's own plot.py draws of the stores, if it has one."""
-    script = JOBS / recipe / "plot.py"
-    if not script.is_file():
-        return None
-    out = PLOTS / f"{recipe}-own.png"
-    subprocess.run([sys.executable, script, "--out", out, *(STORES / f"{recipe}-{seed}" for seed in seeds)], check=True)
-    return out
+def reward_table(stages: dict[str, dict[str, list[float]]]) -> Iterable[str]:
+    """Markdown rows: mean reward at the end of every stage, mean over seeds with its interval, and every seed."""
+    columns = list(next(iter(stages.values())))
+    yield f"| mean reward | {' | '.join(columns)} |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for stage, rewards in stages.items():
+        cells = []
+        for column in columns:
+            found = over_runs(rewards[column])
+            each = " / ".join(f"{value:.3f}" for value in rewards[column])
+            cells.append(f"{found.value:.3f} ± {found.half:.3f} ({each})")
+        yield f"| {stage} | {' | '.join(cells)} |"
 
 
-def table(by_seed: dict[int, Curves]) -> Iterable[str]:
-    """Markdown rows: accuracy at the end of every stage, the mean over seeds and each seed's own value."""
-    panels = columns(by_seed)
-    yield f"| stage | {' | '.join(panels)} |"
-    yield "|---" * (1 + len(panels)) + "|"
-    for stage in stages(by_seed):
-        ends = [found[stage][-1][1] for found in by_seed.values() if stage in found]
-        cells = [[100 * value(accuracy, panel) for accuracy in ends] for panel in panels]
-        shown = [f"**{statistics.mean(c):.1f}** ({' / '.join(f'{one:.1f}' for one in c)})" for c in cells]
-        yield f"| {stage} | {' | '.join(shown)} |"
-
-
-def section(recipe: str, job: Job, by_seed: dict[int, Curves]) -> str:
+def section(recipe: str, job: Job, by_seed: dict[int, Result], rewards: dict[str, dict[str, list[float]]]) -> str:
     """One recipe of the page."""
     readme = JOBS / recipe / "README.md"
     finding = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
-    seeds = f"Seeds {', '.join(map(str, by_seed))}."
-    said = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}. {seeds}"
+    said = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}."
     lines = [f"## {recipe}", "", *textwrap.wrap(said, 120, break_on_hyphens=False), ""]
-    lines += [
-        f"![{recipe}: held-out accuracy over policy versions](images/recipes/{recipe}.png)",
-        "",
-        *table(by_seed),
-        "",
-    ]
-    if drawn := own_plot(recipe, by_seed):
-        lines += [f"![{recipe}: {drawn.stem}](images/recipes/{drawn.name})", ""]
+    lines += [*accuracy_table(by_seed), ""] if by_seed else ["Accuracy: not run.", ""]
+    lines += [*reward_table(rewards), ""] if rewards and not by_seed else []
     return "\n".join([*lines, *([finding, ""] if finding else [])])
+
+
+def page() -> str:
+    """The whole page."""
+    old = json.loads((JOBS / "mean_rewards.json").read_text())
+    parts = [
+        section(name, load_job(JOBS / name), results(name), old["recipes"].get(name, {}))
+        for name in recipes()
+        if results(name) or name in old["recipes"]
+    ]
+    seeds = ", ".join(map(str, old["seeds"]))
+    where = f"commit {old['commit']}, {old['date']}, seeds {seeds}, {old['host']['cores']} cores, no GPU"
+    head = " ".join(HEAD.format(where=where).split())
+    return f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(parts)
 
 
 def main() -> None:
@@ -196,23 +182,11 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=recipes(), choices=recipes(), metavar="NAME", help="to run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="to run")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--page-only", action="store_true", help="run nothing; show the runs that have finished")
+    parser.add_argument("--page-only", action="store_true", help="run nothing; show the results that are there")
     options = parser.parse_args()
     if not options.page_only:
         run_all(options.recipes, options.seeds, options.processes)
-    parts = []
-    for recipe in recipes():
-        by_seed = {seed: curves(recipe, seed) for seed in finished(recipe)}
-        if by_seed:
-            plot(recipe, by_seed)
-            parts.append(section(recipe, load_job(JOBS / recipe), by_seed))
-            (STORES / f"{recipe}.json").write_text(json.dumps(by_seed, indent=1))
-    head = (
-        f"Written by `jobs/compare.py` on {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), no "
-        "GPU; every seed that was run is shown. Accuracy on held-out prompts in per cent: **mean** (seed / seed / …). "
-        "Small models and tasks: directions, not records."
-    )
-    PAGE.write_text(f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(parts))
+    PAGE.write_text(page())
 
 
 def run_all(recipes: list[str], seeds: list[int], processes: int) -> None:
@@ -220,6 +194,10 @@ def run_all(recipes: list[str], seeds: list[int], processes: int) -> None:
     with ThreadPoolExecutor(processes) as pool:
         list(pool.map(shared_store, seeds))
         list(pool.map(lambda work: run(*work), [(recipe, seed) for recipe in recipes for seed in seeds]))
+
+
+def _percent(found: Estimate) -> str:
+    return f"{100 * found.value:.1f} % ({100 * found.low:.0f}–{100 * found.high:.0f})"
 
 
 if __name__ == "__main__":

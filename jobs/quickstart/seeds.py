@@ -1,50 +1,102 @@
-"""The quickstart over several seeds and both objectives: how much of each specialist the student holds.
+"""The quickstart over several seeds and both objectives, as figures that pages can quote.
 
     python jobs/quickstart/seeds.py [--seeds 0 1 2] [--objectives full-vocab sampled]
+    python jobs/quickstart/seeds.py --store runs/quickstart      the figures of a finished `make run`
 
-Stores go to runs/quickstart-<objective>-<seed>; a finished one is not run again. Prints a Markdown table.
+Writes results/<objective>-<seed>.json, and does nothing where that exists; an interrupted run goes on in its store,
+runs/quickstart-<objective>-<seed>. A file holds what every policy made of every held-out prompt, so that intervals and
+paired tests need nothing else. `python jobs/figures.py` puts the tables into the pages.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from mopd_dataplane import open_store
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.query.measures import Measures, measure, recovery, teacher_policies
+from mopd_dataplane.run.provenance import provenance
 
 JOB = Path(__file__).parent
-SPECIALIST = {"spell_backward": "speller", "number_sorting": "sorter", "spiral_matrix": "walker"}
+RESULTS = JOB / "results"
 
 
-def accuracy(objective: str, seed: int) -> dict[str, dict[str, float]]:
-    """{policy: {domain: held-out accuracy}} of one run."""
-    command = [sys.executable, "-m", "mopd_dataplane", "run", str(JOB), "--json", "--seed", str(seed)]
-    command += ["--store", f"runs/quickstart-{objective}-{seed}", "--set", f'stages.student.objective="{objective}"']
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    table: dict[str, dict[str, float]] = json.loads(done.stdout)["accuracy"]
-    return table
+def run(objective: str, seed: int) -> Path:
+    """The store of a finished run."""
+    store = Path(f"runs/quickstart-{objective}-{seed}")
+    command = [sys.executable, "-m", "mopd_dataplane", "run", str(JOB), "--seed", str(seed), "--store", str(store)]
+    subprocess.run([*command, "--set", f'stages.student.objective="{objective}"'], check=True)
+    return store
+
+
+def job_of(objective: str, seed: int) -> Job:
+    """The job with one objective for its student."""
+    return load_job(JOB, overrides=[f"seed={seed}", f'stages.student.objective="{objective}"'])
+
+
+def figures(store: Path) -> dict[str, Any]:
+    """What a store's held-out answers were, and where they come from."""
+    made = load_job(store / "job.json")
+    job = job_of(made.stage("student").objective, made.seed)
+    measures = measure(open_store(str(store)))
+    policies = {
+        policy: {"version": version, "domains": _domains(measures, policy, version)}
+        for policy, version in {row["policy"]: row["policy_version"] for row in measures.accuracy}.items()
+    }
+    judges = teacher_policies(measures)
+    taught: dict[str, dict[str, Any]] = {}
+    for row in recovery(measures):
+        if row["domain"] != "mean":
+            found = taught.setdefault(row["policy"], {"base": row["base"], "teachers": {}})
+            found["teachers"][row["domain"]] = judges[row["teacher"]]
+    seconds = sum(row["seconds"] for row in measures.times)
+    return {
+        "job": job.name, "objective": job.stage("student").objective, "seed": job.seed,
+        "split": measures.held_out.split, "policies": policies, "taught": taught, "seconds": round(seconds),
+        **provenance(job),
+    }  # fmt: skip
+
+
+def _domains(measures: Measures, policy: str, version: int) -> dict[str, dict[str, Any]]:
+    """Domain -> a 0 or 1 for every prompt in the order of its name, and the mean reward."""
+    answers = measures.held_out.policies[policy, version]
+    return {
+        domain: {
+            "correct": "".join(str(int(value)) for value in answers.correct[domain]),
+            "reward": round(float(answers.reward[domain].mean()), 4),
+        }
+        for domain in answers.prompts
+    }
 
 
 def main() -> None:
-    """Run what is missing and print the table."""
+    """Run what is missing and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--objectives", nargs="+", default=["full-vocab", "sampled"])
+    parser.add_argument("--store", type=Path, help="of a finished run; runs nothing")
     options = parser.parse_args()
-    print("| objective | seed | domain | base | specialist | student | held |\n|---|---|---|---|---|---|---|")
+    if options.store is not None:
+        found = figures(options.store)
+        _write(RESULTS / f"{found['objective']}-{found['seed']}.json", found)
+        return
     for objective in options.objectives:
-        held: dict[str, list[float]] = {domain: [] for domain in SPECIALIST}
         for seed in options.seeds:
-            found = accuracy(objective, seed)
-            for domain, specialist in SPECIALIST.items():
-                base, teacher, student = (found[policy][domain] for policy in ("base", specialist, "student"))
-                held[domain].append(student / teacher)
-                cells = [objective, str(seed), domain, f"{base:.3f}", f"{teacher:.3f}", f"{student:.3f}"]
-                print(f"| {' | '.join(cells)} | {100 * student / teacher:.1f} % |", flush=True)
-        for domain, values in held.items():
-            print(f"| {objective} | mean | {domain} | | | | {100 * statistics.mean(values):.1f} % |", flush=True)
+            out = RESULTS / f"{objective}-{seed}.json"
+            if not out.exists():
+                _write(out, figures(run(objective, seed)))
+
+
+def _write(out: Path, found: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    publish_file(out, (json.dumps(found, indent=1) + "\n").encode())
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Sampled token, top-k or full vocabulary: what each signal's gradient is worth, on a finished quickstart.
 
-    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64]
+    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines]
 
 Takes the first answers of the stage `student`, written by the base, and the specialists that judged them. Every form of
 the loss gives a gradient of all weights of the base for each batch. Against the full vocabulary's mean gradient G:
@@ -59,11 +59,28 @@ def full(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
     return divergence(hidden, head, batch.teacher, batch.head)
 
 
-def sampled(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
-    """Score function of the sampled token: the advantage is teacher minus student."""
-    own = token_logprob(hidden, head, batch.targets)
-    judged = token_logprob(batch.teacher, batch.head, batch.targets)
-    return -(judged - own).detach() * own
+def sampled(baseline: str = "none", clip: float = 0.0) -> Loss:
+    """Score function of the sampled token: the advantage is teacher minus student, minus a baseline.
+
+    baseline: `batch` for the batch's mean, `kl` for the exact expectation at the position, which is minus the reverse
+    KL, `entropy` for the difference of both entropies. None of them depends on the sampled token but the batch's mean.
+    """
+
+    def loss(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
+        own, entropy = token_logprob(hidden, head, batch.targets, return_entropy=True)
+        judged, judged_entropy = token_logprob(batch.teacher, batch.head, batch.targets, return_entropy=True)
+        gap = (judged - own).detach()
+        if clip:
+            gap = gap.clamp(-clip, clip)
+        if baseline == "batch":
+            gap = gap - gap.mean()
+        elif baseline == "kl":
+            gap = gap + divergence(hidden.detach(), head, batch.teacher, batch.head)
+        elif baseline == "entropy":
+            gap = gap - (entropy - judged_entropy).detach()
+        return -gap.detach() * own
+
+    return loss
 
 
 def topk(k: int, mode: str, support: str) -> Loss:
@@ -80,9 +97,11 @@ def topk(k: int, mode: str, support: str) -> Loss:
     return loss
 
 
-FORMS: dict[str, tuple[Loss, Callable[[int, int], int]]] = {
+Forms = dict[str, tuple[Loss, Callable[[int, int], int]]]
+"""Name -> (loss, bytes a token takes in the store, from hidden width and vocabulary)."""
+FORMS: Forms = {
     "full vocabulary, hidden states in bf16": (full, lambda width, _: 2 * width),
-    "sampled token": (sampled, lambda *_: 4),
+    "sampled token": (sampled(), lambda *_: 4),
     "top-64 of the teacher, tail": (topk(64, "tail", "teacher"), lambda *_: 64 * 8),
     "top-16 of the teacher, tail": (topk(16, "tail", "teacher"), lambda *_: 16 * 8),
     "top-16 of the student, renormalised": (topk(16, "renormalised", "student"), lambda *_: 16 * 8),
@@ -90,7 +109,14 @@ FORMS: dict[str, tuple[Loss, Callable[[int, int], int]]] = {
     "top-4 of the teacher, corrected": (topk(4, "corrected", "teacher"), lambda *_: 4 * 8),
     "top-4 of the teacher, truncated": (topk(4, "truncated_biased", "teacher"), lambda *_: 4 * 8),
 }
-"""Name -> (loss, bytes a token takes in the store, from hidden width and vocabulary)."""
+BASELINES: Forms = {
+    "exact, no sampling": (full, lambda width, _: 2 * width),
+    "log-ratio": (sampled(), lambda *_: 4),
+    "minus the batch mean": (sampled("batch"), lambda *_: 4),
+    "plus the exact KL at the position": (sampled("kl"), lambda *_: 8),
+    "minus the difference of the two entropies": (sampled("entropy"), lambda *_: 8),
+    "log-ratio clipped at ±1": (sampled(clip=1.0), lambda *_: 4),
+}
 
 
 @dataclass
@@ -154,14 +180,14 @@ class Comparison:
     apart: Moments = field(default_factory=Moments)
 
 
-def measure(store: Store, samples: int, size: int) -> tuple[dict[str, Comparison], int, int]:
+def measure(store: Store, forms: Forms, samples: int, size: int) -> tuple[dict[str, Comparison], int, int]:
     """Gradients of every form, the hidden width and the vocabulary."""
     student = load_model(Path(store.uri) / "policies" / "base" / "v1")
     weights = list(student.parameters())
-    found = {name: Comparison() for name in FORMS}
+    found = {name: Comparison() for name in forms}
     for batch in batches(store, samples, size):
         exact: Tensor | None = None
-        for name, (loss, _) in FORMS.items():
+        for name, (loss, _) in forms.items():
             began = time.perf_counter()
             hidden = hidden_states(student, batch.ids).flatten(0, 1)[batch.predictors]
             gradients = torch.autograd.grad(loss(hidden, lm_head(student), batch).mean(), weights)
@@ -180,9 +206,11 @@ def main() -> None:
     parser.add_argument("--store", default="runs/quickstart")
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--forms", choices=["signals", "baselines"], default="signals")
     options = parser.parse_args()
+    forms = BASELINES if options.forms == "baselines" else FORMS
     torch.set_num_threads(1)
-    found, width, rows = measure(open_store(options.store), options.samples, options.batch)
+    found, width, rows = measure(open_store(options.store), forms, options.samples, options.batch)
     exact = next(iter(found.values())).own
     length = float(exact.mean.norm())
     print(f"{exact.batches} batches of {options.batch} answers; logits would take {4 * rows} bytes a token")
@@ -193,7 +221,7 @@ def main() -> None:
         own, apart = comparison.own, comparison.apart
         cells = [
             name,
-            str(FORMS[name][1](width, rows)),
+            str(forms[name][1](width, rows)),
             f"{float(apart.mean.norm()) / length:.3f}",
             f"{apart.spread / apart.batches**0.5 / length:.3f}",
             f"{own.spread / length:.2f}",

@@ -37,12 +37,16 @@ def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
-    """16 hex digits over everything of a job that its figures depend on; not where its store is, nor its seed."""
-    content = job.model_dump(mode="json", exclude={"store", "work", "seed", "shows", "source", "name", "scale"})
+    """16 hex digits over what a job file says that figures depend on; not where its store is, nor its seed.
+
+    Keys that the file leaves to their defaults are not counted, so that a new one changes no digest.
+    """
+    aside = {"store", "work", "seed", "shows", "source", "name", "scale"}
+    content = job.model_dump(mode="json", exclude=aside, exclude_unset=True)
     if stages:
         content["stages"] = [stage for stage in content["stages"] if stage["name"] in stages]
-        named = {stage["objective"] for stage in content["stages"]}
-        content["objectives"] = {name: value for name, value in content["objectives"].items() if name in named}
+        named = {stage.get("objective") for stage in content["stages"]}
+        content["objectives"] = {name: value for name, value in content.get("objectives", {}).items() if name in named}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

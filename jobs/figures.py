@@ -1,0 +1,214 @@
+"""Tables of the pages, from the committed results: `<!-- figures: NAME -->` … `<!-- end of figures -->` in Markdown.
+
+    python jobs/figures.py            rewrite every such block
+    python jobs/figures.py --check    say which block, or which result, is stale; exit 1
+
+A result is stale when the job's settings or the sampler are no longer those it was measured with. Arms without a result
+stand in their table as `not run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.query.statistics import Estimate, compare, mean_share, over_runs, recover, share
+from mopd_dataplane.run.provenance import sampler_digest, settings_digest
+
+JOBS = Path(__file__).parent
+ROOT = JOBS.parent
+PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md")
+BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
+Result = dict[str, Any]
+Right = dict[str, np.ndarray]
+"""Domain -> 1 or 0 for every prompt."""
+
+
+def results(job: str) -> list[Result]:
+    """Committed results of a job, by file name."""
+    return [json.loads(file.read_text()) for file in sorted((JOBS / job / "results").glob("*.json"))]
+
+
+def right(domains: dict[str, dict[str, Any]]) -> Right:
+    """What was right, from the strings of a result."""
+    return {domain: np.array([int(digit) for digit in said["correct"]]) for domain, said in domains.items()}
+
+
+def quickstart(objective: str = "full-vocab", seed: int = 0) -> str:
+    """Accuracy of every policy of one quickstart, what the student recovered, and the mean rewards."""
+    found = next((r for r in results("quickstart") if (r["objective"], r["seed"]) == (objective, seed)), None)
+    if found is None:
+        return "not run\n"
+    policies = {name: right(policy["domains"]) for name, policy in found["policies"].items()}
+    domains = sorted(next(iter(policies.values())))
+    head = [f"{name} v{policy['version']}" for name, policy in found["policies"].items()]
+    lines = [_row("entirely right", *head), _row(*["---"] * (1 + len(head)))]
+    for domain in domains:
+        cells = [_percent(share(policies[name][domain])) for name in policies]
+        lines.append(_row(domain, *(_marked(found, name, domain, c) for name, c in zip(policies, cells, strict=True))))
+    lines.append(_row("mean", *(_percent(mean_share(policies[name])) for name in policies)))
+    for student, taught in found["taught"].items():
+        lines.append(_row(f"recovered by {student}", *_recovered(policies, student, taught, list(policies))))
+    lines += ["", _row("mean reward, partial credit included", *head), _row(*["---"] * (1 + len(head)))]
+    for domain in domains:
+        rewards = [f"{policy['domains'][domain]['reward']:.3f}" for policy in found["policies"].values()]
+        lines.append(_row(domain, *rewards))
+    prompts = {len(values) for values in next(iter(policies.values())).values()}
+    lines += ["", f"Seed {seed}, {'/'.join(map(str, sorted(prompts)))} held-out prompts a domain ({found['split']} "
+                  f"split), 95 % intervals. {_source(found)}"]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _recovered(policies: dict[str, Right], student: str, taught: dict[str, Any], columns: list[str]) -> list[str]:
+    """One cell a policy: under each teacher its domain's recovery, under the student that of the mean."""
+    cells = dict.fromkeys(columns, "")
+    every: list[Right] = [{}, {}, {}]
+    for domain, teacher in taught["teachers"].items():
+        parts = [{domain: policies[name][domain]} for name in (taught["base"], teacher, student)]
+        cells[teacher] = _recovery(*parts)
+        for whole, part in zip(every, parts, strict=True):
+            whole.update(part)
+    cells[student] = _recovery(*every)
+    return [cells[name] for name in columns]
+
+
+def _recovery(base: Right, teacher: Right, student: Right) -> str:
+    found = recover(base, teacher, student)
+    if found.value is None or found.low is None or found.high is None:
+        return "– (no lead)"
+    return f"{100 * found.value:.0f} % ({100 * found.low:.0f} to {100 * found.high:.0f})"
+
+
+def _marked(found: Result, name: str, domain: str, text: str) -> str:
+    """Bold for the domain's teacher."""
+    return f"**{text}**" if any(t["teachers"].get(domain) == name for t in found["taught"].values()) else text
+
+
+def alternatives() -> str:
+    """Every arm at equal cost: accuracy over seeds, paired with exact MOPD, and what it cost."""
+    run = _module(JOBS / "alternatives" / "run.py")
+    by_arm: dict[str, list[Result]] = {name: [] for name in run.ARMS}
+    for result in results("alternatives"):
+        by_arm[result["arm"]].append(result)
+    rival = {r["seed"]: right(r["curve"][-1]["right"]) for r in by_arm["mopd-exact"]}
+    domains = ("number_sorting", "spell_backward", "spiral_matrix")
+    head = ("arm", "what it does", *domains, "mean", "− mopd-exact, points", "student tokens", "all tokens", "seeds")
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for name, found in by_arm.items():
+        says = run.ARMS[name].says
+        if not found:
+            lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
+            continue
+        ends = {r["seed"]: right(r["curve"][-1]["right"]) for r in found}
+        cells = [_over_seeds([{d: end[d]} for end in ends.values()]) for d in domains]
+        cells += [_over_seeds(list(ends.values())), _apart(ends, rival) if name != "mopd-exact" else ""]
+        student = np.mean([r["tokens"]["student"] for r in found])
+        every = np.mean([sum(r["tokens"].values()) for r in found])
+        lines.append(_row(name, says, *cells, f"{student:,.0f}", f"{every:,.0f}", ", ".join(map(str, sorted(ends)))))
+    return "\n".join(lines) + "\n"
+
+
+def _over_seeds(ends: list[Right]) -> str:
+    """Of one seed the interval over prompts, of several Student's over seeds."""
+    if len(ends) == 1:
+        return _percent(mean_share(ends[0]) if len(ends[0]) > 1 else share(next(iter(ends[0].values()))))
+    return _percent(over_runs([float(np.mean([v.mean() for v in end.values()])) for end in ends]))
+
+
+def _apart(ends: dict[int, Right], rival: dict[int, Right]) -> str:
+    """Difference to exact MOPD, paired by prompt, seed by seed."""
+    shared = sorted(ends.keys() & rival.keys())
+    if not shared:
+        return "not run"
+    pairs = [compare(rival[seed], ends[seed], binary=True) for seed in shared]
+    return "; ".join(f"{100 * p.value:+.1f} ({100 * p.low:+.1f} to {100 * p.high:+.1f})" for p in pairs)
+
+
+FIGURES: dict[str, Callable[[], str]] = {"quickstart": quickstart, "alternatives": alternatives}
+
+
+def stale() -> Iterator[str]:
+    """What is not as it was measured: blocks unlike the results, results of other settings or another sampler."""
+    for page in PAGES:
+        file = ROOT / page
+        text = file.read_text() if file.exists() else ""
+        for name, body in BLOCK.findall(text):
+            if body != FIGURES[name]():
+                yield f"{page}: block {name!r} differs from the results; run: python jobs/figures.py"
+    for job, stages in (("quickstart", None), ("alternatives", "arm")):
+        for result in results(job):
+            yield from _stale_result(job, result, stages)
+
+
+def _stale_result(job: str, result: Result, arms: str | None) -> Iterator[str]:
+    where = f"jobs/{job}: result of commit {result['commit']}"
+    if result["sampler"] != sampler_digest():
+        yield f"{where}: another sampler drew its samples; run it again"
+    if arms is None:
+        seeds = _module(JOBS / job / "seeds.py")
+        now = settings_digest(seeds.job_of(result["objective"], result["seed"]))
+    else:
+        run = _module(JOBS / job / "run.py")
+        arm = run.ARMS[result[arms]]
+        overrides = run.rates(arm, result["setting"])
+        now = settings_digest(load_job(JOBS / job, overrides=overrides), (*run.SHARED, *arm.stages))
+    if result["settings"] != now:
+        yield f"{where}: the job's settings have changed ({result['settings']} then, {now} now); run it again"
+
+
+def main() -> None:
+    """Rewrite the blocks, or say what is stale."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        problems = list(stale())
+        print("\n".join(problems))
+        sys.exit(bool(problems))
+    for page in PAGES:
+        file = ROOT / page
+        before = file.read_text()
+        after = BLOCK.sub(lambda m: f"<!-- figures: {m[1]} -->\n{FIGURES[m[1]]()}<!-- end of figures -->", before)
+        if after != before:
+            file.write_text(after)
+            print(f"wrote {page}")
+
+
+def _percent(found: Estimate) -> str:
+    return f"{100 * found.value:.1f} % ({100 * found.low:.0f}–{100 * found.high:.0f})"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _source(found: Result) -> str:
+    host = found["host"]
+    return (
+        f"Commit {found['commit']}, settings {found['settings']}, {found['date']}, {host['cores']} cores "
+        f"({host['processor']}), no GPU."
+    )
+
+
+def _module(file: Path) -> ModuleType:
+    """A script of a job as a module."""
+    spec = importlib.util.spec_from_file_location(f"{file.parent.name}_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

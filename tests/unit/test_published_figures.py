@@ -1,0 +1,78 @@
+"""Tables in the pages are those of the committed results, results are of today's job and sampler, and no page or label
+calls partial credit accuracy."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.run.provenance import commit, provenance, sampler_digest, settings_digest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/**/*.md")} - {ROOT / "CHANGELOG.md"})
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    file = ROOT / "jobs" / "figures.py"
+    spec = importlib.util.spec_from_file_location("published_figures", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pages_and_results_agree(figures: ModuleType) -> None:
+    assert list(figures.stale()) == []
+
+
+def test_every_block_has_a_table(figures: ModuleType) -> None:
+    found = {page: figures.BLOCK.findall((ROOT / page).read_text()) for page in figures.PAGES}
+    assert all(found.values()), "a page without a block needs no place in PAGES"
+    for page in PAGES:
+        if "<!-- figures:" in page.read_text():
+            assert page.relative_to(ROOT).as_posix() in figures.PAGES
+
+
+def test_a_digest_follows_what_the_job_says_and_nothing_else() -> None:
+    job = load_job(ROOT / "jobs" / "quickstart")
+    same = load_job(ROOT / "jobs" / "quickstart", overrides=["seed=7", 'store="elsewhere"'])
+    other = load_job(ROOT / "jobs" / "quickstart", overrides=["stages.student.train.learning_rate=1e-3"])
+    assert settings_digest(job) == settings_digest(same) != settings_digest(other)
+    assert settings_digest(job, ["base"]) == settings_digest(other, ["base"]) != settings_digest(job)
+
+
+def test_provenance_says_where_a_figure_comes_from() -> None:
+    found = provenance(load_job(ROOT / "jobs" / "quickstart"))
+    assert re.fullmatch(r"([0-9a-f]{12}\+?)?", found["commit"])
+    assert found["commit"] == commit()
+    assert found["sampler"] == sampler_digest()
+    assert found["host"]["processor"]
+    assert {"python", "numpy"} <= found["versions"].keys()
+
+
+MISNAMED = re.compile(r"avg\(\s*reward\s*\)[^\n]{0,20}\bas accuracy|mean\(\w*reward\w*\)[^\n]*accuracy", re.IGNORECASE)
+CODE = sorted({*(ROOT / "mopd_dataplane").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")})
+
+
+def test_no_code_calls_a_mean_reward_accuracy() -> None:
+    assert [file.name for file in CODE if MISNAMED.search(file.read_text())] == []
+
+
+MEANS_RIGHT = re.compile(r"entirely right|not accuracy|accuracy: not run|no accuracy|\bright\b", re.IGNORECASE)
+"""What a paragraph about accuracy of answers says beside the word."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_that_says_accuracy_says_that_it_means_entirely_right(page: Path) -> None:
+    text = page.read_text()
+    if re.search("accura", text, re.IGNORECASE):
+        assert MEANS_RIGHT.search(text), f"{page.name} says accuracy and never what it is the share of"
