@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from mopd_dataplane import Prompt, Sample, Signal, Store, create_store
+from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.records import PlanWindow, StepMetrics, Teacher, sample_uid
 
 sys.path.insert(0, str(Path(__file__).parent))  # objectservers, which several folders of tests use
@@ -82,8 +82,9 @@ def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
     noise = np.random.default_rng(seed)
     store = create_store(str(root))
     write_tokenizer(root / "policies" / "student" / "v1")
+    write_checksums(root / "policies" / "student" / "v1")
     stages = [{"name": "base", "start": "init"}, {"name": "student", "start": "base"}]
-    (root / "job.json").write_text(json.dumps({"student": {"path": ""}, "stages": stages}))
+    store.write_json("job.json", {"student": {"path": ""}, "stages": stages})
     questions = [_prompt(domain, split, i) for domain in DOMAINS for split in ("train", "eval") for i in range(prompts)]
     store.add_prompts(questions)
     for domain in DOMAINS:

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, nearest
 
 MAX_BYTES = 1 << 20
@@ -24,7 +25,8 @@ Raw = dict[str, Any]
 def read_job(path: str | Path, overrides: list[str]) -> tuple[Raw, str]:
     """A job file with everything it extends and the overrides applied: (its table, the file's name for messages).
 
-    path: a .toml file, a folder with a job.toml, or the job.json that a store keeps. Raises JobFileError.
+    path: a .toml file, a folder with a job.toml, or the job.json that a store keeps. Raises JobFileError,
+    DamagedError for a job.json that is not as it was written.
     """
     file = Path(path) / "job.toml" if Path(path).is_dir() else Path(path)
     raw = _with_parents(file, ())
@@ -107,7 +109,7 @@ def _parse(file: Path) -> Raw:
         raise JobFileError(f"{file}: not valid {kind}: {error}") from None
     if not isinstance(parsed, dict):
         raise JobFileError(f"{file}: holds a {type(parsed).__name__}, a job is a table of keys")
-    return parsed
+    return unseal(text, str(file)) if SEAL in parsed else parsed
 
 
 def _stages(raw: Raw, where: str) -> list[Raw]:

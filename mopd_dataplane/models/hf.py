@@ -8,9 +8,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.base.file_checksums import check_folder, write_checksums
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from mopd_kernels.heads import Head
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DIGEST_FILE = "mopd_digest.json"
 _BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 """Keys of config.json that say nothing about the shape of the weights."""
 
@@ -33,25 +34,27 @@ def file_digest(path: Path) -> str:
 def weights_digest(folder: str | Path) -> str:
     """sha256 over the safetensors files and the config of a model folder, 64 hex digits.
 
-    The result is cached beside the weights, keyed by file sizes and times. Raises UnknownNameError without weights.
+    A folder that this package wrote is checked, and its recorded sums are used; any other is read once per process.
+    Raises UnknownNameError without weights, DamagedError when a file is not as it was written.
     """
-    root = Path(folder)
-    files = sorted(root.glob("*.safetensors"))
-    if not files:
+    root = Path(folder).resolve()
+    files = [*sorted(root.glob("*.safetensors")), root / "config.json"]
+    if len(files) == 1:
         raise UnknownNameError(f"no model weights (*.safetensors) in {root}; pickled weights are refused")
-    stamp = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    cache = root / DIGEST_FILE
-    if cache.is_file():
-        known = json.loads(cache.read_text())
-        if known["stamp"] == stamp:
-            return str(known["digest"])
-    whole = hashlib.sha256()
-    for file in [*files, root / "config.json"]:
-        whole.update(f"{file.name}:{file_digest(file)}\n".encode())
-    digest = whole.hexdigest()
-    if os.access(root, os.W_OK):
-        cache.write_text(json.dumps({"stamp": stamp, "digest": digest}))
-    return digest
+    recorded = check_folder(root)
+    if recorded is not None:
+        return _digest_of([(file.name, recorded[file.name]["sha256"]) for file in files])
+    return _read_digest(root, tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=64)
+def _read_digest(root: Path, files: tuple[tuple[str, int, int], ...]) -> str:
+    """Digest of a folder that has no record; files: (name, bytes, time) of each."""
+    return _digest_of([(name, file_digest(root / name)) for name, *_ in files])
+
+
+def _digest_of(sums: list[tuple[str, str]]) -> str:
+    return hashlib.sha256("".join(f"{name}:{digest}\n" for name, digest in sums).encode()).hexdigest()
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -65,7 +68,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Tokenizer of a local model folder; never asks the network."""
     from transformers import AutoTokenizer
 
-    _require_folder(folder)
+    _require_sound(folder)
     with _opening(folder, "tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -118,7 +121,7 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 def model_shape(folder: str | Path) -> dict[str, Any]:
     """The config of a model folder without what may differ between two versions of one model."""
-    _require_folder(folder)
+    _require_sound(folder)
     config = json.loads((Path(folder) / "config.json").read_text())
     return {key: value for key, value in config.items() if key not in _BESIDE_SHAPE}
 
@@ -129,7 +132,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
-    _require_folder(folder)
+    _require_sound(folder)
     with _opening(folder, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -171,6 +174,7 @@ def save_policy(
     shutil.rmtree(staging, ignore_errors=True)
     model.save_pretrained(staging, state_dict=state_dict)
     copy_tokenizer(tokenizer_folder, staging)
+    write_checksums(staging, identities=True)
     publish_folder(staging, target)
 
 
@@ -274,3 +278,9 @@ def check_same_tokenizer(student: str, teacher: str, *, name: str) -> None:
 def _require_folder(folder: str | Path) -> None:
     if not (Path(folder) / "config.json").is_file() and not (Path(folder) / "tokenizer.json").is_file():
         raise UnknownNameError(f"no model folder at {folder} (a local folder with config.json is needed)")
+
+
+def _require_sound(folder: str | Path) -> None:
+    """Raise UnknownNameError unless it is a model folder, DamagedError when a file is not as it was written."""
+    _require_folder(folder)
+    check_folder(folder)

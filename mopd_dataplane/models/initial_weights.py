@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.job.sections import Student
@@ -41,6 +42,7 @@ def make_student(student: Student, folder: Path, *, seed: int) -> Path:
             _from_config(student, staging, seed)
         else:
             _from_gguf(student, staging)
+        write_checksums(staging, identities=True)
         publish_folder(staging, folder)
     return folder
 

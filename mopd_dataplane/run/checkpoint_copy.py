@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.run.work_folder import Work
-from mopd_dataplane.train.checkpoint import LATEST
+from mopd_dataplane.train.checkpoint import name_newest, newest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
 
 KEEP = 2
@@ -32,7 +31,7 @@ class StoredCheckpoints:
         (self.folder / METRICS).unlink(missing_ok=True)
         self._work.fetch_file(f"{self._name}/{METRICS}")
         self._work.fetch(f"{self._name}/{newest}")
-        publish_file(self.folder / LATEST, newest.encode())
+        name_newest(self.folder, newest)
 
     def publish(self) -> None:
         """Have the newest checkpoint in the store; one that is replaced meanwhile is left for the next call."""
@@ -58,5 +57,4 @@ class StoredCheckpoints:
 
     def _local(self) -> str:
         """Name of the newest complete checkpoint here; names sort by step."""
-        pointer = self.folder / LATEST
-        return pointer.read_text().strip() if pointer.is_file() else ""
+        return newest_checkpoint(self.folder)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.file_checksums import check_folder, write_checksums
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError, EngineError
 from mopd_dataplane.job import sections
@@ -107,15 +108,17 @@ class Discriminator:
         }
         save_file(critic, staging / WEIGHTS, metadata={"steps": str(self.steps)})
         save_file(state, staging / OPTIMIZER)
+        write_checksums(staging)
         fault_point("discriminator.written")
         publish_folder(staging, folder)
         fault_point("discriminator.published")
 
     def load(self, folder: Path) -> None:
-        """Continue from a saved version. Raises DamagedError when its files do not fit this critic."""
+        """Continue from a saved version. Raises DamagedError when its files are not as written, or do not fit."""
         from safetensors import SafetensorError, safe_open
         from safetensors.torch import load_file
 
+        check_folder(folder)
         try:
             weights, state = load_file(folder / WEIGHTS), load_file(folder / OPTIMIZER)
             with safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -30,7 +30,9 @@ cache.py           byte ranges of an object store, kept on the node
 retire.py          hidden states that have served are freed
 snapshot.py        pinned versions
 maintain.py        counts, compaction, clean-up
+row_checksums.py   a checksum over the content of each row of metadata
 verify.py          the audit
+verify_files.py    the audit of what lies beside the tables
 queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
 sql.py             one read-only SQL statement at pinned versions
 dataset.py         Store: the front door

@@ -10,7 +10,6 @@ first wins and the other's files go.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
 import uuid
@@ -19,6 +18,7 @@ from typing import Any
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.objects import ObjectFiles
 
@@ -57,7 +57,7 @@ class ArtifactStore:
             listing["files"][relative] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
             self._files.upload(f"{attempt}/{relative}", file)
         fault_point("shelf.uploaded")
-        content = json.dumps(listing, indent=1, sort_keys=True).encode()
+        content = seal(listing)
         if not self._files.create(f"{name}.json", content) and self._files.read(f"{name}.json") != content:
             self._files.remove(self._files.under(attempt))
         self._listed.pop(name.rpartition("/")[0], None)
@@ -72,7 +72,7 @@ class ArtifactStore:
             return False
         staging = target.with_name(f".{target.name}.fetched")
         shutil.rmtree(staging, ignore_errors=True)
-        listing = json.loads(content)
+        listing = unseal(content, f"{self._files.uri}/{name}.json")
         for relative, known in listing["files"].items():
             if not (file := (staging / relative)).resolve().is_relative_to(staging.resolve()):
                 raise DamagedError(f"{self._files.uri}/{name} lists {relative!r:.80}, a file outside its folder")
@@ -92,7 +92,7 @@ class ArtifactStore:
         """Take a folder off the shelf."""
         content = self._files.read(f"{name}.json")
         if content is not None:
-            self._files.remove([f"{name}.json", *self._files.under(json.loads(content)["folder"])])
+            self._files.remove([f"{name}.json", *self._files.under(unseal(content, name)["folder"])])
             self._listed.pop(name.rpartition("/")[0], None)
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
+from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.arrow_rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
-from mopd_dataplane.store.dataset_format import check_format, check_teacher
+from mopd_dataplane.store.dataset_format import MARK, check_teacher, read_mark
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.objects import ObjectFiles
@@ -36,7 +36,6 @@ from mopd_dataplane.store.verify import VerifyReport
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 
 Rows = NDArray[np.int64]
-MARK = "store.json"
 
 
 class Store:
@@ -61,7 +60,8 @@ class Store:
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
         """Open an existing store.
 
-        Raises UnknownNameError when there is none, MismatchError when its format version is another one.
+        Raises UnknownNameError when there is none, MismatchError when its format version is another one, DamagedError
+        when its mark is not as it was written.
         """
         store = cls.find(uri, storage_options)
         if store is None:
@@ -76,16 +76,10 @@ class Store:
         when its format version is another one.
         """
         place = Place(uri, storage_options)
-        mark = place.read_json(MARK)
+        mark = read_mark(place)
         if mark is None:
             place.check_new()
             return None
-        version = mark.get("format_version")
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise DamagedError(
-                f"{place.of(MARK)} has format_version {version!r:.80}, which is no number; restore it from a copy"
-            )
-        check_format(version, place.uri)
         place.single_writer = bool(mark.get("single_writer"))
         return cls(place)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from pathlib import PurePosixPath
+from typing import Any
 
 import lance
 import pyarrow as pa
 
+from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import Teacher
+from mopd_dataplane.store.place import Place
 from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec
 
 FORMAT_KEY = b"mopd:format_version"
 TABLE_KEY = b"mopd:table"
 PRIMARY_KEY = b"lance-schema:unenforced-primary-key"
 PRIMARY_KEY_POSITION = b"lance-schema:unenforced-primary-key:position"
+MARK = "store.json"
 FREED = "freed"
 """Codec of a row of hidden states that are gone; see retire.py."""
 TEACHER_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -83,6 +89,25 @@ def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
     check_schema(dataset.schema, spec, dataset.uri)
     if not dataset.has_stable_row_ids:
         raise MismatchError(f"{dataset.uri} was made without stable row ids; run `mopd store upgrade SRC DST`")
+
+
+def read_mark(place: Place) -> dict[str, Any] | None:
+    """What a store says of itself; None where there is none.
+
+    Raises MismatchError for another format version, DamagedError when it is not what was written.
+    """
+    content = place.read(MARK)
+    if content is None:
+        return None
+    version = FORMAT_VERSION
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
+        unsealed = json.loads(content)  # the mark of the first format has no checksum in it
+        if SEAL not in unsealed and type(unsealed["format_version"]) is int:
+            version = unsealed["format_version"]
+    check_format(version, place.uri)
+    mark = unseal(content, place.of(MARK))
+    check_format(int(mark["format_version"]), place.uri)
+    return mark
 
 
 def check_schema(found: pa.Schema, spec: TableSpec, where: str) -> None:

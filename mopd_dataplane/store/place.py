@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import lance
 
 from mopd_dataplane.base.files import fsync, publish_file
-from mopd_dataplane.errors import DamagedError, InputError, ResourceError
+from mopd_dataplane.base.sealed_json import seal, unseal
+from mopd_dataplane.errors import InputError, ResourceError
 from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentials
 
 METADATA_CACHE_BYTES = 256 << 20
@@ -74,21 +74,13 @@ class Place:
         return self.root / name
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """A small JSON object, None when there is none; DamagedError when it is none."""
-        content = self._read(name)
-        if content is None:
-            return None
-        try:
-            value = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{self.of(name)} is not JSON ({error}); restore it from a copy") from error
-        if not isinstance(value, dict):
-            raise DamagedError(f"{self.of(name)} holds {content[:40]!r}, and not a JSON object; restore it from a copy")
-        return value
+        """A small JSON object, None when there is none; DamagedError when it is not as it was written."""
+        content = self.read(name)
+        return None if content is None else unseal(content, self.of(name))
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Replace a small JSON object atomically and durably."""
-        content = (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+        content = seal(value)
         if self.files is None:
             publish_file(self.local(name), content)
         else:
@@ -122,7 +114,8 @@ class Place:
         folder = self.local(name)
         return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
-    def _read(self, name: str) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
+        """Content of a small file, None when there is none."""
         if self.files is not None:
             return self.files.read(name)
         path = self.local(name)

@@ -17,6 +17,7 @@ from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import signal_crcs, token_crcs
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.verify_files import audit_files
 from mopd_dataplane.tables import TABLES, signal_table
 
 CHUNK = 512
@@ -31,8 +32,9 @@ class Finding:
     """
 
     table: str
+    """Table, or a file of the store."""
     row: int
-    """Row id; -1 when it concerns the whole table."""
+    """Row id; -1 when it concerns the whole table or file."""
     uid: str
     """Sample or other key; empty when unknown."""
     problem: str
@@ -55,7 +57,10 @@ class VerifyReport:
 
 
 def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
-    """Audit every table at its newest version; `deep` also reads every payload and head file."""
+    """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors.
+
+    Whatever is met becomes a finding; an audit does not fail.
+    """
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
     for name, table in tables.items():
@@ -68,12 +73,33 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
                 raise
             report.findings.append(Finding(name, -1, "", f"cannot be read: {error}"))
             opened.pop(name, None)
-    for check in (_samples, _scores, _rewards, _plans):
-        report.findings.extend(check(opened, deep))
+    for name, check in {"samples": _samples, "scores": _scores, "rewards": _rewards, "plans": _plans}.items():
+        report.findings.extend(_met(name, partial(check, opened, deep)))
     if "teachers" in opened:
-        report.findings.extend(_heads(place, opened["teachers"], deep))
-    report.orphans.update(_orphans(opened))
+        report.findings.extend(_met("teachers", partial(_heads, place, opened["teachers"], deep)))
+    report.findings.extend(_met("files", partial(_files, place, deep)))
+    report.findings.extend(_met("orphans", partial(_count_orphans, opened, report.orphans)))
     return report
+
+
+def _met(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a check finds, and that it came to no end where it did not."""
+    try:
+        yield from check()
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        yield Finding(name, -1, "", f"cannot be audited to its end: {error}")
+
+
+def _files(place: Place, deep: bool) -> Iterator[Finding]:
+    for name, problem in audit_files(place, deep=deep):
+        yield Finding(name, -1, "", problem)
+
+
+def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, int]) -> Iterator[Finding]:
+    counts.update(_orphans(opened))
+    yield from ()
 
 
 def _duplicates(name: str, dataset: lance.LanceDataset, key: tuple[str, ...]) -> Iterator[Finding]:

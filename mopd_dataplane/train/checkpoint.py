@@ -2,8 +2,9 @@
 
     <folder>/step-00000120/shard-00001-….safetensors   what rank 0 holds: "policy/<parameter>",
                                                        "optimizer/<state>/<parameter>"; float32
-    <folder>/step-00000120/shard-00001.json            sha256 of it; a pair for every rank
-    <folder>/step-00000120/state.json                  Position, what it belongs to, sha256 of every shard file
+                                                       a file for every rank
+    <folder>/step-00000120/state.json                  Position, and what it belongs to
+    <folder>/step-00000120/checksums.json              bytes and crc32c of each of those files
     <folder>/latest                                    name of the newest complete checkpoint
 
 The tensors go through torch.distributed.checkpoint in its safetensors format, whose metadata is JSON in the files' own
@@ -29,12 +30,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.file_checksums import (
+    CHECKSUMS,
+    Recorded,
+    file_damage,
+    measure_file,
+    read_checksums,
+    read_recorded,
+    write_checksums,
+)
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
+from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.train.ranks import Ranks
 
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"step-\d{8,}")
 _STATE = "state.json"
 LATEST = "latest"
@@ -74,8 +84,8 @@ class Checkpoints:
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
         """Write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the disk is full."""
         name = f"step-{position.step:08d}"
-        pointer, staging = self.folder / LATEST, self.folder / f".{name}.tmp"
-        there = self._ranks.leads and pointer.is_file() and pointer.read_text().strip() == name
+        staging = self.folder / f".{name}.tmp"
+        there = self._ranks.leads and newest_checkpoint(self.folder) == name
         if self._ranks.max(int(there)) == [1]:
             return  # this step is saved already; replacing what `latest` names would open a gap
         if self._ranks.leads:
@@ -98,9 +108,10 @@ class Checkpoints:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        name = (self.folder / LATEST).read_text().strip()
-        place, state = self.folder / name, _read_state(self.folder, name)
-        self._check_digests(place, state)
+        name = newest_checkpoint(self.folder)
+        _read_state(self.folder, name)
+        place = self.folder / name
+        self._check_files(place)
         reader = HuggingFaceStorageReader(str(place))
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         saved = {name: tuple(entry.size) for name, entry in entries.items()}
@@ -122,33 +133,34 @@ class Checkpoints:
         with _alone_quietly():
             save(_tensors(module, optimizer), storage_writer=writer, no_dist=self._ranks.world == 1)
         mine = f"shard-{self._ranks.rank + 1:05d}"
-        digests = {file.name: file_digest(file) for file in staging.glob(f"{mine}-*.safetensors")}
-        publish_file(staging / f"{mine}.json", json.dumps(digests).encode())
+        measured = {file.name: measure_file(file) for file in staging.glob(f"{mine}-*.safetensors")}
+        publish_file(staging / f"{mine}.json", json.dumps(measured).encode())
 
     def _publish(self, staging: Path, target: Path, position: Position, identity: Identity) -> None:
-        digests: dict[str, str] = {}
+        measured: dict[str, Recorded] = {}
         for file in sorted(staging.glob("shard-*.json")):
-            digests |= json.loads(file.read_text())
-        state = {
-            "format": FORMAT, "position": asdict(position), "identity": asdict(identity), "digests": digests
-        }  # fmt: skip
+            measured |= json.loads(file.read_text())
+            file.unlink()
+        state = {"format": FORMAT, "position": asdict(position), "identity": asdict(identity)}
         (staging / _STATE).write_text(json.dumps(state, indent=1))
+        write_checksums(staging, measured=measured)
         fault_point("train.save.written")
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(staging, target)
         fault_point("train.save.named")
-        publish_file(self.folder / LATEST, target.name.encode())
+        name_newest(self.folder, target.name)
         fault_point("train.saved")
         for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _check_digests(self, place: Path, state: dict[str, Any]) -> None:
+    def _check_files(self, place: Path) -> None:
         """Every file once, shared out over the ranks; all raise when one finds damage."""
         damage = ""
-        for number, (name, digest) in enumerate(sorted(state["digests"].items())):
+        for number, (name, known) in enumerate(sorted((read_checksums(place) or {}).items())):
             if number % self._ranks.world == self._ranks.rank and not damage:
-                damage = _damage(place / name, digest)
+                problem = file_damage(place / name, known)
+                damage = f"{place / name} {problem}" if problem else ""
         if self._ranks.max(int(bool(damage))) == [1]:
             raise DamagedError(f"{damage or f'{place}: another rank found damage'}; use an older checkpoint")
 
@@ -165,12 +177,33 @@ class Checkpoints:
             raise
 
 
-def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
-    """Position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
+def newest_checkpoint(folder: Path) -> str:
+    """Name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
+
+    A bare name is taken too, so that a person can point at another checkpoint.
+    """
     pointer = folder / LATEST
     if not pointer.is_file():
+        return ""
+    content = pointer.read_bytes()
+    name = content.decode(errors="backslashreplace").strip()
+    if not _NAME.fullmatch(name) and content[:1] == b"{":
+        name = str(unseal(content, str(pointer)).get("checkpoint"))
+    if not _NAME.fullmatch(name):
+        raise DamagedError(f"{pointer} names {name!r:.80}, not a checkpoint; write step-… into it")
+    return name
+
+
+def name_newest(folder: Path, name: str) -> None:
+    """Point at a complete checkpoint, durably."""
+    publish_file(folder / LATEST, seal({"checkpoint": name}))
+
+
+def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
+    """Position and identity of the newest complete checkpoint in a folder. Raises DamagedError, MismatchError."""
+    name = newest_checkpoint(folder)
+    if not name:
         return None
-    name = pointer.read_text(errors="backslashreplace").strip()
     state = _read_state(folder, name)
     try:
         return Position(**state["position"]), Identity(**state["identity"])
@@ -193,26 +226,19 @@ def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_win
 
 
 def _read_state(folder: Path, name: str) -> dict[str, Any]:
-    if not _NAME.fullmatch(name):
-        raise DamagedError(f"{folder / LATEST} names {name!r:.80}, not a checkpoint; write step-… into it")
     file = folder / name / _STATE
     try:
-        state: dict[str, Any] = json.loads(file.read_text())
+        recorded = read_checksums(file.parent)
+        content = file.read_bytes() if recorded is None else read_recorded(file.parent, _STATE)
+        state: dict[str, Any] = json.loads(content)
         found = state["format"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise DamagedError(f"checkpoint {file}: {error}; point {folder / LATEST} at another one") from None
     if found != FORMAT:
         raise MismatchError(f"{file} has format {found}, this version reads {FORMAT}; use the one that wrote it")
+    if recorded is None:
+        raise DamagedError(f"checkpoint {file} lies without its {CHECKSUMS}; point {folder / LATEST} at another one")
     return state
-
-
-def _damage(file: Path, digest: str) -> str:
-    """What is wrong with a file; empty when it is as it was written."""
-    try:
-        found = file_digest(file)
-    except OSError as error:
-        return f"{file}: {error.strerror}"
-    return "" if found == digest else f"{file} has sha256 {found[:16]}…, {digest[:16]}… was written"
 
 
 def _check_parameters(place: Path, parameters: dict[str, nn.Parameter], saved: dict[str, tuple[int, ...]]) -> None:

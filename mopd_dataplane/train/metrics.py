@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.sealed_json import seal_line, unseal
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.records import StepMetrics
 
@@ -17,7 +17,7 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends one line a step; `sync` makes them durable, which a checkpoint does before it is renamed.
+    """Appends one line a step, with its checksum; `sync` makes them durable, before a checkpoint gets its name.
 
     steps_done: lines of later steps, written after the checkpoint that training resumes from, are dropped: those
     steps run again.
@@ -26,13 +26,13 @@ class MetricsLog:
     def __init__(self, folder: Path, *, steps_done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
-        kept = [line for line in _whole_lines(self._path) if json.loads(line)["step"] < steps_done]
+        kept = [line for line in _whole_lines(self._path) if unseal(line, str(self._path))["step"] < steps_done]
         publish_file(self._path, "".join(f"{line}\n" for line in kept).encode())
         self._file = self._path.open("a")
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one step; visible to readers at once."""
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+        self._file.write(seal_line(asdict(metrics)) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
@@ -46,8 +46,8 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[StepMetrics]:
-    """Every complete line of a metrics file, in order; a line still being written is left out."""
-    return [StepMetrics(**json.loads(line)) for line in _whole_lines(folder / FILE)]
+    """Every complete line of a metrics file, in order; a line still being written is left out. Raises DamagedError."""
+    return [StepMetrics(**unseal(line, str(folder / FILE))) for line in _whole_lines(folder / FILE)]
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -19,6 +19,7 @@ from tinystage import TEACHER, build, make_stage
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.load import slot_layout as slots
@@ -113,8 +114,8 @@ def no_change(home: Path) -> None:
 
 def mark_store(home: Path, version: int) -> None:
     """Another release made this store."""
-    mark = json.loads((home / "store.json").read_text())
-    (home / "store.json").write_text(json.dumps({**mark, "format_version": version}))
+    mark = unseal((home / "store.json").read_bytes(), "store.json")
+    (home / "store.json").write_bytes(seal({**mark, "format_version": version}))
 
 
 def mark_table(home: Path, name: str, version: int) -> None:

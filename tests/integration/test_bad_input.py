@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import open_store
+from mopd_dataplane.base.sealed_json import seal, unseal
 
 ONE_STAGE = """
 [[stages]]
@@ -50,8 +51,8 @@ def test_empty_prompt_file(tmp_path: Path, write_job: Callable, mopd: Callable):
 
 def test_a_newer_store_is_not_touched(finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable):
     store = copy_of(finished_job, tmp_path)
-    mark = json.loads((store / "store.json").read_text())
-    (store / "store.json").write_text(json.dumps({**mark, "format_version": 99}))
+    mark = unseal((store / "store.json").read_bytes(), "store.json")
+    (store / "store.json").write_bytes(seal({**mark, "format_version": 99}))
     before = sorted(store.rglob("*"))
     refused(mopd("run", write_job(tmp_path), check=False), 2, "format version 99", "this version reads 1")
     refused(mopd("store", "info", store, check=False), 2, "format version 99")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import check_job
 from mopd_dataplane.run.context import open_run
@@ -33,7 +33,7 @@ def test_the_same_job_opens_again_and_another_seed_does_not(tmp_path: Path) -> N
 def test_a_job_of_a_newer_version_is_named_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "store" / "job.json"
     open_run(job(tmp_path / "store"), Progress(None))
-    file.write_text(json.dumps({**json.loads(file.read_text()), "warp": 9}))
+    file.write_bytes(seal({**unseal(file.read_bytes(), "job.json"), "warp": 9}))
     before = file.read_bytes()
     with pytest.raises(MismatchError, match=r"job\.json holds a job that this version cannot read \(warp\)"):
         open_run(job(tmp_path / "store"), Progress(None))

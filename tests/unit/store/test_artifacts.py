@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.sealed_json import seal
 from mopd_dataplane.errors import DamagedError, MismatchError
 from mopd_dataplane.run.work_folder import open_work
 from mopd_dataplane.store.artifacts import ArtifactStore
@@ -90,8 +91,10 @@ def test_other_bytes_and_other_places_are_refused(files: ObjectFiles, tmp_path: 
     files.remove([f"{listing['folder']}/model.bin"])
     with pytest.raises(DamagedError, match=r"model\.bin is missing"):
         artifacts.fetch("heads/a", tmp_path / "copy")
-    listing["files"]["../../outside"] = {"bytes": 1, "sha256": "0"}
-    files.write("heads/a.json", json.dumps({**listing, "files": {"../../outside": {"sha256": "0"}}}).encode())
+    files.write("heads/a.json", json.dumps({**listing, "files": {}}).encode())
+    with pytest.raises(DamagedError, match="crc32c"):
+        artifacts.fetch("heads/a", tmp_path / "copy")
+    files.write("heads/a.json", seal({"folder": "heads/a", "files": {"../../outside": {"sha256": "0"}}}))
     with pytest.raises(DamagedError, match="outside its folder"):
         artifacts.fetch("heads/a", tmp_path / "copy")
     assert not (tmp_path / "copy").exists()

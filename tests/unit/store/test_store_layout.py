@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 import store_builders as build
 
+from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import PRIMARY_KEY, lance_schema
@@ -73,8 +74,8 @@ def test_a_creation_killed_halfway_is_finished_by_the_next(tmp_path: Path) -> No
 
 def test_a_store_of_a_newer_format_is_refused_naming_both(store: Store) -> None:
     assert store.root is not None
-    mark = json.loads((store.root / "store.json").read_text())
-    (store.root / "store.json").write_text(json.dumps(mark | {"format_version": FORMAT_VERSION + 1}))
+    mark = unseal((store.root / "store.json").read_bytes(), "store.json")
+    (store.root / "store.json").write_bytes(seal(mark | {"format_version": FORMAT_VERSION + 1}))
     before = files_of(store.root)
     for attempt in (Store.open, Store.create):
         with pytest.raises(MismatchError, match=f"version {FORMAT_VERSION + 1}, this version reads {FORMAT_VERSION}"):

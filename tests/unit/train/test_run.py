@@ -17,6 +17,7 @@ from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective, PolicyGra
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.models import hf
 from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.train.checkpoint import newest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
@@ -221,11 +222,11 @@ def test_a_checkpoint_of_something_else_is_refused(
 def test_a_damaged_checkpoint_is_named(spec: TrainSpec, windows: Callable[[], Any]) -> None:
     assert not run_to_end(spec, windows(), StopAfter(3))
     folder = Path(spec.checkpoint_dir)
-    (file,) = (folder / (folder / "latest").read_text()).glob("shard-*.safetensors")
+    (file,) = (folder / newest_checkpoint(folder)).glob("shard-*.safetensors")
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DamagedError, match=r"shard-00001-\S*\.safetensors has sha256"):
+    with pytest.raises(DamagedError, match=r"shard-00001-\S*\.safetensors has crc32c"):
         run_to_end(spec, windows())
 
 

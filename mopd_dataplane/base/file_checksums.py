@@ -1,0 +1,130 @@
+"""Folders of files that nobody rewrites (policies, checkpoints, discriminators), and what each file was when written.
+
+`checksums.json` beside the files names each with its bytes and crc32c; where a folder is weights, also with its sha256,
+which is what they are known by. It is written before the folder gets its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import google_crc32c
+
+from mopd_dataplane.base.sealed_json import seal, unseal
+from mopd_dataplane.errors import DamagedError
+
+CHECKSUMS = "checksums.json"
+_PIECE = 4 << 20
+
+
+class Recorded(TypedDict):
+    """What is known of a file."""
+
+    bytes: int
+    crc32c: str
+    sha256: NotRequired[str]
+
+
+def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping[str, Recorded] | None = None) -> None:
+    """Record every file of a finished folder, before it is published. Not yet durable.
+
+    identities: with their sha256. measured: of files that somebody has read already.
+    """
+    known = measured or {}
+    files = {name: known.get(name) or measure_file(folder / name, identity=identities) for name in _names(folder)}
+    (folder / CHECKSUMS).write_bytes(seal({"files": files}))
+
+
+def measure_file(path: Path, *, identity: bool = False) -> Recorded:
+    """What is recorded of a file; identity: with its sha256."""
+    whole, crc, count = hashlib.sha256(), 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            crc = google_crc32c.extend(crc, piece)
+            count += len(piece)
+            if identity:
+                whole.update(piece)
+    found: Recorded = {"bytes": count, "crc32c": f"{crc:08x}"}
+    return {**found, "sha256": whole.hexdigest()} if identity else found
+
+
+def read_checksums(folder: Path) -> dict[str, Recorded] | None:
+    """What was recorded of each file; None for a folder without a record. Raises DamagedError."""
+    try:
+        content = (folder / CHECKSUMS).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DamagedError(f"{folder / CHECKSUMS} cannot be read ({error.strerror or error})") from None
+    files: dict[str, Recorded] = unseal(content, str(folder / CHECKSUMS))["files"]
+    return files
+
+
+def read_recorded(folder: Path, name: str) -> bytes:
+    """A small file of a recorded folder, as it was written. Raises DamagedError when it is not, or has no record."""
+    known = (read_checksums(folder) or {}).get(name)
+    if known is None:
+        raise DamagedError(f"{folder / name} is not in {CHECKSUMS}; use another one")
+    if problem := file_damage(folder / name, known):
+        raise DamagedError(f"{folder / name} {problem}; use another one")
+    return (folder / name).read_bytes()
+
+
+def find_damage(folder: Path) -> Iterator[tuple[str, str]]:
+    """(file, what is wrong) for each file of a recorded folder that is not as it was written; reads every byte."""
+    try:
+        recorded = read_checksums(folder)
+    except DamagedError as error:
+        yield CHECKSUMS, str(error)
+        return
+    for name, known in (recorded or {}).items():
+        if problem := file_damage(folder / name, known):
+            yield name, problem
+    if recorded is not None:
+        for name in set(_names(folder)) - set(recorded):
+            yield name, f"was not there when {CHECKSUMS} was written"
+
+
+_checked: dict[Path, Any] = {}
+_lock = threading.Lock()
+
+
+def check_folder(folder: str | Path) -> dict[str, Recorded] | None:
+    """What was recorded of a folder's files, each of which is as it was written; None for a folder without a record.
+
+    A folder is read once per process, and again when another one has taken its name. Raises DamagedError naming every
+    file that differs.
+    """
+    root = Path(folder).resolve()
+    try:
+        stamp = (root / CHECKSUMS).stat()
+    except OSError:
+        return None
+    key = (stamp.st_ino, stamp.st_mtime_ns, stamp.st_size)
+    with _lock:
+        if _checked.get(root) != key:
+            if damage := list(find_damage(root)):
+                said = "; ".join(f"{name} {problem}" for name, problem in damage)
+                raise DamagedError(f"{root}: {said}; restore it from a copy, or delete the folder and train again")
+            _checked[root] = key
+    return read_checksums(root)
+
+
+def _names(folder: Path) -> list[str]:
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != CHECKSUMS)
+
+
+def file_damage(path: Path, known: Recorded) -> str:
+    """What is wrong with a file; empty when it is as it was written."""
+    try:
+        found = measure_file(path)
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    if found["bytes"] != known["bytes"]:
+        return f"has {found['bytes']:,} bytes, written were {known['bytes']:,}"
+    return "" if found["crc32c"] == known["crc32c"] else f"has crc32c {found['crc32c']}, written was {known['crc32c']}"

@@ -1,0 +1,49 @@
+"""JSON objects that carry their own checksum: small files that say what a store, a snapshot or a checkpoint is.
+
+The key `crc32c` holds eight hex digits over the rest of the object in one fixed writing (keys sorted, no spaces), so a
+file may be laid out for people to read. A changed value, a missing key and a file that is no JSON are all damage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.errors import DamagedError
+
+SEAL = "crc32c"
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """The object with its checksum, as the bytes of a file."""
+    return (json.dumps({**value, SEAL: _crc(value)}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def seal_line(value: Mapping[str, Any]) -> str:
+    """The object with its checksum on one line, without the line's end."""
+    return json.dumps({**value, SEAL: _crc(value)})
+
+
+def unseal(content: bytes | str, where: str) -> dict[str, Any]:
+    """The object of a file that `seal` wrote, without its checksum.
+
+    Raises DamagedError when it is not what was written.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where} is not JSON ({error}); restore it from a copy") from None
+    if not isinstance(value, dict):
+        raise DamagedError(f"{where} holds a {type(value).__name__}, not an object; restore it from a copy")
+    if SEAL not in value:
+        raise DamagedError(f"{where} lacks its checksum ({SEAL!r}); restore it from a copy")
+    said = value.pop(SEAL)
+    if said != (found := _crc(value)):
+        raise DamagedError(f"{where} has crc32c {found}, written was {said!r:.20}; restore it from a copy")
+    return value
+
+
+def _crc(value: Mapping[str, Any]) -> str:
+    return f"{crc32c(json.dumps(value, sort_keys=True, separators=(',', ':')).encode()):08x}"

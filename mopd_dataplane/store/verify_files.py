@@ -1,0 +1,127 @@
+"""The audit of what lies beside the tables: JSON files, and folders of files that nobody rewrites."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mopd_dataplane.base.file_checksums import CHECKSUMS, find_damage
+from mopd_dataplane.base.sealed_json import unseal
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.place import Place
+
+FOLDERS = {"policies": r"v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}
+"""Where recorded folders lie, below one folder per stage, and their names."""
+INITIAL = "policies/init"
+"""The one that belongs to no stage."""
+_NEWEST, _METRICS = "latest", "metrics.jsonl"
+"""Files of a stage's checkpoints beside their folders."""
+
+Damage = tuple[str, str]
+"""File, relative to the store, and what is wrong with it."""
+
+
+def audit_files(place: Place, *, deep: bool) -> Iterator[Damage]:
+    """Damage of every file that is no part of a table; deep: also of those that hold tensors."""
+    snapshots = [f"snapshots/{name}" for name in place.children("snapshots") if name.endswith(".json")]
+    for name in (MARK, "job.json", *snapshots):
+        yield from _sealed(place, name)
+    for stage in place.children("checkpoints"):
+        yield from _metrics(place, f"checkpoints/{stage}/{_METRICS}")
+    yield from _published(place, deep) if place.root is None else _on_disk(place, deep)
+
+
+def _on_disk(place: Place, deep: bool) -> Iterator[Damage]:
+    if place.local(INITIAL).is_dir():
+        yield from _folder(place, INITIAL, deep)
+    for parent, wanted in FOLDERS.items():
+        for stage in place.children(parent):
+            names = [name for name in place.children(f"{parent}/{stage}") if re.fullmatch(wanted, name)]
+            for name in names:
+                yield from _folder(place, f"{parent}/{stage}/{name}", deep)
+            if parent == "checkpoints":
+                yield from _newest(place, f"{parent}/{stage}/{_NEWEST}", names)
+
+
+def _sealed(place: Place, name: str) -> Iterator[Damage]:
+    try:
+        place.read_json(name)
+    except (DamagedError, OSError) as error:
+        yield name, str(error)
+
+
+def _folder(place: Place, name: str, deep: bool) -> Iterator[Damage]:
+    folder = place.local(name)
+    if not (folder / CHECKSUMS).is_file():
+        yield name, f"lies without its {CHECKSUMS}"
+    elif deep:
+        for file, problem in find_damage(folder):
+            yield f"{name}/{file}", problem
+    else:
+        yield from _record(folder, name)
+
+
+def _record(folder: Path, name: str) -> Iterator[Damage]:
+    try:
+        unseal((folder / CHECKSUMS).read_bytes(), str(folder / CHECKSUMS))
+    except (DamagedError, OSError) as error:
+        yield f"{name}/{CHECKSUMS}", str(error)
+
+
+def _newest(place: Place, name: str, there: list[str]) -> Iterator[Damage]:
+    """The pointer to the newest checkpoint; a bare name in it was written by a person."""
+    pointer = place.read(name)
+    if pointer is None:
+        return
+    text = pointer.decode(errors="backslashreplace").strip()
+    if not re.fullmatch(FOLDERS["checkpoints"], text):
+        try:
+            text = str(unseal(pointer, place.of(name)).get("checkpoint"))
+        except DamagedError as error:
+            yield name, str(error)
+            return
+    if text not in there:
+        yield name, f"names {text!r:.80}, which is not there"
+
+
+def _metrics(place: Place, name: str) -> Iterator[Damage]:
+    """Each step's line has a checksum of its own."""
+    for number, line in enumerate((place.read(name) or b"").split(b"\n")[:-1], start=1):
+        try:
+            unseal(line, f"line {number}")
+        except DamagedError as error:
+            yield name, str(error)
+
+
+def _published(place: Place, deep: bool) -> Iterator[Damage]:
+    """Folders on an object store: each file its list names, by sha256."""
+    for parent in FOLDERS:
+        entries = place.children(parent)
+        lists = [f"{parent}/{name}" for name in entries if name.endswith(".json")]
+        lists += [
+            f"{parent}/{stage}/{name}"
+            for stage in entries
+            for name in place.children(f"{parent}/{stage}")
+            if name.endswith(".json")
+        ]
+        for name in lists:
+            yield from _listed(place, name, deep)
+
+
+def _listed(place: Place, name: str, deep: bool) -> Iterator[Damage]:
+    try:
+        listing = place.read_json(name) or {}
+    except (DamagedError, OSError) as error:
+        yield name, str(error)
+        return
+    for relative, known in listing["files"].items():
+        file = f"{listing['folder']}/{relative}"
+        try:
+            found = place.sha256(file) if deep else known["sha256"]
+        except FileNotFoundError:
+            yield file, "is missing"
+            continue
+        if found != known["sha256"]:
+            yield file, f"has sha256 {found}, published was {known['sha256']}"
