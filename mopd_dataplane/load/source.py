@@ -47,7 +47,7 @@ class WindowSource:
         self._sizes = np.diff(plan.pack_starts)
         """[packs] samples of each pack."""
         self._firsts = _starts_in_packs(self.lengths, plan.pack_starts)
-        self._support_lens = self._support() if spec.topk_source else None
+        self._support_lens = self._support() if spec.support else None
         self._experts_width = self._width_of_experts() if spec.experts else 0
         self._outcomes = self._rewards() if spec.rewards else None
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
@@ -83,7 +83,7 @@ class WindowSource:
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Where each array of the pack goes in a slot, and the bytes it takes."""
-        tokens, trained, spans, topk_source = self._sums[pack]
+        tokens, trained, spans, mask_ids = self._sums[pack]
         sequences = int(self.plan.pack_starts[pack + 1] - self.plan.pack_starts[pack])
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {
             "tokens": ("<i4", (tokens,)),
@@ -98,7 +98,7 @@ class WindowSource:
         }
         if self._support_lens is not None:
             shapes["sampling_mask_sizes"] = ("<i4", (trained,))
-            shapes["sampling_mask_ids"] = ("<i4", (topk_source,))
+            shapes["sampling_mask_ids"] = ("<i4", (mask_ids,))
         if self._experts_width:
             shapes["experts"] = ("<i2", (tokens, self._experts_width))
         if "logprob" in self._spec.signals:
