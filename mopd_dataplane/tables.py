@@ -385,6 +385,23 @@ EVENTS = TableSpec(
     key=("event_id",),
 )
 
+LABELS = TableSpec(
+    "labels",
+    "One row is a label that a reader put on a sample, or took back. The newest row of a sample and label counts.",
+    pa.schema(
+        [
+            _field("label_id", _STRING, "unique name of the row"),
+            _field("uid", _STRING, "sample"),
+            _field("label", _STRING, "one word or a few"),
+            _field("note", _STRING, "what the reader wrote; may be empty"),
+            _field("author", _STRING, "user name on the reader's machine"),
+            _field("removed", pa.bool_(), "true takes the label back"),
+            _field("created_at", _TIME, "wall clock"),
+        ]
+    ),
+    key=("label_id",),
+)
+
 QUEUE = TableSpec(
     "queue",
     "One row is one write to a queue that another framework puts its data through: the last row of a key is its value.",
@@ -406,7 +423,8 @@ QUEUE = TableSpec(
 """One dataset per queue, at queues/<name>."""
 
 TABLES: dict[str, TableSpec] = {
-    spec.name: spec for spec in (PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, EVALS, EVENTS)
+    spec.name: spec
+    for spec in (PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, EVALS, EVENTS, LABELS)
 }
 """The fixed tables, in the order of the flow."""
 

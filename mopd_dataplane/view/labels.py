@@ -18,11 +18,6 @@ LABEL_CHARACTERS = 64
 NOTE_CHARACTERS = 4000
 
 
-def has_table(store: Store) -> bool:
-    """Whether the store can keep labels: those made before it had the table are read without."""
-    return "labels" in store.names()
-
-
 def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
     """Add a label, or take it back (`removed`): a row each, so that what was said stays. Returns those of the sample.
 
@@ -34,8 +29,6 @@ def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
     if not label or len(label) > LABEL_CHARACTERS or len(note) > NOTE_CHARACTERS:
         raise InputError(f"a label has 1 to {LABEL_CHARACTERS} characters, a note up to {NOTE_CHARACTERS:,}")
     uid = index.row(given.get("uid", ""))["uid"]
-    if not has_table(store):
-        raise InputError("this store has no table for labels; `mopd store upgrade` gives it one")
     store.add_labels([{
         "label_id": str(uuid.uuid4()), "uid": uid, "label": label, "note": note, "author": getpass.getuser(),
         "removed": given.get("removed") is True,
@@ -55,8 +48,6 @@ def all_of(store: Store) -> list[dict[str, Any]]:
 
 def _standing(store: Store, keys: str | None) -> list[dict[str, Any]]:
     """The newest row of each (sample, label), unless it takes the label back."""
-    if not has_table(store):
-        return []
     rows = store.table("labels", filter=keys).sort_by("created_at").to_pylist()
     newest = {(row["uid"], row["label"]): row for row in rows}
     kept = [row for row in newest.values() if not row["removed"]]

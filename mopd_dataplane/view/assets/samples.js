@@ -114,7 +114,7 @@ export async function samplesPage(main, { params }, { stores, signal }) {
   };
   const pages = Math.max(1, Math.ceil(found.total / PAGE));
   const turn = (to) => adjust({ page: to ? String(to) : "", at: "" });
-  const pager = h("nav", { class: "row pager", "aria-label": "Pages" },
+  const pager = h("nav", { class: "row pager", "aria-label": "Pages of the table" },
     h("strong", { id: "matching" }, `${count(found.total)} of ${count(store.samples)} samples`),
     h("button", { disabled: page === 0, onclick: () => turn(page - 1) }, "← previous"),
     h("span", {}, `page ${count(page + 1)} of ${count(pages)}`),

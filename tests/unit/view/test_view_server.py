@@ -96,6 +96,23 @@ def test_only_labels_are_written_and_only_as_json(page: TestClient) -> None:
     assert plain.status_code == 415, "a form of another page cannot send JSON"
 
 
+def test_labels_are_kept_and_taken_back(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "labelled", prompts=1)
+    page = client_of(store, **BEARER)
+    uid = some_uid(page)
+    for label in ("odd", "to show"):
+        written = page.post("/api/labels", json={"uid": uid, "label": label, "note": "<b>look</b>"})
+        assert written.status_code == 200, written.text
+    page.post("/api/labels", json={"uid": uid, "label": "odd", "removed": True})
+    assert [(row["label"], row["note"]) for row in get(page, "sample", uid=uid)["labels"]] == [
+        ("to show", "<b>look</b>")
+    ]
+    assert [row["uid"] for row in get(page, "labelled")] == [uid]
+    assert store.table("labels").num_rows == 3, "what was said stays"
+    for wrong in ({"uid": uid, "label": ""}, {"uid": uid, "label": "x" * 65}, {"uid": "0", "label": "x"}, ["x"]):
+        assert page.post("/api/labels", json=wrong).status_code in (400, 404)
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 

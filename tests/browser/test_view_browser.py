@@ -1,0 +1,319 @@
+"""`mopd view` as a person uses it, in a real Chromium: keys, clicks, reload, back; no error, no request elsewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from commandline import command
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from mopd_dataplane import Signal, Store
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+LONGEST_MS = 20_000
+"""Of one wait; a busy machine may need it."""
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.fail(f"this test needs a browser: one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)")
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="module")
+def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """The demonstration store, whose first samples two more teachers judged; one of them with its top-k."""
+    store = make_store(tmp_path_factory.mktemp("viewed") / "demo", prompts=4)
+    noise = np.random.default_rng(3)
+    rows = store.sql("select uid, domain from samples")
+    wanted = [
+        (row, uid) for row, uid in enumerate(rows["uid"].to_pylist()) if rows["domain"][row].as_py() == "chain_sum"
+    ]
+    for teacher in ("spell_backward-expert", "number_sorting-expert"):
+        signals = []
+        for row, uid in wanted:
+            payload = store.read_tokens([row]).to_pylist()[0]
+            mask, said = np.array(payload["loss_mask"], bool), np.array(payload["logprobs"], np.float32)
+            logprob = np.where(mask, np.minimum(said + noise.normal(-1, 1.5, len(said)), -1e-3), 0).astype(np.float32)
+            signals.append(Signal(uid=uid, sample_row=row, kind="logprob", logprob=logprob,
+                                  mean_reverse_kl=float((said - logprob)[mask].mean())))  # fmt: skip
+        store.commit_signals(teacher, "logprob", signals)
+    return store
+
+
+@pytest.fixture(scope="module")
+def address(store: Store) -> Iterator[str]:
+    server = subprocess.Popen(command("view", store.uri, "--port", "0"), stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+    finally:
+        server.terminate()
+        assert server.wait(timeout=20) in (0, 130)
+
+
+@pytest.fixture
+def refusals() -> list[str]:
+    """Codes of refusals that a test provokes; Chromium logs each as an error."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page]:
+    """The opened page; when the test ends, nothing went wrong in it and nothing was asked of another machine."""
+    context = browser.new_context(viewport={"width": 1400, "height": 950})
+    context.set_default_timeout(LONGEST_MS)
+    expect.set_options(timeout=LONGEST_MS)
+    page = context.new_page()
+    trouble: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("dialog", lambda dialog: trouble.append(f"a dialog: {dialog.message}"))
+    page.goto(address)
+    ready(page)
+    yield page
+    context.close()
+    assert [text for text in trouble if not any(f"a status of {code}" in text for code in refusals)] == []
+    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(address).netloc}
+
+
+def ready(page: Page) -> None:
+    page.wait_for_selector("main:not([aria-busy]) h1", state="attached")
+
+
+def matching(page: Page) -> int:
+    return int(page.locator("#matching").inner_text().split(" of ")[0].replace(",", ""))
+
+
+def test_the_token_leaves_the_address(page: Page) -> None:
+    assert "token" not in page.url
+    assert page.context.cookies()[0]["httpOnly"] is True
+
+
+def test_a_bar_filters_and_back_undoes_it(page: Page, store: Store) -> None:
+    everything = matching(page)
+    bar = page.locator("#h-domain-0")
+    wanted = int(re.search(r"of (\d+)", bar.get_attribute("aria-label") or "")[1])
+    bar.click()
+    expect(page.locator("#matching")).to_contain_text(f"{wanted} of {everything}")
+    assert page.locator("#where").input_value().startswith("domain in (")
+    page.reload()
+    expect(page.locator("#matching")).to_contain_text(f"{wanted} of {everything}")
+    page.go_back()
+    expect(page.locator("#matching")).to_contain_text(f"{everything} of {everything}")
+
+
+def test_the_filter_is_sql_that_can_be_edited(page: Page, store: Store, refusals: list[str]) -> None:
+    refusals.append("400")
+    page.keyboard.press("f")
+    page.keyboard.type("reward = 1 and response_len > 20")
+    page.keyboard.press("Enter")
+    wanted = store.sql(
+        "select count(*) as n from samples join rewards using (uid) where reward = 1 and response_len > 20"
+    )
+    expect(page.locator("#matching")).to_contain_text(f"{wanted['n'][0].as_py()} of")
+    page.locator("#where").fill("nonsense(")
+    page.locator("#where").press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("not an SQL expression")
+    page.go_back()
+    expect(page.locator("#matching")).to_be_visible()
+
+
+def test_sorting_by_a_head_and_turning_to_a_sample_by_keys(page: Page) -> None:
+    page.get_by_role("button", name="kl", exact=True).click()
+    expect(page.locator("th[aria-sort=descending]")).to_have_count(1)
+    ready(page)
+    uids = page.locator("tbody tr").evaluate_all("rows => rows.map(r => r.dataset.uid)")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.locator("h1 code")).to_have_text(uids[1][:10])
+    page.keyboard.press("j")
+    expect(page.locator("h1 code")).to_have_text(uids[2][:10])
+    page.keyboard.press("u")
+    expect(page.locator("#matching")).to_be_visible()
+
+
+def open_judged(page: Page) -> None:
+    """A sample that three teachers judged, interrupted and full of markup."""
+    page.goto(page.url.split("#")[0] + "#/samples?w=" + "teachers%20%3D%203%20and%20interrupted&order=-kl")
+    expect(page.locator("#matching")).to_contain_text("4 of")
+    ready(page)
+    page.keyboard.press("Enter")
+    expect(page.locator(".strip .t").first).to_be_visible()
+
+
+def test_all_teachers_over_one_text(page: Page) -> None:
+    open_judged(page)
+    lanes = page.locator(".lanes li").all_inner_texts()
+    assert [lane.split(maxsplit=1)[1] for lane in lanes] == [
+        "chain_sum-expert", "number_sorting-expert", "spell_backward-expert", "disagreement",
+    ]  # fmt: skip
+    token = page.locator(".strip #t0")
+    assert token.evaluate("node => node.style.backgroundImage").count("px") >= 8, "a colour behind, a lane a teacher"
+    assert page.locator(".strip .t.masked").count() == 2, "tokens that the policy did not write"
+    assert page.locator(".strip .t.starts").count() == 1, "where the next policy version goes on"
+    text = "".join(page.locator(".strip .t").all_inner_texts())
+    assert "<script>alert(1)</script>" in text, "markup of a model is text"
+    assert "\x1b" not in text
+
+
+def test_keys_walk_tokens_surprises_teachers_and_signals(page: Page) -> None:
+    open_judged(page)
+    page.keyboard.press("l")
+    page.keyboard.press("l")
+    expect(page.locator(".card .where")).to_contain_text("position 2 of")
+    assert "t=2" in page.url
+    page.keyboard.press("n")
+    after = int(re.search(r"[?&]t=(\d+)", page.url)[1])
+    assert after > 2
+    page.keyboard.press("]")
+    expect(page.locator(".controls select").nth(1)).to_have_value("number_sorting-expert")
+    page.locator(".controls select").first.select_option("spread")
+    expect(page.locator(".controls select").first).to_have_value("spread")
+    kept = page.url
+    page.reload()
+    expect(page.locator(".strip .t.chosen")).to_be_visible()
+    assert page.url == kept
+    assert f"t{after}" == page.locator(".strip .t.chosen").get_attribute("id")
+
+
+def test_the_card_shows_every_teacher_and_its_candidates(page: Page) -> None:
+    open_judged(page)
+    page.locator(".strip #t1").click()
+    expect(page.locator(".card .said tbody tr")).to_have_count(4)
+    expect(page.locator(".card .candidates h3").first).to_have_text("chain_sum-expert")
+    expect(page.locator(".card .candidates li").first).to_be_visible()
+    expect(page.locator(".card .candidates p").first).to_contain_text("hidden state × head")
+
+
+def test_groups_versions_and_differences(page: Page) -> None:
+    open_judged(page)
+    page.keyboard.press("g")
+    expect(page.locator("h1")).to_contain_text("Group")
+    page.keyboard.press("g")
+    expect(page.locator(".answered")).to_have_count(4)
+    expect(page.locator(".pair")).to_be_visible()
+    expect(page.locator(".chart canvas").first).to_be_visible()
+
+
+def test_life_run_teachers_step_and_compare(page: Page) -> None:
+    open_judged(page)
+    page.keyboard.press("i")
+    expect(page.locator(".life li.trained")).to_have_count(1)
+    page.get_by_role("link", name="packs of this step").click()
+    expect(page.locator(".pack").first).to_be_visible()
+    page.keyboard.press("2")
+    expect(page.locator(".chart canvas").nth(6)).to_be_visible()
+    expect(page.locator(".lane-bar i").first).to_be_visible()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Chrome trace").click()
+    assert '"traceEvents"' in Path(download.value.path()).read_text()
+    page.keyboard.press("3")
+    expect(page.get_by_role("cell", name="logprob fp32").first).to_be_visible()
+    page.keyboard.press("4")
+    expect(page.get_by_role("heading", name="Compare")).to_be_visible()
+    expect(page.locator("tbody tr").first).to_contain_text("→")
+    page.keyboard.press("5")
+    expect(page.locator(".status")).to_contain_text("3 rows")
+
+
+def test_search_finds_text_and_lands_on_the_token(page: Page) -> None:
+    page.keyboard.press("/")
+    page.keyboard.type("script>")
+    page.keyboard.press("Enter")
+    expect(page.locator(".search .status")).to_contain_text("12 samples found in")
+    page.locator(".hits a").first.click()
+    expect(page.locator(".strip .t.chosen")).to_be_visible()
+    assert re.search(r"[?&]t=\d+", page.url)
+
+
+def test_labels_are_written_and_taken_back(page: Page, store: Store) -> None:
+    open_judged(page)
+    page.get_by_label("Label", exact=True).fill("odd one")
+    page.get_by_label("Note").fill("<i>see</i>")
+    page.get_by_role("button", name="add").click()
+    expect(page.locator(".labels li")).to_contain_text("odd one")
+    page.reload()
+    expect(page.locator(".labels li")).to_contain_text("<i>see</i>")
+    page.get_by_role("button", name="Remove label odd one").click()
+    expect(page.locator(".labels li")).to_have_count(0)
+
+
+def test_a_screen_reader_finds_its_way(page: Page) -> None:
+    assert page.get_by_role("navigation", name="Pages").count() == 1
+    assert page.get_by_role("table", name="Samples").count() == 1
+    assert page.get_by_role("listbox", name=re.compile("Histogram of reward")).count() == 1
+    page.get_by_role("listbox", name=re.compile("Histogram of domain")).focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("status").first).to_contain_text(" of ")
+    page.keyboard.press("Enter")
+    expect(page.locator("#where")).to_have_value(re.compile("domain in"))
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (3840, "light")])
+def test_every_page_fits_its_window(browser: Browser, address: str, width: int, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
+    page = context.new_page()
+    page.goto(address)
+    for view in ("samples", "run", "teachers", "compare", "sql"):
+        page.goto(page.url.split("#")[0] + f"#/{view}")
+        ready(page)
+        page.wait_for_timeout(200)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{view} is wider than the window"
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (scheme == "dark")
+    context.close()
+
+
+def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Path) -> None:
+    made = [sys.executable, "-m", "mopd_dataplane", "view", store.uri, "--export"]
+    subprocess.run(
+        [*made, tmp_path / "out", "--where", "teachers = 3"], check=True, timeout=300, stdout=subprocess.DEVNULL
+    )
+    uid = store.sql("select uid from samples where interruptions > 0 and domain = 'chain_sum' limit 1")["uid"][
+        0
+    ].as_py()
+    subprocess.run([*made, tmp_path / "one.html", "--sample", uid], check=True, timeout=300, stdout=subprocess.DEVNULL)
+    context = browser.new_context()
+    page = context.new_page()
+    trouble: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda message: trouble.append(message.text))
+    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((tmp_path / "out" / "index.html").as_uri())
+    expect(page.locator("#matching")).to_contain_text("16 of 16")
+    page.locator("#h-reward-0").click()
+    expect(page.locator("#matching")).not_to_contain_text("16 of 16")
+    ready(page)
+    page.keyboard.press("Enter")
+    expect(page.locator(".strip .t").first).to_be_visible()
+    page.keyboard.press("2")
+    expect(page.locator(".chart canvas").first).to_be_visible()
+    page.goto((tmp_path / "one.html").as_uri())
+    expect(page.locator(".strip .t").first).to_be_visible()
+    expect(page.locator(".lanes li")).to_have_count(4)
+    context.close()
+    assert trouble == []
+    assert all(url.startswith(("file:", "data:")) for url in asked)
