@@ -32,7 +32,8 @@ def query(
 ) -> None:
     """Ask the tables with SQL.
 
-    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, evals, events, and signals_TEACHER_KIND.
+    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, evals, events, labels, and
+    signals_TEACHER_KIND.
     """
     if as_json and as_csv:
         raise InputError("give one of --json and --csv")
