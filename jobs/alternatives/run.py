@@ -146,7 +146,8 @@ def shared_store(seed: int, stores: Path) -> Path:
     """A store in which base and specialists have run."""
     store = stores / f"shared-{seed}"
     for stage in SHARED:
-        mopd("run", str(JOB), "--stage", stage, "--seed", str(seed), "--store", str(store))
+        if not (store / "policies" / stage / "v1").exists():
+            mopd("run", str(JOB), "--stage", stage, "--seed", str(seed), "--store", str(store))
     return store
 
 
