@@ -98,6 +98,8 @@ class Sample:
     temperature: float
     top_p: float
     top_k: int
+    sampler: str | None = None
+    """Name and version of what drew the tokens (rollout/engines/sampling.py); None when nobody recorded it."""
     prompt_len: int
     tokens: NDArray[np.int32]
     """[L] prompt then response."""

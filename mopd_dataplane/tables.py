@@ -114,6 +114,12 @@ SAMPLES = TableSpec(
             _field(
                 "experts_width", pa.int32(), "W, expert ids of one token; null when not recorded", null=True, unit="ids"
             ),
+            _field(
+                "sampler",
+                _STRING,
+                "name and version of what drew the tokens; 'engine' for an engine's own noise; null when not recorded",
+                null=True,
+            ),
         ]
     ),
     key=("uid",),

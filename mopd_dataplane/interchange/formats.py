@@ -207,7 +207,8 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
 
 
 _TEXTS = (
-    "uid", "prompt_id", "group_id", "effort", "stage", "writer", "policy", "finish_reason", "resume", "tokenizer"
+    "uid", "prompt_id", "group_id", "effort", "stage", "writer", "policy", "finish_reason", "resume", "tokenizer",
+    "sampler",
 )  # fmt: skip
 _WHOLES = ("group_index", "writer_seq", "top_k", "interruptions")
 _REALS = ("temperature", "top_p")

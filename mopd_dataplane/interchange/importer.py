@@ -212,6 +212,7 @@ def _converted(
         temperature=given.get("temperature", settings.temperature),
         top_p=given.get("top_p", 1.0),
         top_k=given.get("top_k", 0),
+        sampler=given.get("sampler"),
         prompt_len=len(prompt_ids),
         tokens=tokens,
         logprobs=logprobs,

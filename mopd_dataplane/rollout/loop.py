@@ -236,7 +236,7 @@ class RolloutLoop:
         if not partial.is_by(self._engine.policy_digest):
             return False, 0.0
         same, gap = _compare(partial, rescored)
-        return same and self._engine.position_keyed, gap
+        return same and partial.spec.sampler in self._engine.samplers, gap
 
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
         """Record how an interrupted sample goes on."""

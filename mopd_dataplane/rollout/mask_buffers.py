@@ -9,21 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.sampling_masks import SamplingMasks
-from mopd_dataplane.rollout.engines.sampling import Floats
 
 
-def sampling_masks_of(log_q: Floats, asked: NDArray[np.bool_]) -> SamplingMasks:
-    """Sampling masks of the rows that were asked for [B], from the log-probs [B, V] that tokens are drawn with."""
-    masks = np.isfinite(log_q) & asked[:, None]
-    sizes = masks.sum(axis=1, dtype=np.int32)
-    uncut = sizes == log_q.shape[1]
-    masks[uncut], sizes[uncut] = False, 0
-    return SamplingMasks(sizes, np.nonzero(masks)[1].astype(np.int32))
-
-
-def joined(parts: list[SamplingMasks]) -> SamplingMasks:
-    """Sampling masks of several runs of rows as one."""
-    return SamplingMasks(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
+def sampling_masks_of(inside: NDArray[np.bool_], asked: NDArray[np.bool_]) -> SamplingMasks:
+    """Kept sets of the rows that were asked for [B], of a distribution that has the tokens `inside` [B, V]."""
+    kept = inside & asked[:, None]
+    sizes = kept.sum(axis=1, dtype=np.int32)
+    uncut = sizes == inside.shape[1]
+    kept[uncut], sizes[uncut] = False, 0
+    return SamplingMasks(sizes, np.nonzero(kept)[1].astype(np.int32))
 
 
 @dataclass(slots=True)

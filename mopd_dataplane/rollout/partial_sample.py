@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engines.engine import GOING, Request
-from mopd_dataplane.rollout.engines.sampling import sample_key
+from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, sample_key
 from mopd_dataplane.rollout.mask_buffers import PartialMasks
 from mopd_dataplane.rollout.tools.sandbox import Call
 
@@ -42,6 +42,8 @@ class SampleSpec:
     """Whether the sampling masks of its tokens are recorded."""
     experts: bool = False
     """Whether the experts of its tokens are recorded."""
+    sampler: str = FIRST_SAMPLER
+    """Name of what draws its tokens, see sampling.SAMPLERS; OWN_NOISE where the engine draws with noise of its own."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,6 +125,7 @@ class PartialSample:
             prompt_ids=np.array(spec.prompt_ids, np.int32),
             prefix_ids=self.response,
             key=sample_key(spec.uid),
+            sampler=spec.sampler,
             temperature=spec.temperature,
             top_p=spec.top_p,
             top_k=spec.top_k,
@@ -151,6 +154,7 @@ class PartialSample:
             temperature=spec.temperature,
             top_p=spec.top_p,
             top_k=spec.top_k,
+            sampler=spec.sampler,
             prompt_len=len(spec.prompt_ids),
             tokens=np.concatenate([np.array(spec.prompt_ids, np.int32), self.response]),
             logprobs=np.array(self.logprobs, np.float32),

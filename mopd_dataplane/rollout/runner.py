@@ -18,6 +18,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
 from mopd_dataplane.rollout.engines.engine import Engine
+from mopd_dataplane.rollout.engines.sampling import OWN_NOISE
 from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.remote_copy import LogCopy
@@ -216,6 +217,7 @@ def _sample_specs(
                     top_k=rollout.top_k,
                     max_new_tokens=rollout.max_new_tokens,
                     stop=rollout.stop,
+                    sampler=engine.samplers[0] if engine.samplers else OWN_NOISE,
                     tokenizer=engine.tokenizer_digest,
                     prompt_ids=ids,
                     sampling_mask="sampling_mask" in rollout.record,

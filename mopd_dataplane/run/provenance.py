@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mopd_dataplane.job.job import Job
+from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
 PACKAGES = ("mopd-dataplane", "torch", "transformers", "tokenizers", "pylance", "numpy", "reasoning-gym")
 
@@ -29,7 +28,7 @@ def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "commit": commit(),
         "settings": settings_digest(job, stages),
-        "sampler": sampler_digest(),
+        "sampler": SAMPLER,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "host": {"processor": _processor(), "cores": os.cpu_count(), "machine": platform.machine()},
         "versions": {"python": platform.python_version(), **_versions()},
@@ -48,14 +47,6 @@ def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
         named = {stage.get("objective") for stage in content["stages"]}
         content["objectives"] = {name: value for name, value in content.get("objectives", {}).items() if name in named}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def sampler_digest() -> str:
-    """16 hex digits over the noise that sampling draws with: another digest, other samples from the same logits."""
-    from mopd_dataplane.rollout.engines.sampling import gumbel, sample_key
-
-    drawn = [gumbel(sample_key(f"{index:032x}"), index, 1, 64) for index in range(4)]
-    return hashlib.sha256(b"".join(np.round(noise, 4).tobytes() for noise in drawn)).hexdigest()[:16]
 
 
 def commit() -> str:

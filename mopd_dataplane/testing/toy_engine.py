@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
-from mopd_dataplane.rollout.engines.sampling import SlotNoise, draw, log_distribution
+from mopd_dataplane.rollout.engines.philox import key_words
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS, by_sampler, sampler
 from mopd_dataplane.rollout.mask_buffers import sampling_masks_of
 
 EOS = 0
@@ -28,7 +29,7 @@ class ToyEngine:
     """
 
     lockstep = True
-    position_keyed = True
+    samplers = tuple(SAMPLERS)
 
     def __init__(self, *, slots: int, vocab: int = 12, mean_length: float = 30.0, spread: float = 0.9) -> None:
         self.slots = slots
@@ -38,7 +39,6 @@ class ToyEngine:
         self._mean_length = mean_length
         self._spread = spread
         self._live: dict[int, tuple[Request, list[int]]] = {}
-        self._noise = SlotNoise(slots, vocab)
         self.load_policy(Path(), 0)
 
     def load_policy(self, folder: Path, version: int) -> None:
@@ -57,7 +57,6 @@ class ToyEngine:
             if slot in self._live:
                 raise EngineError(f"slot {slot} is not free")
             self._live[slot] = (request, request.prefix_ids.tolist())
-            self._noise.forget(slot)
             if len(request.prefix_ids):
                 rescored[slot] = self._rescore(request)
         return rescored
@@ -68,12 +67,17 @@ class ToyEngine:
         live = [self._live[slot] for slot in slots]
         positions = np.array([len(response) for _, response in live], np.int64)
         logits = np.stack([self._logits(request, response) for request, response in live])
-        noise = self._noise.rows(slots, positions, [request.key for request, _ in live])
-        temperature, top_k, top_p = _settings([request for request, _ in live])
-        log_q = log_distribution(logits, temperature, top_k, top_p)
-        tokens, logprobs = draw(log_q, noise, temperature)
-        asked = np.array([request.sampling_mask for request, _ in live])
-        kept = sampling_masks_of(log_q, asked) if asked.any() else None
+        requests = [request for request, _ in live]
+        keys = np.stack([key_words(request.key) for request in requests])
+        temperature, top_k, top_p = _settings(requests)
+        tokens, logprobs = np.zeros(len(live), np.int32), np.zeros(len(live), np.float32)
+        inside = np.zeros(logits.shape, np.bool_)
+        for kind, rows in by_sampler([request.sampler for request in requests]):
+            found = kind.of(logits[rows], temperature[rows], top_k[rows], top_p[rows])
+            tokens[rows] = found.draw(keys[rows], positions[rows], temperature[rows])
+            logprobs[rows], inside[rows] = found.logprobs(tokens[rows]), found.kept()
+        asked = np.array([request.sampling_mask for request in requests])
+        kept = sampling_masks_of(inside, asked) if asked.any() else None
         finished = np.zeros(len(slots), np.uint8)
         for row, (request, response) in enumerate(live):
             response.append(int(tokens[row]))
@@ -114,9 +118,8 @@ class ToyEngine:
         ids = request.prefix_ids.tolist()
         count = min(len(ids), RESCORED)
         logits = np.stack([self._logits(request, ids[:place]) for place in range(len(ids) - count, len(ids))])
-        log_q = log_distribution(logits, *_settings([request] * count))
-        own: NDArray[np.float32] = log_q[np.arange(count), ids[-count:]].astype(np.float32)
-        return own
+        found = sampler(request.sampler).of(logits, *_settings([request] * count))
+        return found.logprobs(request.prefix_ids[-count:])
 
 
 def _settings(requests: list[Request]) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:

@@ -10,7 +10,10 @@ vllm_server.py        a team's own vLLM server, by its URL
 streaming.py          what engines that run on their own have in common
 token_streams.py      their tokens, kept as they arrive and handed to the loop one a slot
 completions.py        many streaming completions of one server at a time
-sampling.py           a token as a pure function of (logits, sample key, position)
+sampling.py           a token as a pure function of (logits, sample key, position); the samplers by name
+grouped_gumbel.py     the sampler of new samples
+gumbel.py             the sampler of logs that name none
+philox.py             the random numbers of a key and a position
 vllm_sampler.py       sampling.py as a logits processor inside vLLM
 sampler_arguments.py  what a vLLM request carries for it
 call_timeout.py       an engine that never answers is noticed

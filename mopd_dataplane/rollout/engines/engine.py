@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
 GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
@@ -36,6 +37,8 @@ class Request:
     """[k] response tokens that exist already; they count against the budget."""
     key: int
     """128-bit key of the sampling noise; see sampling.sample_key."""
+    sampler: str = SAMPLER
+    """Name of what turns logits and noise into tokens; see sampling.SAMPLERS."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -50,7 +53,8 @@ class Request:
 
     def digest(self) -> str:
         """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
-        settings = (self.uid, self.key, self.temperature, self.top_p, self.top_k, self.max_new_tokens, self.stop)
+        drawn = (self.key, self.sampler, self.temperature, self.top_p, self.top_k)
+        settings = (self.uid, *drawn, self.max_new_tokens, self.stop)
         found = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for ids in (self.prompt_ids, self.prefix_ids):
             found.update(len(ids).to_bytes(8, "little") + ids.astype("<i4").tobytes())
@@ -101,8 +105,9 @@ class Engine(Protocol):
 
     lockstep: bool
     """Every step answers for every live slot; otherwise for those whose next token has arrived."""
-    position_keyed: bool
-    """The noise of a token is that of sampling.py, so that a resumed sample meets the noise it would have met."""
+    samplers: tuple[str, ...]
+    """Names of the samplers (sampling.py) it draws with, that of new samples first: a resumed sample meets the noise it
+    would have met. Empty when its noise is its own: then a resume is statistical."""
     slots: int
     policy_version: int
     policy_digest: str
@@ -116,7 +121,7 @@ class Engine(Protocol):
         """Put requests into free slots.
 
         Returns, for each slot whose request has a prefix of k > 0 tokens, the engine's own log-probs of the last
-        min(k, RESCORED) prefix tokens: the self-check of a resume. An engine that is not position_keyed may
+        min(k, RESCORED) prefix tokens: the self-check of a resume. An engine without samplers may
         return none.
         """
 

@@ -29,14 +29,13 @@ from mopd_dataplane.models.hf import check_same_tokenizer, load_tokenizer, stop_
 from mopd_dataplane.rollout.engines import kv_file
 from mopd_dataplane.rollout.engines.decoder import Decoder
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
-from mopd_dataplane.rollout.engines.sampling import Floats, SlotNoise, draw, log_distribution, mixture
-from mopd_dataplane.rollout.mask_buffers import joined, sampling_masks_of
+from mopd_dataplane.rollout.engines.philox import key_words
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution, Floats, by_sampler, sampler
+from mopd_dataplane.rollout.mask_buffers import sampling_masks_of
 from mopd_dataplane.rollout.stop_strings import StopText
 
 _PREFILL_TOKENS = 8192
 """Tokens of one prefill pass, padding included."""
-_SAMPLE_VALUES = 1 << 18
-"""Logits turned into a distribution at a time, to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class HfEngine:
     """
 
     lockstep = True
-    position_keyed = True
+    samplers = tuple(SAMPLERS)
 
     def __init__(
         self,
@@ -118,12 +117,12 @@ class HfEngine:
 
     def _clear(self) -> None:
         slots = self.slots
-        self._noise = SlotNoise(slots, self.vocab_size)
         self._requests: list[Request] = []
         self._stops: list[StopText | None] = []
         self._read: list[NDArray[np.int16] | None] = []
         """Expert ids of what each row was prefilled with, until its next step says them."""
         self._slot = np.zeros(slots, np.int64)
+        self._key = np.zeros((slots, 4), np.uint32)
         self._last = np.zeros(slots, np.int64)
         self._length = np.zeros(slots, np.int64)
         self._prompt = np.zeros(slots, np.int64)
@@ -170,6 +169,7 @@ class HfEngine:
         self._stops.append(stops)
         self._read.append(None)
         self._slot[row] = slot
+        self._key[row] = key_words(request.key)
         self._last[row] = ids[-1]
         self._length[row] = len(ids)
         self._prompt[row] = len(request.prompt_ids)
@@ -178,7 +178,6 @@ class HfEngine:
         self._top_p[row] = request.top_p
         self._top_k[row] = request.top_k
         self._support[row] = request.sampling_mask
-        self._noise.forget(slot)
         return row
 
     def _rescore(self, request: Request, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
@@ -186,13 +185,14 @@ class HfEngine:
         count = min(len(request.prefix_ids), RESCORED)
         end = len(request.prompt_ids) + len(request.prefix_ids) - 1
         newest = slice(end - count, end)
-        log_q = self._log_distribution(
+        found = self._distribution(
+            sampler(request.sampler),
             [decoder.logits(own[newest]) for decoder, own in zip(self._decoders, states, strict=True)],
             np.full(count, request.temperature),
             np.full(count, request.top_k, np.int64),
             np.full(count, request.top_p),
         )
-        return log_q[np.arange(count), request.prefix_ids[-count:]].astype(np.float32)
+        return found.logprobs(request.prefix_ids[-count:])
 
     @torch.inference_mode()
     def step(self) -> StepOutput:
@@ -236,33 +236,36 @@ class HfEngine:
             said.append(own if before is None else np.concatenate([before, own]))
         return Routes(np.array([len(ids) for ids in said], np.int32), np.concatenate(said))
 
-    def _log_distribution(
-        self, logits: Sequence[NDArray[np.float32]], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
-    ) -> Floats:
-        """[N, V] log-probs a token is drawn from; logits [N, V] of each decoder."""
-        parts = [log_distribution(own, temperature, top_k, top_p) for own in logits]
-        return parts[0] if self._partner is None else mixture(*parts, share=self._partner.share)
+    def _distribution(
+        self,
+        kind: type[Distribution],
+        logits: Sequence[NDArray[np.float32]],
+        temperature: Floats,
+        top_k: NDArray[np.int64],
+        top_p: Floats,
+    ) -> Distribution:
+        """What a sampler draws tokens from; logits [N, V] of each decoder."""
+        parts = [kind.of(own, temperature, top_k, top_p) for own in logits]
+        return parts[0] if self._partner is None else parts[0].mixed(parts[1], share=self._partner.share)
 
     def _sample(
         self, logits: Sequence[NDArray[np.float32]], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], SamplingMasks | None]:
         live = len(positions)
-        asked, masks = self._support[:live], []
+        asked = self._support[:live]
+        inside = np.zeros((live, self.vocab_size if asked.any() else 0), np.bool_)
         tokens = np.zeros(live, np.int32)
         logprobs = np.zeros(live, np.float32)
-        rows = max(1, _SAMPLE_VALUES // self.vocab_size)
-        for first in range(0, live, rows):
-            part = slice(first, min(first + rows, live))
-            keys = [request.key for request in self._requests[part]]
-            noise = self._noise.rows(self._slot[part], positions[part], keys)
-            temperature = self._temperature[part]
-            log_q = self._log_distribution(
-                [own[part] for own in logits], temperature, self._top_k[part], self._top_p[part]
+        for kind, rows in by_sampler([request.sampler for request in self._requests]):
+            temperature = self._temperature[:live][rows]
+            found = self._distribution(
+                kind, [own[rows] for own in logits], temperature, self._top_k[:live][rows], self._top_p[:live][rows]
             )
-            tokens[part], logprobs[part] = draw(log_q, noise, temperature)
+            tokens[rows] = found.draw(self._key[:live][rows], positions[rows], temperature)
+            logprobs[rows] = found.logprobs(tokens[rows])
             if asked.any():
-                masks.append(sampling_masks_of(log_q, asked[part]))
-        return tokens, logprobs, joined(masks) if masks else None
+                inside[rows] = found.kept()
+        return tokens, logprobs, sampling_masks_of(inside, asked) if asked.any() else None
 
     def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
         live = len(tokens)
@@ -289,7 +292,7 @@ class HfEngine:
         for decoder in self._decoders:
             decoder.cache.move(last, row, int(self._length[last]))
         for column in (
-            self._slot, self._last, self._length, self._prompt, self._budget,
+            self._slot, self._key, self._last, self._length, self._prompt, self._budget,
             self._temperature, self._top_p, self._top_k, self._support,
         ):  # fmt: skip
             column[row] = column[last]

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 
 LOWEST = -9999.0
 """Stands for the log-prob of a repeated token outside the cut: vLLM's server knows no smaller one."""
-_KEY = "mopd_key"
+_KEY = "mopd_sample_key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class SamplerArguments:
     """Response position of the first token that the engine draws."""
     again: tuple[int, ...]
     """Tokens that must come first, whatever the noise says; their log-probs are those of the distribution."""
+    sampler: str
+    """See sampling.SAMPLERS."""
     temperature: float
     top_p: float
     top_k: int
@@ -35,7 +38,8 @@ class SamplerArguments:
     def of(cls, request: Request, again: Sequence[int]) -> SamplerArguments:
         """Orders to go on behind a request's prefix, its newest tokens `again` drawn once more."""
         first = len(request.prefix_ids) - len(again)
-        return cls(request.key, first, tuple(again), request.temperature, request.top_p, request.top_k)
+        settings = (request.sampler, request.temperature, request.top_p, request.top_k)
+        return cls(request.key, first, tuple(again), *settings)
 
     def as_arguments(self) -> dict[str, Any]:
         """As `extra_args` or `vllm_xargs`."""
@@ -43,6 +47,7 @@ class SamplerArguments:
             _KEY: f"{self.key:032x}",
             "mopd_first": self.first,
             "mopd_again": list(self.again),
+            "mopd_sampler": self.sampler,
             "mopd_temperature": self.temperature,
             "mopd_top_p": self.top_p,
             "mopd_top_k": self.top_k,
@@ -58,6 +63,7 @@ class SamplerArguments:
                 int(str(arguments[_KEY]), 16),
                 int(arguments["mopd_first"]),
                 tuple(int(token) for token in arguments["mopd_again"]),
+                str(arguments["mopd_sampler"]),
                 float(arguments["mopd_temperature"]),
                 float(arguments["mopd_top_p"]),
                 int(arguments["mopd_top_k"]),
@@ -66,4 +72,6 @@ class SamplerArguments:
             raise ValueError(f"incomplete arguments of the keyed sampler: {error!r}") from None
         if not (0 <= found.key < 1 << 128 and found.first >= 0 and 0 < found.top_p <= 1 and found.temperature >= 0):
             raise ValueError(f"impossible arguments of the keyed sampler: {found}")
+        if found.sampler not in SAMPLERS:
+            raise ValueError(f"sampler {found.sampler!r}; this build draws with {', '.join(SAMPLERS)}")
         return found

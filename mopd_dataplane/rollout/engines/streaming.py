@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines.engine import RESCORED, Request, StepOutput
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS
 from mopd_dataplane.rollout.engines.token_streams import Stream, Streams, rescored
 
 Noise = Literal["keyed", "seeded"]
@@ -35,7 +36,7 @@ class StreamingEngine(ABC):
 
     def __init__(self, folder: Path, *, slots: int, noise: Noise) -> None:
         self.slots = slots
-        self.position_keyed = noise == "keyed"
+        self.samplers: tuple[str, ...] = tuple(SAMPLERS) if noise == "keyed" else ()
         self.tokenizer = load_tokenizer(folder)
         self.tokenizer_digest = tokenizer_digest(self.tokenizer)
         self._shape = model_shape(folder)
@@ -45,7 +46,7 @@ class StreamingEngine(ABC):
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         """See Engine.admit. Other live slots go on meanwhile; their tokens are kept for the steps that follow."""
-        again = RESCORED if self.position_keyed else 0
+        again = RESCORED if self.samplers else 0
         opened = []
         for slot, request in requests:
             self._check(request)

@@ -59,7 +59,7 @@ class VllmEngine(StreamingEngine):
             "max_num_seqs": slots,
             "max_model_len": self.context_length,
             "logprobs_mode": LOGPROBS_MODE[noise],
-            "logits_processors": [SAMPLER] if self.position_keyed else None,
+            "logits_processors": [SAMPLER] if self.samplers else None,
             "generation_config": "vllm",
             **({"enable_sleep_mode": True} if sleeps and can_sleep() else {}),
             **(options or {}),
@@ -85,7 +85,7 @@ class VllmEngine(StreamingEngine):
             "detokenize": False,
             "output_kind": RequestOutputKind.DELTA,
         }
-        if self.position_keyed:
+        if self.samplers:
             settings |= {"temperature": 0.0, "extra_args": SamplerArguments.of(request, stream.again).as_arguments()}
         else:
             settings |= {

@@ -18,21 +18,19 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
+from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
-from mopd_dataplane.rollout.engines.sampling import Floats, SlotNoise, draw, log_distribution
-
-_SAMPLE_VALUES = 1 << 18
-"""Logits turned into a distribution at a time, to stay in the processor's cache."""
+from mopd_dataplane.rollout.engines.sampling import by_sampler
 
 
 class _Row:
     """One request in the batch."""
 
-    def __init__(self, arguments: SamplerArguments, drawn: list[int], vocab: int) -> None:
+    def __init__(self, arguments: SamplerArguments, drawn: list[int]) -> None:
         self.arguments = arguments
+        self.key = key_words(arguments.key)
         self._drawn = drawn
         """vLLM's own list: it grows with every token of the request."""
-        self._noise = SlotNoise(1, vocab)
 
     @property
     def repeats(self) -> int | None:
@@ -40,17 +38,16 @@ class _Row:
         done = len(self._drawn)
         return self.arguments.again[done] if done < len(self.arguments.again) else None
 
-    def noise(self) -> Floats:
-        """[1, V]"""
-        position = np.array([self.arguments.first + len(self._drawn)])
-        return self._noise.rows(np.zeros(1, np.int64), position, [self.arguments.key])
+    @property
+    def position(self) -> int:
+        """Response position of the token that comes next."""
+        return self.arguments.first + len(self._drawn)
 
 
 class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
     """See the module."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._vocab = int(vllm_config.model_config.get_vocab_size())
         self._rows: dict[int, _Row] = {}
 
     @classmethod
@@ -72,7 +69,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
             arguments = SamplerArguments.read(params.extra_args)
             self._rows.pop(index, None)
             if arguments is not None:
-                self._rows[index] = _Row(arguments, drawn, self._vocab)
+                self._rows[index] = _Row(arguments, drawn)
         for source, target, direction in batch_update.moved:
             moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
             if moved is not None:
@@ -83,29 +80,29 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """[B, V] in place."""
         indices = sorted(self._rows)
-        step = max(1, _SAMPLE_VALUES // logits.shape[1])
-        for first in range(0, len(indices), step):
-            part = indices[first : first + step]
-            rows = [self._rows[index] for index in part]
-            tokens, values = _drawn(logits[part].float().cpu().numpy(), rows)
-            where = torch.tensor(part, device=logits.device)
-            logits[where] = -torch.inf
-            logits[where, torch.from_numpy(tokens).to(logits.device)] = torch.from_numpy(values).to(logits)
+        if not indices:
+            return logits
+        tokens, values = _drawn(logits[indices].float().cpu().numpy(), [self._rows[index] for index in indices])
+        where = torch.tensor(indices, device=logits.device)
+        logits[where] = -torch.inf
+        logits[where, torch.from_numpy(tokens).to(logits.device)] = torch.from_numpy(values).to(logits)
         return logits
 
 
 def _drawn(logits: NDArray[np.float32], rows: list[_Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Token [B] and its log-prob [B]; token 0 and NaN where logits are not finite."""
+    good = np.isfinite(logits).all(axis=1)
+    logits[~good] = 0.0
     temperature = np.array([row.arguments.temperature for row in rows])
     top_k = np.array([row.arguments.top_k for row in rows], np.int64)
     top_p = np.array([row.arguments.top_p for row in rows])
-    good = np.isfinite(logits).all(axis=1)
-    logits[~good] = 0.0
-    log_q = log_distribution(logits, temperature, top_k, top_p)
-    tokens, logprobs = draw(log_q, np.concatenate([row.noise() for row in rows]), temperature)
-    for place, row in enumerate(rows):
-        repeated = row.repeats
-        if repeated is not None:
-            tokens[place], logprobs[place] = repeated, max(float(log_q[place, repeated]), LOWEST)
+    keys, positions = np.stack([row.key for row in rows]), np.array([row.position for row in rows])
+    repeated = np.array([-1 if row.repeats is None else row.repeats for row in rows])
+    tokens, logprobs = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
+    for kind, own in by_sampler([row.arguments.sampler for row in rows]):
+        found = kind.of(logits[own], temperature[own], top_k[own], top_p[own])
+        drawn = found.draw(keys[own], positions[own], temperature[own])
+        tokens[own] = np.where(repeated[own] >= 0, repeated[own], drawn)
+        logprobs[own] = np.maximum(found.logprobs(tokens[own]), LOWEST)
     tokens[~good], logprobs[~good] = 0, np.nan
-    return tokens.astype(np.int64), logprobs
+    return tokens, logprobs

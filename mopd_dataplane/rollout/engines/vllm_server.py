@@ -88,7 +88,7 @@ class ServerEngine(StreamingEngine):
             "frequency_penalty": 0.0,
             "min_p": 0.0,
         }
-        if self.position_keyed:
+        if self.samplers:
             arguments = SamplerArguments.of(request, again).as_arguments()
             return body | {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "vllm_xargs": arguments}
         settings = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}

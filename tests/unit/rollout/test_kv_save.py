@@ -88,7 +88,7 @@ def test_a_saved_resume_gives_every_bit_of_the_uninterrupted_run(rolled: Any, sh
             assert kept(name).exists() == (at > 0 and kv_bytes > 0)
     assert bits(shelf.samples) == bits(whole.samples)
     interrupted = [sample for sample in shelf.samples.values() if sample.interruptions]
-    assert len(interrupted) > 16
+    assert len(interrupted) >= 16
     assert {sample.resume for sample in interrupted} == {"exact"}
 
     statistical = [sample for sample in prefilled.samples.values() if sample.resume == "statistical"]

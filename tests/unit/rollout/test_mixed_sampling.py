@@ -15,8 +15,10 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.engine import Request
+from mopd_dataplane.rollout.engines.gumbel import gumbel, mixture
 from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
-from mopd_dataplane.rollout.engines.sampling import gumbel, mixture, sample_key
+from mopd_dataplane.rollout.engines.philox import key_words
+from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER, sample_key, sampler
 from mopd_dataplane.rollout.runner import SAVED
 
 SHARE = 0.3
@@ -80,8 +82,8 @@ def distribution(folder: Path, prompt: list[int], tokens: list[int], temperature
 def test_a_token_is_drawn_from_the_mixture_and_logged_under_it(
     tiny_model: Path, teacher: Path, temperature: float
 ) -> None:
-    """token = argmax(log((1 - a) p_S + a p_T) + the sample's own noise)."""
-    work = requests(6, temperature=temperature)
+    """With gumbel/1: token = argmax(log((1 - a) p_S + a p_T) + the sample's own noise)."""
+    work = requests(6, temperature=temperature, sampler=FIRST_SAMPLER)
     engine = HfEngine(tiny_model, slots=6, partner=Partner(teacher, SHARE))
     differs = 0
     for uid, (tokens, logprobs) in decode(engine, work).items():
@@ -93,6 +95,20 @@ def test_a_token_is_drawn_from_the_mixture_and_logged_under_it(
         np.testing.assert_allclose(logprobs, mixed[np.arange(len(tokens)), tokens], atol=TOLERANCE)
         differs += int(((own + noise).argmax(1) != tokens).sum())
     assert differs > 10  # the student alone would have written something else
+
+
+def test_the_newest_sampler_draws_from_the_mixture_too(tiny_model: Path, teacher: Path) -> None:
+    work = requests(6)
+    engine = HfEngine(tiny_model, slots=6, partner=Partner(teacher, SHARE))
+    for uid, (tokens, logprobs) in decode(engine, work).items():
+        prompt = work[int(uid)].prompt_ids.tolist()
+        own, theirs = (distribution(folder, prompt, tokens, 1.0) for folder in (tiny_model, teacher))
+        mixed = np.log((1 - SHARE) * np.exp(own) + SHARE * np.exp(theirs)).astype(np.float32)
+        count = len(tokens)
+        found = sampler(SAMPLER).of(mixed, np.ones(count), np.zeros(count, np.int64), np.ones(count))
+        keys = np.tile(key_words(sample_key(uid)), (count, 1))
+        assert tokens == found.draw(keys, np.arange(count), np.ones(count)).tolist()
+        np.testing.assert_allclose(logprobs, mixed[np.arange(count), tokens], atol=TOLERANCE)
 
 
 def test_mixture_is_a_distribution_with_all_of_both_supports() -> None:

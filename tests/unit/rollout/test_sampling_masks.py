@@ -19,7 +19,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engines.engine import Request, StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
-from mopd_dataplane.rollout.engines.sampling import log_distribution
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution
 from mopd_dataplane.rollout.log import log_records, recovery
 from mopd_dataplane.rollout.log.framing import MAX_BODY
 from mopd_dataplane.rollout.log.ledger import Ledger
@@ -49,15 +49,16 @@ def content(samples: dict[str, Sample]) -> dict[str, tuple[list[int], list[list[
     return {uid: (sample.tokens.tolist(), sets(sample)) for uid, sample in samples.items()}
 
 
-def test_a_kept_set_is_what_the_distribution_leaves() -> None:
+@pytest.mark.parametrize("kind", SAMPLERS.values())
+def test_a_kept_set_is_what_the_distribution_leaves(kind: type[Distribution]) -> None:
     logits = np.log(np.array([[0.4, 0.3, 0.2, 0.1]] * 3, np.float32))
-    log_q = log_distribution(logits, np.ones(3), np.array([4, 2, 2]), np.array([1.0, 1.0, 0.3]))
-    masks = sampling_masks_of(log_q, np.array([True, True, True]))
-    assert (masks.sizes.tolist(), masks.ids.tolist()) == ([0, 2, 1], [0, 1, 0]), "nothing cut is a set of size 0"
-    masks = sampling_masks_of(log_q, np.array([False, False, True]))
-    assert (masks.sizes.tolist(), masks.ids.tolist()) == ([0, 0, 1], [0])
-    assert masks.holds(np.array([3, 3, 0], np.int32)).all()
-    assert masks.holds(np.array([3, 3, 1], np.int32)).tolist() == [True, True, False]
+    inside = kind.of(logits, np.ones(3), np.array([4, 2, 2]), np.array([1.0, 1.0, 0.3])).kept()
+    kept = sampling_masks_of(inside, np.array([True, True, True]))
+    assert (kept.sizes.tolist(), kept.ids.tolist()) == ([0, 2, 1], [0, 1, 0]), "nothing cut is a set of size 0"
+    kept = sampling_masks_of(inside, np.array([False, False, True]))
+    assert (kept.sizes.tolist(), kept.ids.tolist()) == ([0, 0, 1], [0])
+    assert kept.holds(np.array([3, 3, 0], np.int32)).all()
+    assert kept.holds(np.array([3, 3, 1], np.int32)).tolist() == [True, True, False]
 
 
 def test_the_toy_and_the_real_engine_say_what_they_drew_from(
@@ -70,7 +71,9 @@ def test_the_toy_and_the_real_engine_say_what_they_drew_from(
         assert all(token in masks and 1 <= len(masks) <= 6 for token, masks in zip(drawn, sets(sample), strict=True))
 
     engine = HfEngine(tiny_model, slots=3)
-    asking = [Request(**{**_fields(r), "support": i != 1}) for i, r in enumerate(make_requests(3, top_k=7, top_p=0.6))]
+    asking = [
+        Request(**{**_fields(r), "sampling_mask": i != 1}) for i, r in enumerate(make_requests(3, top_k=7, top_p=0.6))
+    ]
     engine.admit(list(enumerate(asking)))
     output = engine.step()
     assert output.masks is not None
@@ -83,7 +86,7 @@ def _fields(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in Request.__dataclass_fields__}
 
 
-@pytest.mark.parametrize(("point", "every"), [("wal.append", 31), ("wal.appended", 31), ("rollout.step", 9)])
+@pytest.mark.parametrize(("point", "every"), [("wal.append", 31), ("wal.appended", 29), ("rollout.step", 9)])
 def test_a_sample_that_died_anywhere_goes_on_with_the_same_sets(
     roll: Callable[..., Any], shelf: Any, tmp_path: Path, point: str, every: int
 ) -> None:

@@ -133,9 +133,12 @@ def test_a_ticket_survives_the_journey() -> None:
     assert SamplerArguments.read(arguments.as_arguments()) == arguments
     assert SamplerArguments.read({"other": 1}) is None
     assert SamplerArguments.read(None) is None
-    for key, value in (("mopd_first", -1), ("mopd_top_p", 0.0), ("mopd_again", None), ("mopd_key", "zz")):
+    wrong = {"mopd_first": -1, "mopd_top_p": 0.0, "mopd_again": None, "mopd_sample_key": "zz"}
+    for key, value in wrong.items():
         with pytest.raises(ValueError, match="arguments of the keyed sampler"):
             SamplerArguments.read(arguments.as_arguments() | {key: value})
+    with pytest.raises(ValueError, match=r"sampler 'dice/9'; this build draws with grouped-gumbel/1, gumbel/1"):
+        SamplerArguments.read(arguments.as_arguments() | {"mopd_sampler": "dice/9"})
 
 
 def test_a_seed_is_never_drawn_from_twice() -> None:

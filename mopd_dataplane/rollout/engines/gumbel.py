@@ -1,0 +1,129 @@
+"""Sampler `gumbel/1`: Gumbel-max over the whole vocabulary. It continues the logs that were written with it.
+
+    token[p] = argmax_v( log q(v) + G(key, p, v) ),   G = -log(-log u)
+
+u comes from Philox4x64-10 at counter (p, v): V noise values a token, with two logarithms each, in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.rollout.engines.philox import Words
+
+NAME = "gumbel/1"
+
+_LANES = 4
+"""64-bit words per Philox block."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What each of B tokens is drawn from; see sampling.Distribution."""
+
+    log_q_values: Floats
+    """[B, V] normalised log-probs; -inf outside the cut"""
+
+    @classmethod
+    def of(
+        cls, logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
+    ) -> Distribution:
+        """See sampling.Distribution.of."""
+        return cls(log_distribution(logits, temperature, top_k, top_p))
+
+    def mixed(self, other: Distribution, *, share: float) -> Distribution:
+        """See sampling.Distribution.mixed."""
+        return Distribution(mixture(self.log_q_values, other.log_q_values, share=share))
+
+    def log_q(self) -> Floats:
+        """See sampling.Distribution.log_q."""
+        return self.log_q_values
+
+    def logprobs(self, tokens: NDArray[np.integer]) -> NDArray[np.float32]:
+        """See sampling.Distribution.logprobs."""
+        own: NDArray[np.float32] = self.log_q_values[np.arange(len(tokens)), tokens].astype(np.float32)
+        return own
+
+    def kept(self) -> NDArray[np.bool_]:
+        """See sampling.Distribution.kept."""
+        return np.isfinite(self.log_q_values)
+
+    def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
+        """See sampling.Distribution.draw."""
+        noisy = self.log_q_values.copy()
+        for row in np.flatnonzero(temperature > 0):
+            key = int.from_bytes(keys[row].astype("<u4").tobytes(), "little")
+            noisy[row] += gumbel(key, int(positions[row]), 1, len(noisy[row]))[0]
+        tokens: NDArray[np.int32] = noisy.argmax(axis=1).astype(np.int32)
+        return tokens
+
+
+def uniforms(key: int, position: int, count: int, vocab: int) -> Floats:
+    """[count, vocab] uniforms of positions position .. position + count - 1, strictly inside (0, 1).
+
+    52 random bits and a half: the largest value is 1 - 2^-53, the smallest 2^-53, both exact in float64.
+    """
+    blocks = -(-vocab // _LANES)
+    # numpy's Philox advances its counter before the first block.
+    generator = np.random.Philox(key=key, counter=(position * blocks - 1) % 2**256)
+    raw = generator.random_raw(count * blocks * _LANES).reshape(count, blocks * _LANES)[:, :vocab]
+    return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def gumbel(key: int, position: int, count: int, vocab: int) -> Floats:
+    """[count, vocab] standard Gumbel noise."""
+    noise = uniforms(key, position, count, vocab)
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    np.log(noise, out=noise)
+    np.negative(noise, out=noise)
+    return noise
+
+
+def log_distribution(
+    logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
+) -> Floats:
+    """[B, V] log q for each row; -inf outside the cut. temperature, top_k, top_p are [B]; temperature 0 counts as 1."""
+    scaled = logits.astype(np.float64)
+    scaled /= np.where(temperature > 0, temperature, 1.0)[:, None]
+    for row in np.flatnonzero((top_k > 0) & (top_k < scaled.shape[1])):
+        _keep_top_k(scaled[row], int(top_k[row]))
+    scaled -= scaled.max(axis=1, keepdims=True)
+    for row in np.flatnonzero(top_p < 1):
+        _keep_nucleus(scaled[row], float(top_p[row]))
+    scaled -= np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    np.minimum(scaled, 0.0, out=scaled)
+    return scaled
+
+
+def mixture(log_p: Floats, log_q: Floats, *, share: float) -> Floats:
+    """[B, V] log((1 - share) p + share q) of two distributions given as log-probs; -inf where both are.
+
+    >>> float(np.exp(mixture(np.log([0.9]), np.log([0.4]), share=0.2))[0])
+    0.8
+    """
+    with np.errstate(divide="ignore"):
+        mixed: Floats = np.logaddexp(np.log1p(-share) + log_p, np.log(share) + log_q)
+    return np.minimum(mixed, 0.0, out=mixed)
+
+
+def _keep_top_k(row: Floats, k: int) -> None:
+    """Set all but the k largest to -inf, in place; equal values keep the lower id."""
+    threshold = np.partition(row, -k)[-k]
+    tied = np.flatnonzero(row == threshold)
+    spare = k - int((row > threshold).sum())
+    row[row < threshold] = -np.inf
+    row[tied[spare:]] = -np.inf
+
+
+def _keep_nucleus(row: Floats, mass: float) -> None:
+    """Keep the smallest set of likeliest tokens whose probability reaches `mass`, in place; row is shifted to max 0."""
+    order = np.argsort(-row, kind="stable")
+    probabilities = np.exp(row[order])
+    before = np.cumsum(probabilities) - probabilities
+    row[order[before >= mass * probabilities.sum()]] = -np.inf
