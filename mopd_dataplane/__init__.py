@@ -22,11 +22,18 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MopdError
 
 if TYPE_CHECKING:
-    from mopd_dataplane.records import Prompt, Sample, Signal, Snapshot
+    from mopd_dataplane.job.job import Job, load_job
+    from mopd_dataplane.load.spec import LoadSpec
+    from mopd_dataplane.load.stream import BatchStream
+    from mopd_dataplane.records import Batch, Pack, PlanWindow, Prompt, Sample, Signal, Snapshot, Teacher, sample_uid
+    from mopd_dataplane.run.pipeline import run_job
     from mopd_dataplane.store.dataset import Store
 
 __version__ = "0.1.0"
-__all__ = ["MopdError", "Prompt", "Sample", "Signal", "Snapshot", "Store", "__version__", "create_store", "open_store"]
+__all__ = [
+    "Batch", "BatchStream", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Sample", "Signal",
+    "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job", "open_store", "run_job", "sample_uid",
+]  # fmt: skip
 
 
 def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> Store:
@@ -50,7 +57,11 @@ def create_store(uri: str, *, storage_options: dict[str, str] | None = None, sin
 for _noisy in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
-_HOMES = {"Store": "store.dataset", **dict.fromkeys(("Prompt", "Sample", "Signal", "Snapshot"), "records")}
+_RECORDS = ("Batch", "Pack", "PlanWindow", "Prompt", "Sample", "Signal", "Snapshot", "Teacher", "sample_uid")
+_HOMES = {
+    **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.job",
+    "run_job": "run.pipeline", "LoadSpec": "load.spec", "BatchStream": "load.stream",
+}  # fmt: skip
 """Loaded at first use: `mopd --help` waits for neither numpy nor lance."""
 
 

@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.load.stream import BatchStream
+from mopd_dataplane import BatchStream, LoadSpec
 
 
 class Rows(IterableDataset):

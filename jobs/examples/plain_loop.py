@@ -13,8 +13,7 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM
 
-from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.load.stream import BatchStream
+from mopd_dataplane import BatchStream, LoadSpec
 
 
 def main(store: str, stage: str, policy: str) -> None:

@@ -24,11 +24,11 @@ class Epilogue(NamedTuple):
     """[V], or None."""
 
     def sliced(self, start: int, stop: int) -> Epilogue:
-        """The same map for vocabulary columns ``start:stop``."""
+        """This map for vocabulary columns ``start:stop``."""
         return self if self.bias is None else self._replace(bias=self.bias[start:stop])
 
     def gathered(self, ids: Tensor) -> Epilogue:
-        """The same map for the columns ``ids`` (any shape)."""
+        """This map for the columns ``ids`` (any shape)."""
         return self if self.bias is None else self._replace(bias=self.bias[ids])
 
     def apply(self, z: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, device: str =
 
 
 def scaled(case: Case, rows: int) -> Case:
-    """The same problem with another number of rows."""
+    """The case with another number of rows."""
     return replace(case, rows=rows)
 
 

@@ -1,6 +1,7 @@
 """What every stage stands on: files, checksums, and named places where a process may die.
 
 files.py           durable local files: written beside their place, synced, renamed
+plugins.py         what a name stands for: built in, installed, or importable
 checksum.py        crc32c over arrays
 sealed_json.py     JSON objects that carry their own checksum
 file_checksums.py  folders of files that nobody rewrites: what each file was when it was written

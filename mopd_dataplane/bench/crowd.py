@@ -32,7 +32,7 @@ class Crowd:
     answers: list[dict[str, Any]]
     """One JSON object of each process in the fastest round; `seconds` is the time of its pass."""
     cpu_seconds: float
-    """Of all processes during one pass, helpers included; the least of all rounds."""
+    """CPU seconds of all processes during one pass, helpers included; the least of all rounds."""
     pss_bytes: int
     """Proportional set size of all processes: shared pages count once; the most of all rounds."""
 

@@ -77,7 +77,7 @@ class _InterruptedHf(HfEngine):
 
 
 class _InterruptedVllm(VllmEngine):
-    """The same for vLLM, which saves nothing."""
+    """A vLLM engine that is interrupted; it saves no keys and values."""
 
     interruptions = ("killed",)
     how: str | None = None

@@ -56,11 +56,11 @@ class Workload:
     student_b: float = 8.0
     """Parameters that multiply, in 10^9."""
     teacher_b: float = 32.0
-    """Of each teacher."""
+    """Parameters of each teacher, in 10^9."""
     teachers_per_sample: float = 1.0
     """How many judge a sample: 1 when domains are routed."""
     hidden_size: int = 5120
-    """Of the teachers."""
+    """Hidden size of the teachers."""
     fidelity: Fidelity = "hidden"
     codec: str = "int8"
     topk: int = 64

@@ -19,7 +19,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def import_(
-    source: Annotated[str, typer.Argument(metavar="FORMAT", help="verl, trl, prime-rl, tinker or plain.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FORMAT",
+            help="verl, trl, prime-rl, tinker, plain, one that a package installs, or module:function.",
+        ),
+    ],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A .jsonl or .parquet file, or a folder of them.")],
     store: Annotated[
         str, typer.Option("--store", metavar="STORE", help="Store to import into; made when there is none.")

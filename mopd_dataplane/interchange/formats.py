@@ -53,6 +53,8 @@ class Row:
 
 
 Reader = Callable[[Fields, str], Iterator[Row]]
+"""(fields of one line or row, its place) -> the responses in it. Another package offers one as an entry point of
+`mopd.importers`, or it is named as `package.module:function`."""
 
 
 def _verl(fields: Fields, place: str) -> Iterator[Row]:

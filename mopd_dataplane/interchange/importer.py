@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
 from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.records import Prompt, Sample
@@ -86,11 +87,10 @@ def import_rollouts(
 
     Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
     follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
-    Raises InputError naming file and row: not JSON, a field of another type, ids outside the vocabulary, impossible
-    log-probs, no stage or domain.
+    Raises UnknownNameError for a format that nobody offers, InputError naming file and row: not JSON, a field of
+    another type, ids outside the vocabulary, impossible log-probs, no stage or domain.
     """
-    if settings.format not in FORMATS:
-        raise InputError(f"no format {settings.format!r}: {nearest(settings.format, FORMATS)}")
+    find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_of(path)
     _check(store, path, _samples(files, settings, vocabulary))
     report, places = ImportReport(), set[str]()
@@ -153,7 +153,7 @@ def _samples(
     files: Sequence[Path], settings: ImportSettings, vocabulary: Vocabulary
 ) -> Iterator[tuple[Row, Prompt, Sample]]:
     """Every row as prompt and sample, checked."""
-    reader = FORMATS[settings.format]
+    reader = find_plugin("mopd.importers", settings.format, FORMATS)
     seen: dict[str, int] = {}
     groups: dict[str, int] = {}
     ordinal = 0

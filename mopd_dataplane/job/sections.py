@@ -132,7 +132,7 @@ class Engine(Section):
     device: Device = "auto"
     """Where `hf` decodes, `cuda:1` say; auto takes the machine's accelerator, else the CPU. vLLM finds its own."""
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
+    """Weights of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
     noise: Literal["keyed", "seeded"] = "keyed"
     """keyed draws with this package's noise, the same at every resume; seeded leaves drawing to vLLM."""
     url: str = ""

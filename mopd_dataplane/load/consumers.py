@@ -1,9 +1,9 @@
 """Who is owed which pack, and who reads it.
 
-A *lane* is one data-parallel rank: the packs it will be asked for, in order. One trainer process sits in a lane, or
-several where the ranks of a tensor- or context-parallel group read the same packs; each has a *seat*.
+A *consumer group* is one data-parallel rank: the packs it will be asked for, in order. Its *consumers* are trainer
+processes: one, or several where the ranks of a tensor- or context-parallel group read the same packs.
 
-    planned ──fill──▶ ready ──claim by every seat──▶ lent ──release by every seat──▶ (slot free)
+    planned ──fill──▶ ready ──claim by every consumer──▶ lent ──release by every consumer──▶ (slot free)
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from mopd_dataplane.load.source import WindowSource
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One pack owed to one lane."""
+    """One pack owed to one group."""
 
     prefetch: PrefetchDepth
-    """Of the lane."""
+    """How many packs to keep ready for the group."""
     source: WindowSource
     step: int
     ordinal: int
     pack: int
     waiting: set[int]
-    """Seats that have not claimed it."""
+    """Consumers that have not claimed it."""
     fields: tuple[Field, ...]
     nbytes: int
     """Bytes of the whole pack in a slot."""
     list_bytes: int
-    """The same without its hidden states: about what its payload takes in memory once it is read."""
+    """Bytes of the pack without its hidden states: about what its payload takes in memory once it is read."""
     slot: Slot | None = None
     since: float = 0.0
     """When it got the slot."""
@@ -69,7 +69,7 @@ class ConsumerGroup:
     """First step that has no items yet."""
 
     def ready_after(self, item: Item, consumer: int, most_bytes: int) -> list[Item]:
-        """Items of its step right after one that is ready, ready too and not claimed by the seat, as long as the slots
+        """Items of its step right after one that is ready, ready too, not claimed by the consumer, as long as the slots
         of all of them take at most so many bytes."""
         assert item.slot is not None
         left = most_bytes - item.slot.capacity
@@ -104,7 +104,7 @@ class Consumer:
 
 
 def refusal(groups: Iterable[ConsumerGroup], rank: int, ranks: int, members: int) -> str:
-    """Why a trainer cannot join these lanes now; empty when it can."""
+    """Why a trainer cannot join these groups now; empty when it can."""
     for group in groups:
         if group.ranks != ranks:
             return f"a trainer of {ranks} ranks joins while others say {group.ranks}"

@@ -1,7 +1,7 @@
-"""Reads ahead of every trainer: fills slots with the packs of each lane, lends them, takes them back.
+"""Reads ahead of every trainer: fills slots with the packs of each group, lends them, takes them back.
 
-A filler thread keeps every lane supplied. A slot goes back to the ring when every seat of its lane has claimed and
-released it, or has left; see consumers.py.
+A filler thread keeps every group supplied. A slot goes back to the ring when every consumer of its group has claimed
+and released it, or has left; see consumers.py.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 JOIN_S = 2.0
 """How long a joining trainer waits for its predecessor to be gone."""
 AHEAD_BYTES = 256 << 20
-"""Payload in lists whose samples are looked up at once, over all lanes; of an object store, it is read at once."""
+"""Payload in lists whose samples are looked up at once, over all groups; of an object store, it is read at once."""
 AHEAD_PACKS = 512
-"""Packs of one lane that are looked at in advance."""
+"""Packs of one group that are looked at in advance."""
 LENT_BYTES = 4 << 20
 """Most slot bytes lent in one answer where it is more than one pack: small packs would cost more in messages."""
 LENT_SHARE = 1 / 16
-"""The same as a share of the ring, over all trainers."""
+"""Largest share of the ring that may be lent in one answer, over all trainers."""
+Lent = list[tuple[int, Slot]]  # (ordinal, slot) of packs lent in one answer
 HANDED_BYTES = 2 << 20
 """Small packs are handed out this much at a time: whoever waits for one takes them all with one message."""
 HANDED_S = 0.005
@@ -65,7 +66,7 @@ class Loader:
         self._windows = Windows(store, spec)
         self._changed = threading.Condition()
         self._groups: dict[tuple[int, int], ConsumerGroup] = {}
-        self._seats = 0
+        self._joined = 0
         self._probed = 0.0
         self._lent_packs = 0
         self._dealt: dict[tuple[int, int, int], list[list[int]]] = {}
@@ -75,9 +76,9 @@ class Loader:
         self._filler.start()
 
     def join(self, rank: int, ranks: int, member: int, members: int) -> Consumer:
-        """Take a seat. A trainer that was killed a moment ago may still hold it, so a taken one is waited for.
+        """Take a place. A trainer that was killed a moment ago may still hold it, so a taken one is waited for.
 
-        Raises InputError for a rank outside 0..ranks-1, MismatchError when the seat stays taken or others disagree on
+        Raises InputError for a rank outside 0..ranks-1, MismatchError when the place stays taken or others disagree on
         the number of ranks.
         """
         if not 0 <= rank < ranks or not 0 <= member < members:
@@ -87,16 +88,15 @@ class Loader:
             self._changed.wait_for(lambda: not refusal(*wanted), timeout=JOIN_S)
             if why := refusal(*wanted):
                 raise MismatchError(why)
-            group = self._groups.setdefault(
-                (rank, ranks), ConsumerGroup(rank, ranks, members, PrefetchDepth(self._spec.slots))
-            )
-            self._seats += 1
-            group.consumers.add(self._seats)
+            prefetch = PrefetchDepth(self._spec.slots)
+            group = self._groups.setdefault((rank, ranks), ConsumerGroup(rank, ranks, members, prefetch))
+            self._joined += 1
+            group.consumers.add(self._joined)
             self._changed.notify_all()
-            return Consumer(self._seats, group)
+            return Consumer(self._joined, group)
 
     def open(self, consumer: Consumer, window: int, step: int, beat: Beat) -> tuple[int, int]:
-        """Point a seat at a step of a window, waiting until the window is planned: (its steps, stage steps before it).
+        """Point a consumer at a step of a window once that is planned: (the window's steps, stage steps before it).
 
         Packs that were read ahead are kept when they are the ones asked for.
         """
@@ -130,7 +130,7 @@ class Loader:
         }
 
     def advance(self, consumer: Consumer) -> tuple[WindowSource, int, list[int]] | None:
-        """The seat's next step: (window, step, its packs); None at the end of the window."""
+        """The consumer's next step: (window, step, its packs); None at the end of the window."""
         with self._changed:
             source, step = consumer.source, consumer.step
             if source is None:
@@ -141,11 +141,9 @@ class Loader:
             consumer.step += 1
             return source, step, self._packs(consumer.group, source, step)
 
-    def claim(
-        self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]
-    ) -> list[tuple[int, Slot]]:
-        """Wait for one pack of a step the seat has advanced to: (ordinal, slot) of it and of small ones right after it
-        that are ready. The seat holds each slot until it releases it.
+    def claim(self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> Lent:
+        """Wait for one pack of a step the consumer has advanced to: (ordinal, slot) of it, and of small ones after it
+        that are ready. The consumer holds each slot until it releases it.
 
         used: seconds since the trainer came to each pack that was lent together with the last one it asked for.
         Raises ResourceError when the ring is full of packs this trainer holds, or is smaller than the pack.
@@ -168,7 +166,7 @@ class Loader:
             beat(f"pack {ordinal} of step {step} {reason}")
 
     def release(self, consumer: Consumer, leases: list[tuple[int, int]]) -> None:
-        """Give slots back: (slot id, generation) pairs. Raises InputError for a slot the seat does not hold."""
+        """Give slots back: (slot id, generation) pairs. Raises InputError for a slot the consumer does not hold."""
         with self._changed:
             for slot_id, generation in leases:
                 item = consumer.held.get(slot_id)
@@ -232,7 +230,7 @@ class Loader:
             self._ring.close()
 
     def _wait_for_members(self, consumer: Consumer, beat: Beat) -> None:
-        """Packs are shared out to all members of a lane, so each must be there before the first is lent."""
+        """Packs are shared out to all members of a group, so each must be there before the first is lent."""
         while True:
             with self._changed:
                 here = len(consumer.group.consumers)
@@ -242,7 +240,7 @@ class Loader:
             beat(f"{here} of {consumer.group.members} members of rank {consumer.group.rank} are here")
 
     def _packs(self, group: ConsumerGroup, source: WindowSource, step: int) -> list[int]:
-        """Packs of one step of a lane; asked for when it is read ahead, and when the trainer gets there."""
+        """Packs of one step of a group; asked for when it is read ahead, and when the trainer gets there."""
         place = (source.plan.window, step, group.ranks)
         if place not in self._dealt:
             while len(self._dealt) >= DEALT_STEPS:
@@ -279,7 +277,7 @@ class Loader:
             f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"
         )
 
-    def _lend(self, item: Item, consumer: Consumer) -> list[tuple[int, Slot]]:
+    def _lend(self, item: Item, consumer: Consumer) -> Lent:
         """The item, and those after it in its step that may go with it."""
         group, lent, first_read = consumer.group, [], 0
         for one in (item, *self._following(item, consumer)):
@@ -312,8 +310,8 @@ class Loader:
 
     def _count_lent(self, packs: int) -> None:
         """Packs that the first of their readers has; now and then the ring is cut to what it needs."""
-        before, self._lent_packs = self._lent_packs, self._lent_packs + packs
-        if before // TRIM_PACKS != self._lent_packs // TRIM_PACKS:
+        self._lent_packs += packs
+        if self._lent_packs % TRIM_PACKS < packs:
             self._ring.trim()
 
     def _extend(self, group: ConsumerGroup) -> bool:
@@ -336,13 +334,13 @@ class Loader:
         return True
 
     def _forget_before(self, consumer: Consumer, place: tuple[int, int]) -> None:
-        """A seat will not ask for items before this step of a window."""
+        """A consumer will not ask for items before this step of a window."""
         earlier = list(takewhile(lambda item: item.place[:2] < place, consumer.group.items))
         for item in earlier:
             self._forget(consumer.group, item, consumer.id)
 
     def _forget(self, group: ConsumerGroup, item: Item, consumer_id: int) -> None:
-        """One seat will not ask for this item."""
+        """One consumer will not ask for this item."""
         item.waiting.discard(consumer_id)
         if not item.waiting:
             if item in group.items:
@@ -371,7 +369,7 @@ class Loader:
                 self._probe()
 
     def _probe(self) -> None:
-        """Open the window after a lane's last one as soon as it is planned."""
+        """Open the window after a group's last one as soon as it is planned."""
         if time.monotonic() - self._probed < PROBE_S:
             return
         self._probed = time.monotonic()
@@ -388,7 +386,7 @@ class Loader:
                 continue  # the trainer that opens this window will be told
 
     def _choose(self) -> list[Item]:
-        """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every lane."""
+        """Items to fill now, each with a slot: those a trainer waits for, then the nearest of every group."""
         nearest: list[Item] = []
         for group in self._groups.values():
             depth = group.prefetch.depth
@@ -399,7 +397,7 @@ class Loader:
             nearest += islice(ahead, self._spec.slots)
         nearest.sort(key=lambda item: (not item.wanted, item.place))
         chosen: list[Item] = []
-        for item in nearest:  # few of each lane, then look again: a trainer may wait by now
+        for item in nearest:  # few of each group, then look again: a trainer may wait by now
             try:
                 self._ring.check_size(item.nbytes)
                 item.slot, item.since = self._acquire(item), time.monotonic()
@@ -413,7 +411,7 @@ class Loader:
         return chosen
 
     def _coming(self, source: WindowSource, chosen: list[Item]) -> list[int]:
-        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all lanes."""
+        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups."""
         packs = [item.pack for item in chosen if item.source is source]
         with self._changed:
             for group in self._groups.values():
@@ -427,7 +425,7 @@ class Loader:
         return packs
 
     def _owed(self, group: ConsumerGroup) -> Iterator[Item]:
-        """Items of a lane in order, those of later steps appended as they are asked for."""
+        """Items of a group in order, those of later steps appended as they are asked for."""
         place = 0
         while place < len(group.items) or (place < AHEAD_PACKS and self._extend(group)):
             if place < len(group.items):

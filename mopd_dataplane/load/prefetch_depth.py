@@ -23,7 +23,7 @@ FORGET = 0.999
 
 
 class PrefetchDepth:
-    """Of one rank. Not thread-safe: the caller holds its lock. All times are seconds of one monotonic clock."""
+    """Prefetch depth of one rank. Not thread-safe: the caller holds its lock. Times: seconds of a monotonic clock."""
 
     def __init__(self, least: int) -> None:
         """least: depth that is always kept."""
@@ -33,7 +33,7 @@ class PrefetchDepth:
         self._least = least
         self._asked: list[float] = []
         self._within: list[int] = []
-        """Of each request: how many were made in the longest read before it."""
+        """For each request, how many were made in the longest read before it."""
         self._worked = 0.0
         """The trainer's own time: all of it but what it waited."""
         self._lent_at: float | None = None

@@ -50,7 +50,7 @@ class VllmServer:
             self.close()
             raise EngineError(f"{self.url} serves no model")
         self.name = str(served[0]["id"])
-        """Of the model; every request carries it."""
+        """Name of the served model; every request carries it."""
         self.folder = str(served[0].get("root") or self.name)
         """Where the server read the model from, as it sees it."""
         self.context_length = int(served[0].get("max_model_len") or 0)

@@ -197,7 +197,7 @@ class _Chooser:
     window_steps: int
     first_step: int
     key: int
-    """Of the random numbers that decide between domains."""
+    """Key of the random numbers that decide between domains."""
 
     def __call__(self, columns: Columns, usable: NDArray[np.bool_], *, whole: bool) -> NDArray[np.bool_]:
         """[n] the first `window_steps` batches of usable samples in admission order, or in the mixture's.

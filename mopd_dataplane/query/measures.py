@@ -113,7 +113,7 @@ class Measures:
     """Newest version of every policy: `accuracy` with its interval `low`, `high`, `answers`, and the mean `reward` with
     its standard error `reward_error`. Accuracy is None where the reward is no verifier, reward where none is known."""
     accuracy_by_version: Rows
-    """The same of every version."""
+    """Held-out accuracy of every version of every policy."""
     heldout_kl: Rows
     routing: Rows
     teacher_kl: Rows

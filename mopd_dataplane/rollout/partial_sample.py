@@ -55,7 +55,7 @@ class PartialSample:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     loss_mask: bytearray = field(default_factory=bytearray)
     masks: PartialMasks = field(default_factory=PartialMasks)
-    """Of the tokens that the policy wrote; empty unless the spec asks for them."""
+    """Sampling masks of the tokens that the policy wrote; empty unless the spec asks for them."""
     routes: bytearray = field(default_factory=bytearray)
     """int16 expert ids of prompt and response, token after token; empty unless the spec asks for them"""
     routes_width: int = 0

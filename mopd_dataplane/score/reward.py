@@ -20,6 +20,7 @@ import importlib.util
 import json
 import logging
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
 
@@ -75,24 +77,21 @@ class Reward:
 def resolve_reward(name: str) -> Reward:
     """The reward function a job file names.
 
-    Raises UnknownNameError for a name that is neither built in nor an importable `package.module:function`.
+    Raises UnknownNameError for a name that is neither built in, nor an entry point of `mopd.rewards`, nor an importable
+    `package.module:function`.
     """
     if name == "reasoning-gym":
         _require_reasoning_gym()
         return Reward(name, importlib.metadata.version("reasoning-gym"), _reasoning_gym)
     if name == "exact":
         return Reward(name, importlib.metadata.version("mopd-dataplane"), is_reference)
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
-        raise UnknownNameError(f"no reward {name!r}; use {', '.join(_BUILT_IN)} or package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownNameError(f"reward {name!r}: cannot import {module_name!r}: {error}") from None
-    function = getattr(module, function_name, None)
+    function: Callable[[str, str], float | tuple[float, bool]] = find_plugin(
+        "mopd.rewards", name, dict.fromkeys(_BUILT_IN)
+    )
     if not callable(function):
-        raise UnknownNameError(f"reward {name!r}: {module_name!r} has no function {function_name!r}")
-    return Reward(name, _version(module), lambda prompt, response: function(prompt.text, response))
+        raise UnknownNameError(f"reward {name!r} is {type(function).__name__}, a function (prompt, response) is needed")
+    version = _version(sys.modules[function.__module__])
+    return Reward(name, version, lambda prompt, response: function(prompt.text, response))
 
 
 def is_reference(prompt: Prompt, response: str) -> bool:

@@ -41,8 +41,8 @@ class Scorable:
     versions: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """[R] policy version of each response token; read for the student's top-k only."""
     temperature: float = 1.0
-    """Of the sampler. Teacher log-probs are taken at the same temperature, so that equal models agree; 0 (greedy)
-    counts as 1."""
+    """Temperature of the sampler. Teacher log-probs are taken at it too, so that equal models agree; 0 (greedy) counts
+    as 1."""
 
 
 PromptRenderer = Callable[[Scorable], Sequence[int]]

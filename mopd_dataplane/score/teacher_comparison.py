@@ -20,7 +20,7 @@ from mopd_dataplane.score.scorer import ModelInput
 from mopd_dataplane.score.teacher_forward import TeacherForward
 
 BINS = 10
-"""Of the calibration error."""
+"""Bins of the calibration error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Answer:
 
     student: ModelInput
     teacher: ModelInput
-    """The same response, behind the prompt as the teacher reads it."""
+    """The response behind the prompt as the teacher reads it."""
     reward: float
     """1 is right."""
 
@@ -45,7 +45,7 @@ class Comparison:
     reverse_kl: float = float("nan")
     """Exact KL(student | teacher): what there is to learn."""
     entropy: float = float("nan")
-    """Of the teacher."""
+    """Mean entropy of the teacher, nat."""
     overlap: float = float("nan")
     """Share of the student's k likeliest tokens that are among the teacher's."""
     top1_agreement: float = float("nan")

@@ -114,7 +114,7 @@ class RangeCache:
                 )
 
     def stats(self) -> dict[str, int]:
-        """Of this process: hits, misses, damaged (ranges), read_bytes, kept_bytes. Of the folder: bytes, max_bytes."""
+        """Counts of this process (hits, misses, damaged, read_bytes, kept_bytes), of the folder (bytes, max_bytes)."""
         return {
             "hits": self._hits,
             "misses": self._misses,

@@ -23,7 +23,7 @@ OPEN_FILES = 128
 GAP_BYTES = 32 << 10
 """What lies between two lists that are asked for together: reading it costs a disk less than another request."""
 ASK_BYTES = 2 << 20
-"""Of one request to read ahead; the kernel reads no more of a larger one."""
+"""Bytes of one request to read ahead; the kernel reads no more of a larger one."""
 PROBES = 8
 """Lists that are looked at to tell whether the files are in memory."""
 

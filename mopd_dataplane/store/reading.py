@@ -33,7 +33,7 @@ REQUEST_BYTES = 32 << 20
 IN_PLACE_BYTES = 32 << 20
 """Payload of one read that is worth looking up how its files are laid out: some ten milliseconds a file."""
 TOKEN_BYTES = 9
-"""Of a token in `tokens`, about: id, log-prob and mask."""
+"""Bytes of a token in `tokens`, about: id, log-prob and mask."""
 SCAN_ROWS = 65_536
 """Rows of a batch of a scan: few calls, and columns that stay in the cache."""
 

@@ -68,7 +68,7 @@ class Identity:
     stage: str
     objective: dict[str, Any]
     plan_digest: str
-    """Of the window trained last."""
+    """Digest of the plan window trained last."""
     snapshot_digest: str
     """What that plan was made from."""
 

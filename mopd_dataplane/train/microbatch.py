@@ -70,7 +70,7 @@ class MicroBatch:
     hidden_codec: str = ""
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same micro-batch on a device."""
+        """This micro-batch on a device."""
         if device.type == "cpu":
             return self
         values = {field.name: getattr(self, field.name) for field in fields(self)}

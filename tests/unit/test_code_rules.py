@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,3 +123,10 @@ def test_file_keeps_the_rules(file: Path) -> None:
 def test_each_rule_catches_its_breach(code: str, breach: str) -> None:
     file = ROOT / "mopd_dataplane" / "plan" / "sample.py"
     assert [found.partition(": ")[2] for found in breaches(file, ast.parse(code))] == [breach]
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=relative)
+def test_docstrings_say_what_the_thing_is(file: Path) -> None:
+    """A hover shows one docstring alone: "Of …" and "The same …" mean nothing there."""
+    vague = re.findall(r'^\s*"""(?:Of|The same) .*', file.read_text(), re.MULTILINE)
+    assert vague == []

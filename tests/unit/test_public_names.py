@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import mopd_dataplane
@@ -10,18 +13,21 @@ from mopd_dataplane import errors
 
 def test_names_of_the_package() -> None:
     assert mopd_dataplane.__all__ == [
-        "MopdError",
-        "Prompt",
-        "Sample",
-        "Signal",
-        "Snapshot",
-        "Store",
-        "__version__",
-        "create_store",
-        "open_store",
-    ]
+        "Batch", "BatchStream", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Sample", "Signal",
+        "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job", "open_store", "run_job",
+        "sample_uid",
+    ]  # fmt: skip
     for name in mopd_dataplane.__all__:
         assert getattr(mopd_dataplane, name) is not None
+
+
+def test_pages_and_examples_import_the_public_names_only() -> None:
+    root = Path(__file__).parents[2]
+    pages = [root / "README.md", *(root / "docs").glob("*.md"), *(root / "jobs" / "examples").glob("*.py")]
+    deep = {
+        page.name: re.findall(r"^from (mopd_dataplane\.\S+) import", page.read_text(), re.MULTILINE) for page in pages
+    }
+    assert {page: names for page, names in deep.items() if names} == {}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

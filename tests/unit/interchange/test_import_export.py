@@ -49,7 +49,7 @@ def bring(store: Store, tmp_path: Path) -> Callable[..., ImportReport]:
             pq.write_table(pa.Table.from_pylist(rows), file)
         else:
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        chosen = ImportSettings(**{"format": source, "run": "student", "domain": "sums", **settings})
+        chosen = ImportSettings(**{"format": source, "stage": "student", "domain": "sums", **settings})
         return import_rollouts(store, file, chosen, Letters())
 
     return brought
@@ -282,9 +282,9 @@ def test_hostile_bytes_are_refused(store: Store, tmp_path: Path, content: bytes,
 
 
 def test_what_a_row_does_not_name_must_be_given(bring: Callable[..., ImportReport]) -> None:
-    with pytest.raises(InputError, match="names no run; give --run"):
+    with pytest.raises(InputError, match="names no stage; give --stage"):
         bring("plain", [GOOD], stage="")
     with pytest.raises(InputError, match="names no domain; give --domain"):
         bring("verl", VERL, domain="")
-    with pytest.raises(InputError, match=r"no format 'verrl'.*did you mean 'verl'"):
+    with pytest.raises(UnknownNameError, match=r"no importer 'verrl'.*did you mean 'verl'"):
         bring("verrl", VERL)

@@ -292,7 +292,7 @@ def test_a_zombie_is_fenced_where_locks_do_not_hold(tmp_path: Path, monkeypatch:
         if name == "wal.base":
             raise Died
 
-    monkeypatch.setattr("mopd_dataplane.rollout.log.wal.checkpoint", die)
+    monkeypatch.setattr("mopd_dataplane.rollout.log.wal.fault_point", die)
     with pytest.raises(Died):
         TokenLog.open(tmp_path, SETTINGS)
     monkeypatch.undo()

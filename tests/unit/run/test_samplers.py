@@ -101,9 +101,9 @@ def test_a_divergence_may_be_trained_on_cut_samples() -> None:
     assert job({"top_p": 0.9, "top_k": 20}).stage("student").rollout.top_k == 20
 
 
-def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_kept_sets_are_stored() -> None:
+def test_a_policy_gradient_may_be_trained_on_cut_samples_whose_sampling_masks_are_stored() -> None:
     made = job({"top_p": 0.9, "top_k": 20, "record": ["sampling_mask"]}, GRADIENT)
-    assert made.stage("student").rollout.record == ("support",)
+    assert made.stage("student").rollout.record == ("sampling_mask",)
     raw = made.model_dump(mode="json") | {"engine": {"kind": "vllm"}}
     with pytest.raises(
         JobFileError, match=r"engine.kind = 'vllm' does not say what record = \['sampling_mask'\] asks for"

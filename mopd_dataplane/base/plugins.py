@@ -1,0 +1,40 @@
+"""What a name in a job file or on the command line stands for: built in, installed by another package, or importable.
+
+A package offers a plug-in in its pyproject.toml:
+
+    [project.entry-points."mopd.importers"]
+    mine = "my_package.formats:read_mine"
+
+Groups: `mopd.importers` (interchange/formats.py), `mopd.rewards` (score/reward.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+from mopd_dataplane.errors import UnknownNameError, nearest
+
+
+def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
+    """The plug-in called `name`: one of `built_in`, an entry point of `group`, or `package.module:Name`, in this order.
+
+    Raises UnknownNameError that names what there is, or why the module cannot be imported.
+    """
+    if name in built_in:
+        return built_in[name]
+    installed = {point.name: point.value for point in entry_points(group=group)}
+    module_name, separator, attribute = installed.get(name, name).partition(":")
+    what = f"{group.partition('.')[2].removesuffix('s')} {name!r}"
+    if not separator:
+        raise UnknownNameError(f"no {what}: {nearest(name, [*built_in, *installed])}, or package.module:Name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownNameError(f"{what}: cannot import {module_name!r}: {error}") from None
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise UnknownNameError(f"{what}: {module_name!r} has no {attribute!r}")
+    return found
