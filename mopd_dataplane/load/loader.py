@@ -21,7 +21,7 @@ from mopd_dataplane.errors import InputError, MismatchError, MopdError, Resource
 from mopd_dataplane.load.consumers import Consumer, ConsumerGroup, Item, refusal
 from mopd_dataplane.load.prefetch_depth import REMEMBERED, PrefetchDepth
 from mopd_dataplane.load.protocol import HEARTBEAT_S, MAX_FDS
-from mopd_dataplane.load.ring import Ring, Slot
+from mopd_dataplane.load.ring import Lent, Ring, Slot
 from mopd_dataplane.load.slot_layout import UNCHECKED, seal
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
@@ -41,7 +41,6 @@ LENT_BYTES = 4 << 20
 """Most slot bytes lent in one answer where it is more than one pack: small packs would cost more in messages."""
 LENT_SHARE = 1 / 16
 """Largest share of the ring that may be lent in one answer, over all trainers."""
-Lent = list[tuple[int, Slot]]  # (ordinal, slot) of packs lent in one answer
 HANDED_BYTES = 2 << 20
 """Small packs are handed out this much at a time: whoever waits for one takes them all with one message."""
 HANDED_S = 0.005

@@ -39,6 +39,10 @@ class Slot:
     """How often it was handed out; a reader that holds an older number is late."""
 
 
+Lent = list[tuple[int, Slot]]
+"""(ordinal in its step, slot) of packs lent in one answer."""
+
+
 class Ring:
     """All slots of one loader process. Not thread-safe: the caller holds its lock."""
 
