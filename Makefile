@@ -93,8 +93,9 @@ format: $(INSTALLED)  ## let ruff rewrite what it can
 schemas: $(INSTALLED)  ## write schemas/*/v2.json from tables.py
 	$(BIN)/python -m mopd_dataplane.store.schemas schemas
 
-docs: $(INSTALLED)  ## write docs/cli.md from the command line's own help
+docs: $(INSTALLED)  ## write docs/cli.md and docs/job.md from the help texts and the sections of a job file
 	$(BIN)/python -m mopd_dataplane.cli.reference > docs/cli.md
+	$(BIN)/python -m mopd_dataplane.job.reference docs/job.md
 
 bench: $(INSTALLED)  ## plan, loader, store and token log against the limits of this machine
 	$(BIN)/mopd bench plan && $(BIN)/mopd bench load && $(BIN)/mopd bench write && $(BIN)/mopd bench wal

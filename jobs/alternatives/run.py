@@ -32,7 +32,7 @@ from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.steps.evaluate import answer
-from mopd_dataplane.run.steps.score import decode, verify
+from mopd_dataplane.run.steps.reward import verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 import merging
@@ -237,7 +237,7 @@ def judge(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[st
     prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
     found: dict[str, list[tuple[float, bool | None]]] = {}
     for prompt, (ids, _) in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
-        outcome = verify(run, prompt, decode(run, ids))
+        outcome = verify(run, prompt, run.decode(ids))
         found.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
     return {
         domain: {

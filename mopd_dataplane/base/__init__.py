@@ -2,6 +2,7 @@
 
 files.py           durable local files: written beside their place, synced, renamed
 plugins.py         what a name stands for: built in, installed, or importable
+extras.py          which extra brings a library that is missing
 checksum.py        crc32c over arrays
 sealed_json.py     JSON objects that carry their own checksum
 file_checksums.py  folders of files that nobody rewrites: what each file was when it was written

@@ -4,13 +4,15 @@
     jobs.py     run, rollout, score, reward, plan, train
     answers.py  query, show, report
     view.py       a store in a browser, or as files
+    schema.py     what tables and columns mean
     teachers.py   teachers on the same answers
     stores.py     store info, verify, compact
     interchange.py  import, export
     load.py       load serve
-    recipes.py    the job files there are
+    recipes.py    the recipes, a copy of one, and what a key of a job file means
     bench.py      bench plan, load, write, wal
     register.py   how a function becomes a command
+    rows.py       rows of a query in the width there is
     output.py     tables, JSON, CSV and errors on a terminal
     reference.py  docs/cli.md from the command tree
 

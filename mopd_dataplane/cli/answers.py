@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from mopd_dataplane.cli.output import note, print_csv, print_grid, print_json, print_table, stdout
+from mopd_dataplane.cli.output import note, print_csv, print_grid, print_json, stdout
 from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.rows import print_table
 from mopd_dataplane.errors import InputError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
 
 PANEL = "Answers"
 
@@ -50,14 +54,26 @@ def query(
 
 def show(
     store: StoreUri,
-    uid: Annotated[str, typer.Argument(metavar="UID", help="Sample uid, or the first digits of one.")],
+    uid: Annotated[
+        str | None,
+        typer.Argument(metavar="[UID]", help="Sample uid, or the first digits of one; default: one worth seeing."),
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="The sample with the lowest reward.")] = False,
+    disagreement: Annotated[
+        bool,
+        typer.Option("--disagreement", help="The sample whose teachers differ most, from one another or from it."),
+    ] = False,
+    random: Annotated[bool, typer.Option("--random", help="Any sample.")] = False,
+    domain: Annotated[
+        str | None, typer.Option("--domain", metavar="NAME", help="Choose among the samples of this domain.")
+    ] = None,
     teacher: Annotated[
         str | None, typer.Option("--teacher", metavar="NAME", help="Colour by this teacher; default: the first scored.")
     ] = None,
     tokenizer: TokenizerFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every token.")] = False,
 ) -> None:
-    """Show one sample token by token.
+    """Show one sample token by token: by its uid, or one worth seeing.
 
     Tokens are coloured by teacher minus sampler log-prob: blue where the teacher liked the token more than the student
     did, red where it liked it less. Also reward, policy versions, interruptions, signals and lineage.
@@ -66,11 +82,27 @@ def show(
     from mopd_dataplane.query.show import read_sample
     from mopd_dataplane.query.show_terminal import render
 
-    view = read_sample(open_store(store), uid, teacher=teacher, tokenizer=tokenizer)
+    opened = open_store(store)
+    chosen = _chosen(opened, uid, {"worst": worst, "disagreement": disagreement, "random": random}, domain)
+    view = read_sample(opened, chosen, teacher=teacher, tokenizer=tokenizer)
     if as_json:
         print_json(view)
     else:
         stdout().print(render(view))
+
+
+def _chosen(store: Store, uid: str | None, ways: dict[str, bool], domain: str | None) -> str:
+    """The uid that was given, or that of the sample asked for."""
+    asked = [way for way, wanted in ways.items() if wanted]
+    if len(asked) > 1 or (uid is not None and (asked or domain)):
+        raise InputError("give a UID, or one of --worst, --disagreement and --random (with --domain if you like)")
+    if uid is not None:
+        return uid
+    from mopd_dataplane.query.pick import Pick, pick_sample
+
+    picked = pick_sample(store, cast(Pick, asked[0]) if asked else None, domain=domain)
+    note(f"{picked.uid[:12]}: {picked.why}")
+    return picked.uid
 
 
 def report(
@@ -131,7 +163,8 @@ def add_to(app: typer.Typer) -> None:
     """Register query, show, report and compare."""
     by_domain = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
     register(app, query, f'mopd query runs/quickstart "{by_domain}"', panel=PANEL)
-    register(app, show, "mopd show runs/quickstart 3fa9", panel=PANEL)
+    examples = ("mopd show runs/quickstart", "mopd show runs/quickstart --worst --domain spiral_matrix")
+    register(app, show, *examples, panel=PANEL)
     register(app, report, "mopd report runs/quickstart -o report.html", panel=PANEL)
     versions = "mopd compare 'runs/quickstart#student@6' 'runs/quickstart#student@12' --plot difference.svg"
     register(app, compare, "mopd compare runs/a runs/b", versions, panel=PANEL)

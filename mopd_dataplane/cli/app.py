@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,10 +18,11 @@ import typer
 from typer.core import TyperGroup
 
 from mopd_dataplane import __version__
+from mopd_dataplane.base.extras import missing_package
 from mopd_dataplane.base.files import full_disk_named
-from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, stores, teachers, view
+from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, schema, stores, teachers, view
 from mopd_dataplane.cli.output import note, print_error
-from mopd_dataplane.errors import MopdError
+from mopd_dataplane.errors import InputError, MopdError
 from mopd_dataplane.store.network import answering
 
 INTERRUPTED = 130
@@ -40,10 +42,11 @@ class Flow(TyperGroup):
                 if interrupts or isinstance(error, KeyboardInterrupt):
                     note("interrupted; run the same command again to continue")
                     raise typer.Exit(INTERRUPTED) from None
-                if not isinstance(error, MopdError) or _debugging(ctx):
+                known = _known(error)
+                if known is None or _debugging(ctx):
                     raise
-                print_error(error)
-                raise typer.Exit(error.exit_code) from None
+                print_error(known, as_json="--json" in sys.argv[1:])
+                raise typer.Exit(known.exit_code) from None
 
 
 @contextmanager
@@ -66,6 +69,14 @@ def _recorded_interrupts() -> Iterator[list[int]]:
     finally:
         for number in listening:
             signal.signal(number, _BY_DEFAULT[number])
+
+
+def _known(error: BaseException) -> MopdError | None:
+    """The error as one of this package's tree: itself, or what to install; None for a defect."""
+    if isinstance(error, MopdError):
+        return error
+    missing = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
+    return None if missing is None else InputError(missing)
 
 
 def _debugging(ctx: typer.Context) -> bool:
@@ -110,6 +121,7 @@ recipes.add_to(app)
 load.add_to(app)
 answers.add_to(app)
 view.add_to(app)
+schema.add_to(app)
 teachers.add_to(app)
 stores.add_to(app)
 interchange.add_to(app)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
 
 PANEL = "Jobs"
+HOMES = dict.fromkeys(("reward_stage", "plan_stage"), "light_stages")
+"""Where the function of a stage lives, when it is not the pipeline, which needs torch."""
 
 
 class RayAnywhere(TyperCommand):
@@ -204,9 +207,7 @@ def one_stage(function: str, job: Job, name: str | None, *, as_json: bool, **opt
     """Run one function of the pipeline on one stage and print what it returns."""
     stage = choose_stage(job, name, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
 
-    from mopd_dataplane.run import pipeline
-
-    work: Callable[..., Any] = getattr(pipeline, function)
+    work: Callable[..., Any] = getattr(import_module(f"mopd_dataplane.run.{HOMES.get(function, 'pipeline')}"), function)
     present(work(job, stage, console=stderr(), **options), as_json=as_json)
 
 

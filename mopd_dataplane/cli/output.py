@@ -21,11 +21,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from mopd_dataplane.query.text import one_line
+from mopd_dataplane.query.text import one_line, visible
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from mopd_dataplane.errors import MopdError
     from mopd_dataplane.query.sections import Cell, Grid
 
 CELL_CHARACTERS = 200
@@ -73,14 +74,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def print_table(table: pa.Table, *, limit: int) -> None:
-    """An Arrow table as a terminal table, at most `limit` rows, and a note that says how many there are."""
-    rows = zip(*(column.to_pylist() for column in table.slice(0, limit).columns), strict=True)
-    print_rows(table.column_names, rows)
-    more = f"; the first {limit} are shown, --limit N or --json shows more" if table.num_rows > limit else ""
-    note(f"{table.num_rows:,} {'row' if table.num_rows == 1 else 'rows'}{more}")
-
-
 def print_rows(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
     """Rows of values under their column names; columns of numbers stand to the right."""
     body = [list(row) for row in rows]
@@ -99,6 +92,11 @@ def print_csv(table: pa.Table) -> None:
     writer.writerow(table.column_names)
     for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
         writer.writerow([json.dumps(v) if isinstance(v, list | dict) else v for v in map(plain, row)])
+
+
+def print_text(text: str) -> None:
+    """A paragraph of an answer."""
+    stdout().print(Text(visible(text)))
 
 
 def print_title(text: str) -> None:
@@ -171,8 +169,12 @@ def cell(value: Any) -> str:
     return one_line(json.dumps(plain(value)), limit=CELL_CHARACTERS)
 
 
-def print_error(error: Exception) -> None:
-    """One paragraph on stderr: what was found, what is allowed, what to do next."""
+def print_error(error: MopdError, *, as_json: bool = False) -> None:
+    """One paragraph on stderr: what was found, what is allowed, what to do next. As JSON: one object on stdout."""
+    if as_json:
+        kind = type(error).__name__
+        print_json({"error": {"type": kind, "message": str(error), "exit_code": error.exit_code}})
+        return
     message = Text("error: ", style="bold red")
     for number, line in enumerate(str(error).splitlines() or [type(error).__name__]):
         message.append(("\n       " if number else "") + one_line(line), style="default")

@@ -1,41 +1,51 @@
-"""The command that lists job files: what each shows and where it comes from."""
+"""Commands before the first run: which jobs there are, a copy of one to edit, and what each key of a job file means."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mopd_dataplane.cli.output import note, print_json, print_rows
+from mopd_dataplane.cli.output import note, print_facts, print_json, print_text, print_title
 from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.errors import JobFileError
 
 PANEL = "Jobs"
-FULL_SCALE = "full.toml"
-"""Beside a recipe's job.toml: the same recipe with its published settings, for GPUs."""
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
 
 
 def recipes(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of job folders.")] = Path("jobs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array of objects.")] = False,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FOLDER]", help="Folder of job folders; default: the package's recipes."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """List the recipes of a folder: what each shows, and the paper or code it follows.
+    """List the recipes: what each shows, and the paper or code it follows.
 
-    Run one with `mopd run FOLDER/NAME`; NAME/full.toml, where there is one, holds its published settings for GPUs.
+    Run one by its name, `mopd run NAME`, or copy it to edit, `mopd init NAME`. NAME/full.toml, where there is one,
+    holds its published settings for GPUs.
     """
-    found = [_describe(file) for file in sorted(folder.glob("*/job.toml"))]
+    from mopd_dataplane.job.recipes import FOLDER, JOB
+
+    found = [_describe(file) for file in sorted((folder or FOLDER).glob(f"*/{JOB}"))]
     if not found:
-        raise JobFileError(f"no job files under {folder}; give the folder that holds NAME/job.toml")
+        raise JobFileError(f"no job files under {folder}; give the folder that holds NAME/{JOB}")
     if as_json:
         print_json(found)
         return
-    print_rows(("recipe", "shows", "follows"), ((item["name"], item["shows"], item["source"]) for item in found))
-    note(f"run one with: mopd run {folder}/NAME")
+    print_fitting(
+        ("recipe", "shows", "follows"), [(item["name"], item["shows"], item["source"]) for item in found], tall=True
+    )
+    note(f"run one with: mopd run {f'{folder}/' if folder else ''}NAME")
 
 
 def _describe(file: Path) -> dict[str, Any]:
     from mopd_dataplane.job.job import load_job
+    from mopd_dataplane.job.recipes import FULL_SCALE
 
     job = load_job(file)
     full = file.with_name(FULL_SCALE)
@@ -51,6 +61,68 @@ def _describe(file: Path) -> dict[str, Any]:
     }
 
 
+def init(
+    recipe: Annotated[str, typer.Argument(metavar="[RECIPE]", help="Recipe to start from.")] = "quickstart",
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="Folder to write; default: the recipe's name.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a commented job folder from a recipe, to be edited and run.
+
+    Beside the job file lies its JSON Schema, with which an editor completes and checks it.
+    """
+    from mopd_dataplane.job.recipes import copy_recipe
+    from mopd_dataplane.job.reference import json_schema
+
+    place = folder or Path(recipe)
+    written = copy_recipe(recipe, place, schema=json.dumps(json_schema(), indent=1))
+    if as_json:
+        print_json({"folder": place, "files": written})
+        return
+    for file in written:
+        note(f"wrote {file}")
+    note(f"run it with: mopd run {place}")
+
+
+def help_(
+    key: Annotated[str | None, typer.Argument(metavar="[KEY]", help="Key or table, such as train.schedule.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a key of a job file means, or list the keys of a table; without KEY, list the tables.
+
+    `mopd COMMAND --help` explains a command.
+    """
+    from mopd_dataplane.job.reference import Key, find, tables
+
+    if key is None:
+        listed = [(table.header, len(table.keys), table.doc) for table in tables() if table.path]
+        if as_json:
+            print_json(list(tables()))
+        else:
+            print_fitting(("table", "keys", "what it sets"), listed)
+            note("keys of one: mopd help train")
+        return
+    found = find(key)
+    if as_json:
+        print_json(found)
+    elif isinstance(found, Key):
+        name = found.path.rpartition(".")[2]
+        facts = {"type": found.type, "default": found.default or "must be given", "unit": found.unit}
+        facts |= {"example": found.example and f"{name} = {found.example}"}
+        print_title(found.path)
+        print_text(found.doc)
+        print_facts({name: value for name, value in facts.items() if value})
+    else:
+        print_title(found.header)
+        print_text(found.doc)
+        docs = [f"{key.doc} [{key.unit}]" if key.unit else key.doc for key in found.keys]
+        rows = [(k.path.rpartition(".")[2], k.type, k.default, doc) for k, doc in zip(found.keys, docs, strict=True)]
+        print_fitting(("key", "type", "default", "meaning"), rows, tall=True)
+
+
 def add_to(app: typer.Typer) -> None:
-    """Register the command."""
+    """Register the commands."""
     register(app, recipes, "mopd recipes", "mopd recipes jobs --json", panel=PANEL)
+    register(app, init, "mopd init", "mopd init opd my-opd", panel=PANEL)
+    register(app, help_, "mopd help", "mopd help train.schedule", name="help", panel=PANEL)

@@ -20,7 +20,8 @@ from pydantic import Field, ValidationError
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
-from mopd_dataplane.job.read import child, read_job, with_stage_defaults
+from mopd_dataplane.job.place import line_of
+from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
 from mopd_dataplane.job.sections import (
     Discriminator,
     Domain,
@@ -45,6 +46,7 @@ class Stage(Section):
     """One training run inside the job: data, objective, and the policy it leaves behind."""
 
     name: Name
+    """What later stages, teachers, policies and the store's tables call it."""
     start: str = "init"
     """`init` (the student as configured), or the name of an earlier stage."""
     data: Literal["reference", "rollout", "stored"] = "rollout"
@@ -56,16 +58,25 @@ class Stage(Section):
     iterations: int = Field(default=1, ge=1)
     """Rounds of rollout, score, plan, train; each publishes one policy version."""
     objective: str = "cross-entropy"
+    """A table of `[objectives]`, or `cross-entropy`, which needs none."""
     routing: dict[str, str] = Field(default_factory=dict)
     """Teacher of each domain (or `domain/effort`); default: the job's [routing]."""
     rollout: Rollout = Rollout()
+    """Keys of `[rollout]` that differ in this stage."""
     score: Score = Score()
+    """Keys of `[score]` that differ in this stage."""
     plan: Plan
+    """Keys of `[plan]` that differ in this stage."""
     train: Train = Train()
+    """Keys of `[train]` that differ in this stage."""
     concurrent: bool = False
     """Rollout, scoring and training run at once, each in a process of its own; `plan.max_staleness` bounds how far."""
     discriminator: Discriminator | None = None
     """Where the outcome rewards that are trained on come from, instead of the domains' verifiers."""
+
+    def iteration_of(self, window: int) -> int | None:
+        """Whose samples a window covers: one iteration of rollouts, or None for all reference or imported data."""
+        return window if self.data == "rollout" else None
 
     @property
     def verifier(self) -> str:
@@ -77,6 +88,7 @@ class Job(Section):
     """A whole run."""
 
     name: Name
+    """What the run is called in reports and trackers."""
     shows: str = ""
     """What running it shows, in a line."""
     source: str = ""
@@ -84,22 +96,35 @@ class Job(Section):
     store: str
     """Folder, or `s3://bucket/prefix`; credentials come from the environment only."""
     work: str = ""
-    """Local folder for what an object store cannot hold while it is written; default: runs/staging/<bucket>/<key>."""
+    """Local folder for what an object store cannot hold while it is written; default: `runs/staging/<bucket>/<key>`."""
     single_writer: bool = False
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
     seed: int = Field(default=0, ge=0)
+    """Draws everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
     student: Student
+    """The policy that is trained."""
     domains: dict[Name, Domain]
+    """Prompts and verifiers, one table a domain."""
     teachers: dict[Name, Teacher] = Field(default_factory=dict)
+    """Who judges, one table a teacher."""
     routing: dict[str, str] = Field(default_factory=dict)
+    """Teacher of each domain, or of one effort mode of it (`domain/effort`)."""
     engine: Engine = Engine()
+    """What generates."""
     wal: Wal = Wal()
+    """The token log."""
     load: Load = Load()
+    """The shared-memory ring between disk and trainer."""
     retain: Retain = Retain()
+    """How long hidden states live."""
     scale: Scale = Scale()
+    """How many processes share the work."""
     objectives: dict[str, Objective] = Field(default_factory=dict)
+    """What stages minimise, one table an objective."""
     stages: tuple[Stage, ...]
+    """The training runs of the job, in order; write `[[stages]]`."""
     eval: Eval = Eval()
+    """Held-out evaluation."""
 
     def stage(self, name: str) -> Stage:
         """The stage of that name; raises JobFileError naming the known ones."""
@@ -160,11 +185,11 @@ def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
 
 def check_job(raw: dict[str, Any], *, where: str) -> Job:
     """Build a Job from parsed TOML; `where` names the file in messages. Raises JobFileError."""
-    raw = with_stage_defaults(raw, where)
+    whole = with_stage_defaults(raw, where)
     try:
-        job = Job.model_validate(raw)
+        job = Job.model_validate(whole)
     except ValidationError as error:
-        raise JobFileError(_explain(error, raw, where)) from None
+        raise JobFileError(_explain(error, raw, whole, where)) from None
     check_references(job, where)
     return job
 
@@ -178,22 +203,30 @@ _RENAMED = {
 """(section, key of version 0.1) -> key."""
 
 
-def _explain(error: ValidationError, raw: dict[str, Any], where: str) -> str:
-    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key."""
-    lines = []
-    for problem in error.errors()[:_MOST_PROBLEMS]:
-        path, section = _locate(problem["loc"], raw)
+def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any], where: str) -> str:
+    """One line per problem: the key as written in the file, what is wrong, and the nearest valid key.
+
+    raw: the job as read; whole: with the stages' defaults in every stage, where one mistake shows up many times.
+    """
+    text = Path(where).read_text() if where.endswith(".toml") and Path(where).is_file() else ""
+    lines: dict[str, None] = {}
+    for problem in error.errors():
+        parts, section = _locate(problem["loc"], whole)
+        parts = _as_written(parts, raw)
+        line = line_of(text, parts)
+        at, path = f"{where}, line {line}" if line else where, ".".join(parts)
         if problem["type"] == "extra_forbidden" and section is not None:
-            lines.append(f"{where}: unknown key `{path}`: {_hint(section, str(problem['loc'][-1]))}")
+            lines[f"{at}: unknown key `{path}`: {_hint(section, parts[-1])}"] = None
         elif problem["type"] == "missing":
-            lines.append(f"{where}: missing key `{path}`")
+            lines[f"{at}: missing key `{path}`"] = None
         else:
             found = problem.get("input")
             shown = f", found {found!r}" if not isinstance(found, dict | list) else ""
-            lines.append(f"{where}: `{path}`: {problem['msg'].removeprefix('Value error, ')}{shown}")
-    if error.error_count() > len(lines):
-        lines.append(f"{where}: and {error.error_count() - len(lines):,} more")
-    return "\n".join(lines)
+            lines[f"{at}: `{path}`: {problem['msg'].removeprefix('Value error, ')}{shown}"] = None
+    shown_lines = list(lines)[:_MOST_PROBLEMS]
+    if len(lines) > len(shown_lines):
+        shown_lines.append(f"{where}: and {len(lines) - len(shown_lines):,} more")
+    return "\n".join(shown_lines)
 
 
 def _hint(section: type[Section], key: str) -> str:
@@ -201,8 +234,26 @@ def _hint(section: type[Section], key: str) -> str:
     return f"it is called `{new}` now" if new else nearest(key, section.model_fields)
 
 
-def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, type[Section] | None]:
-    """Dotted path with stage names in place of indices, and the section the last key would belong to."""
+def _as_written(parts: list[str], raw: dict[str, Any]) -> list[str]:
+    """The path of a stage's key at the place it was given: in the stage, with its objective, or as a default of all."""
+    if len(parts) < 4 or parts[0] != "stages" or parts[2] not in STAGE_TABLES:
+        return parts
+    _, name, table, key, *rest = parts
+    stage: Any = next((stage for stage in raw["stages"] if stage.get("name") == name), {})
+    objective = str(stage.get("objective"))
+    for place, holder in (
+        (["stages", name], stage),
+        (["objectives", objective], child(raw.get("objectives"), objective)),
+        ([], raw),
+    ):
+        given = child(holder, table)
+        if isinstance(given, dict) and key in given:
+            return [*place, table, key, *rest]
+    return parts
+
+
+def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[list[str], type[Section] | None]:
+    """The path with stage names in place of indices, and the section the last key would belong to."""
     parts: list[str] = []
     node: Any = raw
     section: type[Section] | None = Job
@@ -212,7 +263,7 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[str, 
         parts.append(str(node.get("name", key)) if named and isinstance(node, dict) else str(key))
         if depth < len(location) - 1 and section is not None:
             section = _section_under(section, key)
-    return ".".join(parts), section
+    return parts, section
 
 
 def _section_under(section: type[Section], key: int | str) -> type[Section] | None:

@@ -23,6 +23,7 @@ class PolicyGradientTerm(Section):
     """Score-function term: advantage times log-prob of the sampled token."""
 
     weight: float = 1.0
+    """Factor of this term in the sum of the terms."""
     teacher_coef: float = 1.0
     """Weight of the teacher log-ratio in the advantage; 0 for pure RL."""
     reward_coef: float = 0.0
@@ -47,8 +48,13 @@ class PolicyGradientTerm(Section):
     clip: Band | None = None
     """PPO bounds (1 - low, 1 + high) given as (low, high); none by default."""
     correction: Literal["none", "icepop", "tis", "mis"] = "none"
+    """What is done where sampler and trainer disagree on a token's probability: `icepop` weighs the token by the ratio
+    inside `band` and drops it outside, `tis` by the ratio up to the upper bound, `mis` by 1 inside and 0 outside."""
     band: Band = (0.5, 2.0)
+    """Ratios of trainer to sampler probability that `correction` accepts, as [low, high]."""
     normaliser: Normaliser = "token"
+    """What the sum over tokens is divided by: `token` by trained tokens, `sequence` by each sequence's own, `sum` by
+    nothing, `constant` by sequences times rollout.max_new_tokens."""
 
     @model_validator(mode="after")
     def _sum_has_terms(self) -> PolicyGradientTerm:
@@ -61,18 +67,27 @@ class DivergenceTerm(Section):
     """Divergence between the student's and the teacher's next-token distributions."""
 
     weight: float = 1.0
+    """Factor of this term in the sum of the terms."""
     kind: Kind = "reverse"
+    """Which divergence: `reverse` is KL(student, teacher), `forward` KL(teacher, student); docs/objectives.md has the
+    formulas."""
     signal: Literal["hidden", "topk"] = "hidden"
+    """What it is computed from: stored hidden states (the whole vocabulary, exact) or stored top-k log-probs."""
     beta: Fraction = 0.5
     """Teacher's share in jsd's mixture. The formula is zero at both ends; as in GKD's code (arXiv 2306.13649), 0 is
     forward KL and 1 is reverse KL instead."""
     alpha: Fraction = 0.1
+    """Share of the other model mixed in by skew_forward and skew_reverse."""
     temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits of both models."""
     topk_mode: Literal["tail", "renormalised", "corrected", "truncated_biased"] = "tail"
+    """What becomes of the probability outside of the k tokens: `tail` counts it as one more token, `renormalised`
+    ignores it, `corrected` and `truncated_biased` sum over the k alone, with and without a correction."""
     topk_agreement: int = Field(default=0, ge=0)
     """Also report how far student and teacher agree on their k likeliest tokens (arXiv 2604.13016); 0 leaves it out.
     Needs stored hidden states, and two more passes over the vocabulary for each of the two models."""
     normaliser: Normaliser = "token"
+    """What the sum over tokens is divided by; as in the policy gradient."""
 
     @model_validator(mode="after")
     def _topk_form_exists(self) -> DivergenceTerm:
@@ -93,18 +108,24 @@ class CrossEntropyTerm(Section):
     """Negative log-likelihood of the stored tokens."""
 
     weight: float = 1.0
+    """Factor of this term in the sum of the terms."""
     normaliser: Normaliser = "token"
+    """What the sum over tokens is divided by; as in the policy gradient."""
 
 
 class Objective(Section):
     """Sum of terms; the signals it needs follow from them."""
 
     policy_gradient: PolicyGradientTerm | None = None
+    """Advantage times log-prob of the sampled token."""
     divergence: DivergenceTerm | None = None
+    """Distance between the next-token distributions of student and teacher."""
     cross_entropy: CrossEntropyTerm | None = None
+    """Negative log-likelihood of the stored tokens."""
     plan: dict[str, Any] = Field(default_factory=dict)
+    """Keys of `[plan]` for the stages with this objective; a stage's own still win."""
     train: dict[str, Any] = Field(default_factory=dict)
-    """Keys of `[plan]` and `[train]` for the stages with this objective; a stage's own still win."""
+    """Keys of `[train]` for the stages with this objective; a stage's own still win."""
     teacher_weights: dict[str, Weight] = Field(default_factory=dict)
     """Weight of each teacher's samples in the loss, fixed or as `[[step, weight], …]`; default 1."""
 

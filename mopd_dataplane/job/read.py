@@ -12,6 +12,7 @@ from typing import Any
 
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.job.recipes import job_file
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -25,10 +26,10 @@ Raw = dict[str, Any]
 def read_job(path: str | Path, overrides: list[str]) -> tuple[Raw, str]:
     """A job file with everything it extends and the overrides applied: (its table, the file's name for messages).
 
-    path: a .toml file, a folder with a job.toml, or the job.json that a store keeps. Raises JobFileError,
-    DamagedError for a job.json that is not as it was written.
+    path: a .toml file, a folder with a job.toml, the name of a recipe, or the job.json that a store keeps.
+    Raises JobFileError, DamagedError for a job.json that is not as it was written.
     """
-    file = Path(path) / "job.toml" if Path(path).is_dir() else Path(path)
+    file = job_file(path)
     raw = _with_parents(file, ())
     for override in overrides:
         _apply_override(raw, override)
@@ -69,8 +70,7 @@ def _with_parents(file: Path, children: tuple[Path, ...]) -> Raw:
     if set(wanted) - {"job", "stages", "domains"}:
         raise JobFileError(f"{file}: extends has keys {sorted(wanted)}; it takes job, stages and domains")
     lineage = (*children, file.resolve())
-    parent_file = file.parent / wanted["job"]
-    parent_file = parent_file / "job.toml" if parent_file.is_dir() else parent_file
+    parent_file = job_file(wanted["job"], beside=file.parent)
     if parent_file.resolve() in lineage or len(lineage) > MAX_DEPTH:
         raise JobFileError(f"{file}: extends {wanted['job']!r}, which leads back here; extend a job that stands alone")
     parent = _with_parents(parent_file, lineage)
@@ -97,8 +97,6 @@ def _named(known: Raw, names: list[Any], refusal: str) -> Raw:
 
 
 def _parse(file: Path) -> Raw:
-    if not file.is_file():
-        raise JobFileError(f"no job file at {file}; give a .toml file or a folder with a job.toml")
     if file.stat().st_size > MAX_BYTES:
         raise JobFileError(f"{file}: {file.stat().st_size:,} bytes; a job file has at most {MAX_BYTES:,}")
     try:

@@ -51,6 +51,7 @@ class Student(Section):
     """What the student reads; `{prompt}` is the prompt's text, `{context}` (teacher_context) is empty for the student.
     `chat` applies the tokenizer's chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the weights that are trained."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Student:
@@ -79,7 +80,9 @@ class Domain(Section):
     tune: int = Field(default=0, ge=0)
     """Further held-out prompts, disjoint from both: what settings are chosen on (`eval.split = "tune"`)."""
     seed: int = 0
+    """Draws the prompts of a reasoning-gym dataset; another seed gives other prompts."""
     effort: str = ""
+    """Reasoning-effort mode of the prompts, which `routing` may send to a teacher of their own (`domain/effort`)."""
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
     reward: str = "reasoning-gym"
@@ -100,6 +103,7 @@ class Teacher(Section):
     reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).
     They must fit in memory together (score.max_resident)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of the pass that judges."""
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
     quantisation: Quantisation = "none"
@@ -125,6 +129,7 @@ class Engine(Section):
     """What generates."""
 
     kind: Literal["hf", "vllm"] = "hf"
+    """What decodes: `hf` (transformers, in this process) or `vllm`."""
     slots: int = Field(default=64, ge=1, le=65535)
     """Sequences decoded together."""
     threads: int = Field(default=0, ge=0)
@@ -166,7 +171,9 @@ class Wal(Section):
     """The token log."""
 
     group_commit_ms: float = Field(default=5.0, ge=0)
+    """How long records wait for one another before one sync makes them all durable."""
     segment_bytes: int = Field(default=64 << 20, ge=4096)
+    """Size at which the log goes on in a new file."""
     durability: Literal["durable", "process"] = "durable"
     """durable syncs, and says so where the file system cannot promise it; process leaves syncing to the kernel."""
     full_disk_wait_s: float = Field(default=3600.0, ge=0)
@@ -179,17 +186,23 @@ class Rollout(Section):
     """How the student samples."""
 
     temperature: float = Field(default=1.0, ge=0)
+    """Divides the logits; 0 takes the likeliest token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass that is drawn from; 1 is off."""
     top_k: int = Field(default=0, ge=0)
+    """Likeliest tokens that are drawn from; 0 is off."""
     record: tuple[Literal["sampling_mask", "experts"], ...] = ()
-    """What is stored of every token besides its log-prob. `support`: the ids that top_k and top_p left to draw from, at
-    most top_k of them; a policy gradient then takes its log-probs over the same tokens. `experts`: which experts of a
-    mixture of experts it went to; a policy gradient then sends it to the same ones."""
+    """What is stored of every token besides its log-prob. `sampling_mask`: the ids that top_k and top_p left to draw
+    from, at most top_k of them; a policy gradient then takes its log-probs over the same tokens. `experts`: which
+    experts of a mixture of experts it went to; a policy gradient then sends it to the same ones."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
+    """Longest prompt; a longer one is refused before anything runs."""
     max_new_tokens: int = Field(default=256, ge=1)
+    """Longest response."""
     stop: tuple[str, ...] = ()
     """Stop strings besides the end-of-sequence token."""
     group_size: int = Field(default=1, ge=1)
+    """Samples of each prompt and iteration; a group advantage compares them."""
     prompts_per_iteration: int = Field(default=0, ge=0)
     """0 takes every training prompt of the stage's domains once per iteration."""
     weight_change: Literal["pin", "span"] = "pin"
@@ -229,8 +242,11 @@ class Score(Section):
     """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
 
     batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one pass of a teacher."""
     hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
+    """How hidden states are stored; docs/kernels.md says what each costs and loses."""
     topk: int = Field(default=64, ge=1)
+    """Tokens stored for each position, where an objective asks for the signal `topk`."""
     topk_source: Literal["teacher", "student"] = "teacher"
     """Whose k likeliest tokens are stored with the teacher's log-probs: its own, or those of the policy version that
     wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
@@ -264,18 +280,22 @@ class Plan(Section):
     pack_tokens: int = Field(default=1024, ge=8)
     """Strict cap of one pack."""
     batch_samples: int = Field(default=0, ge=0)
+    """Samples of one optimizer step over all ranks; give this or batch_tokens."""
     batch_tokens: int = Field(default=0, ge=0)
-    """Samples, or tokens, of one optimizer step over all ranks; exactly one of the two."""
+    """Tokens of one optimizer step over all ranks; give this or batch_samples."""
     strict_batches: bool = True
     """Draw the batch first and pack only inside it, so that packing never couples samples of different steps."""
     overlong: Literal["error", "drop"] = "error"
     """A sample over pack_tokens: refuse, or drop and record it."""
     drop_last: bool = False
+    """Leave out the last batch of a window when it is not full."""
     mixture: dict[str, Weight] = {}
     """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
     max_staleness: int = Field(default=0, ge=0)
     """Largest allowed age in policy versions, for streaming; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"
+    """Streaming: `wait` holds training back while samples in flight would get older than max_staleness, `drop` leaves
+    out those that did."""
 
     @model_validator(mode="after")
     def _one_batch_rule(self) -> Plan:
@@ -297,11 +317,13 @@ class Scale(Section):
     engines: int = Field(default=1, ge=1)
     """Engine replicas that roll out under `--ray`; those the cluster has no room for join as soon as it has."""
     engine_cpus: float = Field(default=1.0, ge=0)
+    """Processor cores that each engine replica reserves in the Ray cluster."""
     engine_gpus: float = Field(default=0.0, ge=0)
-    """What each engine replica reserves in the Ray cluster."""
+    """GPUs that each engine replica reserves in the Ray cluster."""
     teacher_cpus: float = Field(default=1.0, ge=0)
+    """Processor cores that each teacher reserves in the Ray cluster while it scores."""
     teacher_gpus: float = Field(default=0.0, ge=0)
-    """What each teacher reserves in the Ray cluster while it scores."""
+    """GPUs that each teacher reserves in the Ray cluster while it scores."""
 
     @property
     def data_parallel(self) -> int:
@@ -321,12 +343,15 @@ class Discriminator(Section):
     text: str = "reference"
     """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Of its optimizer (AdamW)."""
     batch_pairs: int = Field(default=32, ge=1)
+    """Pairs of a teacher's and a student's text in one step."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each window's pairs, before the window is judged."""
     warmup_epochs: int = Field(default=0, ge=0)
     """Further passes over the first window's."""
     grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of its gradient; a larger one is scaled down."""
 
 
 class Retain(Section):
@@ -352,18 +377,27 @@ class Load(Section):
     cache_bytes: int | None = Field(default=None, ge=0)
     """Bound on what is kept there, 0 keeps nothing; by default a quarter of its disk's free room."""
     deadline_s: float = Field(default=60.0, gt=0)
+    """Longest wait of a rank for its next pack, and of the loader for a rank that reads one."""
 
 
 class Train(Section):
     """The optimizer and the loop."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Peak of the schedule (AdamW)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up, over the steps of the stage: constant, or down to 0 linearly or as
+    a cosine."""
     warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises from 0."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two running means of AdamW."""
     eps: float = Field(default=1e-8, gt=0)
+    """AdamW: keeps a division by small second moments finite."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW: decoupled decay of the weights, per step and learning rate."""
     grad_clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the gradient; a larger one is scaled down."""
     epochs: int = Field(default=1, ge=1)
     """Passes over each window."""
     micro_batch_packs: int = Field(default=1, ge=1)
@@ -372,8 +406,11 @@ class Train(Section):
     """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
     changes the loss."""
     checkpoint_steps: int = Field(default=50, ge=1)
+    """Optimizer steps between checkpoints: the most that a kill costs."""
     freeze_head: bool = False
+    """Train everything but the LM head."""
     gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     dropout: bool = False
     """Train with the dropout that the model's config names. Off, training, sampling and scoring see one policy."""
     keep: bool = True
@@ -382,6 +419,7 @@ class Train(Section):
     device: Device = "auto"
     """auto gives each rank of a node an accelerator of its own."""
     threads: int = Field(default=0, ge=0)
+    """CPU threads of the trainer; 0 leaves the choice to torch."""
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """Where step metrics also go; they are always in the store's `steps` table."""
 
@@ -394,6 +432,7 @@ class Eval(Section):
     split: Literal["eval", "tune"] = "eval"
     """Which held-out prompts are answered: `tune` while settings are chosen, `eval` for the final figure."""
     temperature: float = Field(default=0.0, ge=0)
+    """Of held-out answers; 0 takes the likeliest token."""
     max_new_tokens: int = Field(default=0, ge=0)
     """0 takes the rollout's."""
     reverse_kl: bool = False

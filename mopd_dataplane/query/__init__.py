@@ -2,6 +2,7 @@
 
 show.py           one sample, token by token: what is shown
 show_terminal.py  one sample on a terminal: how it is shown
+pick.py           which sample is worth seeing
 lineage.py        what led to a sample or a step, and what used it
 report.py         the HTML page
 compare.py        two policies on the same held-out prompts
@@ -10,7 +11,6 @@ measures.py       its numbers, one SQL statement each
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG
-decode.py         token ids as text
 text.py           text for people: model output made harmless, numbers made readable
 job.py            what a store remembers of the job that made it
 """

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.query.decode import find_decoder
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.sections import cards, sections
 from mopd_dataplane.query.show import BIN_EDGES, SampleView, read_sample, strength
 from mopd_dataplane.query.text import number, visible
+from mopd_dataplane.store.decode import find_decoder
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot

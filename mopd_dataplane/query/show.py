@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import UnknownNameError, nearest
-from mopd_dataplane.query.decode import find_decoder
 from mopd_dataplane.query.lineage import SampleLineage, sample_lineage
+from mopd_dataplane.store.decode import find_decoder
 
 if TYPE_CHECKING:
-    from mopd_dataplane.query.decode import Decoder, Numbers
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.decode import Decoder, Numbers
 
 BIN_EDGES = (0.1, 0.5, 1.0, 2.0)
 """Nats of |teacher − sampler| log-prob at which the colour of a token gets stronger."""

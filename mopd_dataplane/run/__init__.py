@@ -2,6 +2,7 @@
 
 pipeline.py           the whole job, stage after stage, continuing where it stopped
 preflight.py          everything a job names, looked at before anything is made
+light_stages.py       the stages that run no model: reward, plan
 context.py            what every step needs: job, store, policies, tokenizer, progress
 steps/                one file a step: rollout, score, plan, train, evaluate …
 concurrent.py         a stage whose rollout, scoring and training run concurrently

@@ -21,6 +21,7 @@ from mopd_dataplane.run.preflight import preflight, refuse
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.decode import Decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +69,23 @@ class Run:
     def tokenizer_digest(self) -> str:
         """Digest that samples and teachers carry."""
         return tokenizer_digest(self.tokenizer)
+
+    @cached_property
+    def _decoder(self) -> Decoder | None:
+        file = self.policies.initial() / "tokenizer.json"
+        return Decoder(file.read_text()) if file.is_file() else None
+
+    def decode(self, ids: list[int]) -> str:
+        """Response text without special tokens: what a verifier reads."""
+        if self._decoder is None:
+            return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return self._decoder.plain_texts([ids])[0]
+
+    def record_time(self, stage: Stage, iteration: int | None, action: str, seconds: float) -> None:
+        """Record how long a step of a stage took."""
+        ordinal = -1 if iteration is None else iteration
+        name = f"time/{stage.name}/{ordinal}/{action}"
+        self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action})
 
     @property
     def work(self) -> Work:

@@ -22,8 +22,9 @@ from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.run.steps.plan import planner_columns, window_tag
+from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import prompts_of, rollout
-from mopd_dataplane.run.steps.score import register_teachers, reward, score
+from mopd_dataplane.run.steps.score import register_teachers, score
 from mopd_dataplane.run.steps.train import Training
 
 POLL_S = 0.5

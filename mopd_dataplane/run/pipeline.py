@@ -27,10 +27,10 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
-from mopd_dataplane.run.steps.explain_plan import explain_plan
 from mopd_dataplane.run.steps.plan import plan_window
+from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout
-from mopd_dataplane.run.steps.score import reward, score
+from mopd_dataplane.run.steps.score import score
 from mopd_dataplane.run.steps.train import Training
 from mopd_dataplane.train.node_agent import node_rank
 
@@ -98,8 +98,8 @@ def run_in_turn(run: Run, stage: Stage) -> None:
 def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
     """One round of data, signals, plan and training; leaves policy version `window + 1`."""
     produce(run, stage, window)
-    score(run, stage, iteration=_iteration(stage, window))
-    training.train(plan_window(run, stage, window, iteration=_iteration(stage, window)))
+    score(run, stage, iteration=stage.iteration_of(window))
+    training.train(plan_window(run, stage, window, iteration=stage.iteration_of(window)))
 
 
 def produce(run: Run, stage: Stage, window: int) -> None:
@@ -141,32 +141,12 @@ def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, fol
     return {"stage": stage.name, "window": window, "samples": _samples(run, stage), "rollouts": reports}
 
 
-def reward_stage(job: Job, stage: Stage, *, console: Console | None = None) -> Summary:
-    """Verify every answer of a stage that has no reward."""
-    run = open_run(job, Progress(console), make=False)
-    found = {"stage": stage.name, **reward(run, stage)}
-    return (
-        {**found, "discriminator": discriminate(run, stage, run.policies.latest(stage))}
-        if stage.discriminator
-        else found
-    )
-
-
 def score_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
     """Compute every signal that a stage's samples lack; with `follow`, as they appear."""
     run = open_run(job, Progress(console), make=follow)
     if follow:
         return {"stage": stage.name, **score_follow(run, stage)}
     return {"stage": stage.name, **score(run, stage)}
-
-
-def plan_stage(job: Job, stage: Stage, *, console: Console | None = None, explain: bool = False) -> Summary:
-    """Record the plan of the stage's next window."""
-    run = open_run(job, Progress(console), make=False)
-    window = run.policies.latest(stage)
-    plan = plan_window(run, stage, window, iteration=_iteration(stage, window))
-    summary = {"stage": stage.name, "window": window, "digest": plan.digest, **plan.stats}
-    return {**summary, **explain_plan(run, stage, plan)} if explain else summary
 
 
 def train_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
@@ -193,11 +173,6 @@ def _is_evaluated(run: Run, stage: Stage, version: int) -> bool:
     """The last version of a stage always is, others every so many iterations."""
     every, last = run.job.eval.every, run.policies.latest(stage) if stage.concurrent else stage.iterations
     return version == last or (every > 0 and version % every == 0)
-
-
-def _iteration(stage: Stage, window: int) -> int | None:
-    """Samples a window covers: one iteration of rollouts, or all reference data."""
-    return window if stage.data == "rollout" else None
 
 
 def _samples(run: Run, stage: Stage) -> int:

@@ -14,6 +14,8 @@ from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset import Store
 
 Rows = NDArray[np.int64]
+CHUNK = 512
+"""Samples read, judged and committed together: what a kill can cost."""
 
 
 def scan_stage(
@@ -52,3 +54,8 @@ def stage_samples(
     schema = pa.schema([stored.field(name) for name in columns])
     rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])
     return rows, pa.Table.from_batches([batch.cast(schema) for _, batch in parts], schema)
+
+
+def chunks(rows: Rows) -> list[Rows]:
+    """The rows in pieces of CHUNK."""
+    return [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]

@@ -124,7 +124,7 @@ def _verifier_data(prompt: Prompt) -> dict[str, Any]:
 
 def _require_reasoning_gym() -> None:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise UnknownNameError("reward 'reasoning-gym' needs the package: pip install 'mopd-dataplane[jobs]'")
+        raise UnknownNameError("reward 'reasoning-gym' needs the package: pip install 'mopd-dataplane[gym]'")
 
 
 @cache

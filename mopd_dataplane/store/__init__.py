@@ -35,5 +35,8 @@ verify.py          the audit
 verify_files.py    the audit of what lies beside the tables
 queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
 sql.py             one read-only SQL statement at pinned versions
+views.py           what is asked most, as views and macros of that SQL
+decode.py          token ids as text
+describe.py        what tables, views and columns mean
 dataset.py         Store: the front door
 """

@@ -1,13 +1,14 @@
 """One read-only SQL statement over the tables of a store, at pinned versions, by DuckDB.
 
 Tables go by their names; `signals/<teacher>/<kind>` is called "signals_<teacher>_<kind>" (quoted when the teacher's
-name has a dash or a dot). Nothing outside the store can be read or written by a query.
+name has a dash or a dot). Views and macros for what is asked most stand beside them (views.py). Nothing outside the
+store can be read or written by a query.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import duckdb
@@ -17,6 +18,8 @@ import pyarrow.dataset as pads
 
 from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.dataset_format import blob_columns, spec_of
+from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.views import create_views, views
 
 if TYPE_CHECKING:
     import lance
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 READ_ONLY = ("SELECT", "EXPLAIN")
+DESCRIBE = re.compile(r'\s*desc(?:ribe)?\s+"?(?P<name>[\w.-]+)"?\s*;?\s*', re.IGNORECASE)
 
 
 def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Table:
@@ -35,9 +39,22 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Ta
         connection.execute("set enable_external_access = false")
         connection.execute("set lock_configuration = true")
         try:
-            return connection.sql(statement.query).to_arrow_table()
+            answer = connection.sql(statement.query).to_arrow_table()
         except duckdb.Error as error:
             raise QueryError(_explain(error, store)) from error
+    described = DESCRIBE.fullmatch(query)
+    return answer if described is None else _with_comments(answer, store, described["name"])
+
+
+def _with_comments(described: pa.Table, store: Store, name: str) -> pa.Table:
+    """The answer to `describe NAME` with what each column means."""
+    from mopd_dataplane.store.describe import columns
+
+    docs = {
+        column.name: f"{column.doc} [{column.unit}]" if column.unit else column.doc for column in columns(store, name)
+    }
+    comments = [docs.get(name, "") for name in described["column_name"].to_pylist()]
+    return described.select(["column_name", "column_type"]).append_column("comment", pa.array(comments, pa.string()))
 
 
 def _single_statement(connection: duckdb.DuckDBPyConnection, query: str) -> duckdb.Statement:
@@ -63,10 +80,22 @@ def sql_name(name: str) -> str:
 
 
 def _register(connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None) -> None:
-    """Make the tables the query speaks of visible; all of them when it names none (SHOW TABLES)."""
+    """Make the tables and views the query speaks of visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
-    spoken = [name for name in names if sql_name(name) in query.lower()]
-    for name in spoken or names:
+    known, text = views(names), query.lower()
+    spoken = [name for name in names if sql_name(name) in text]
+    asked = [view for name, view in known.items() if name in text]
+    if not spoken and not asked:
+        spoken, asked = names, list(known.values())
+    _register_tables(connection, store, {*spoken, *(table for view in asked for table in view.reads)}, snapshot)
+    if asked:
+        create_views(connection, asked, lambda: find_decoder(store))
+
+
+def _register_tables(
+    connection: duckdb.DuckDBPyConnection, store: Store, names: Iterable[str], snapshot: Snapshot | None
+) -> None:
+    for name in names:
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
         source = _Payload(dataset) if spec_of(name).heavy else dataset
         if not blobs:
@@ -127,4 +156,4 @@ def _explain(error: duckdb.Error, store: Store) -> str:
     unknown = re.search(r"Table with name (\S+) does not exist", str(error))
     if unknown is None:
         return str(error)
-    return f"no table {unknown[1]!r}: {nearest(unknown[1], map(sql_name, store.names()))}"
+    return f"no table {unknown[1]!r}: {nearest(unknown[1], [*map(sql_name, store.names()), *views(store.names())])}"

@@ -9,8 +9,8 @@ from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
-    from mopd_dataplane.query.decode import Decoder, Numbers
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.decode import Decoder, Numbers
 
 MOST_SAMPLES = 200
 SHOWN_TOKENS = 64

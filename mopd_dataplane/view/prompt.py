@@ -14,8 +14,8 @@ from mopd_dataplane.query.text import visible
 from mopd_dataplane.view.sample import Payload, at_trained, packed, pieces_of, read_payload, read_teachers, score_rows
 
 if TYPE_CHECKING:
-    from mopd_dataplane.query.decode import Decoder, Numbers
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
 
 MOST_ANSWERS = 64

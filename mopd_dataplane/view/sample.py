@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MopdError
-from mopd_dataplane.query.decode import Numbers
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
+from mopd_dataplane.store.decode import Numbers
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from mopd_dataplane.query.decode import Decoder
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.decode import Decoder
 
 PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""

@@ -19,8 +19,8 @@ from mopd_dataplane.query.text import one_line
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
-    from mopd_dataplane.query.decode import Decoder, Numbers
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
 
 BATCH_TOKENS = 4 << 20

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.query.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.tables import TABLES
 from mopd_dataplane.view.columns import FLAGS
 from mopd_dataplane.view.index import Index

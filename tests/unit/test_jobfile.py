@@ -97,8 +97,8 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
     ("old", "new", "words"),
     [
         ('name = "base"\ndata', 'name = "base"\ndat', ["unknown key `stages.base.dat`", "data"]),
-        ("grad_clip = 0.5", "grad_clp = 0.5", ["stages.base.train.grad_clp", "did you mean 'grad_clip'"]),
-        ("warmup_steps = 7", "warmup = 7", ["stages.student.train.warmup", "warmup_steps"]),
+        ("grad_clip = 0.5", "grad_clp = 0.5", ["unknown key `train.grad_clp`", "did you mean 'grad_clip'"]),
+        ("warmup_steps = 7", "warmup = 7", ["unknown key `objectives.sampled.train.warmup`", "warmup_steps"]),
         ("learning_rate = 1e-3", 'learning_rate = "fast"', ["learning_rate", "number", "'fast'"]),
         ("train = { warmup_steps = 9 }", "train = 9", ["stages.student.train"]),
         ("train = { warmup_steps = 9 }", "train = 0", ["stages.student.train"]),

@@ -1,7 +1,8 @@
 """The steps of a stage, named after the flow.
 
 rollout.py           the policy samples one iteration into the store
-score.py             what teachers and verifiers say of stored samples; only what is missing is computed
+reward.py            what verifiers say of stored samples; only what is missing is computed
+score.py             what teachers say of them; only what is missing is computed
 plan.py              metadata of a pinned snapshot -> recorded windows
 train.py             planned windows -> a new policy version
 evaluate.py          held-out prompts

@@ -17,7 +17,8 @@ from mopd_dataplane.records import Prompt, sample_uid
 from mopd_dataplane.rollout.engines.engine import FINISH_REASON, Engine, Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.steps.score import decode, teacher_pool, verify
+from mopd_dataplane.run.steps.reward import verify
+from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.teacher_forward import TeacherForward
 
@@ -42,7 +43,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
             distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
             rows = []
             for prompt, (ids, reason) in zip(todo, answers, strict=True):
-                response = decode(run, ids)
+                response = run.decode(ids)
                 rows.append(
                     {
                         "policy": label,

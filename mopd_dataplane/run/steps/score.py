@@ -1,8 +1,8 @@
-"""Score and reward: what teachers and verifiers say of stored samples. Only what is missing is computed."""
+"""Score: what teachers say of stored samples. Only what is missing is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
@@ -11,20 +11,17 @@ import numpy as np
 
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
-from mopd_dataplane.records import Prompt, Signal
+from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.quantised_teachers import check_precision, record_rounding
-from mopd_dataplane.run.stage_rows import Rows, stage_samples
+from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
-from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentTopk
 
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
-CHUNK = 512
-"""Samples read, judged and committed together: what a kill can cost."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
         ScoreTask(teacher, tuple(kinds), chunk)
         for teacher in dict.fromkeys(teacher for teacher, _ in work)
         for kinds, rows in _same_rows({kind: rows for (name, kind), rows in work.items() if name == teacher})
-        for chunk in _chunks(rows)
+        for chunk in chunks(rows)
     ]
     record_rounding(run, stage, pool, ((task.teacher, task.rows) for task in tasks))
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
@@ -86,52 +83,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
             "signals": f"{int(counts['signals']):,}",
             "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
         }
-    _record_time(run, stage, iteration, "score", report.seconds)
+    run.record_time(stage, iteration, "score", report.seconds)
     return counts
-
-
-def reward(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
-    """Verify every sampled answer of a stage that has no reward yet. Returns {"rewards": count, "mean": value}."""
-    every, samples = stage_samples(run.store, stage, iteration, ["uid", "prompt_id"])
-    rows = every[~np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())]
-    identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
-    if not len(rows):
-        return {"rewards": 0.0, "mean": float("nan")}
-    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(domains=run.job.domains_of(stage))}
-    values: list[float] = []
-    with run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report):
-        for chunk in _chunks(rows):
-            records = []
-            for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
-                uid, prompt_id = identity[row]
-                prompt = prompts[prompt_id]
-                function, outcome = reward_function(run, prompt.domain), verify(run, prompt, response)
-                values.append(outcome.reward)
-                verifier = {"verifier": function.name, "verifier_version": function.version}
-                records.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
-            run.store.add_rewards(records)
-            advance(len(values))
-        report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
-    _record_time(run, stage, iteration, "reward", report.seconds)
-    return {"rewards": float(len(values)), "mean": float(np.mean(values))}
-
-
-def reward_function(run: Run, domain: str) -> Reward:
-    """The verifier that the job names for a domain."""
-    return resolve_reward(run.job.domains[domain].reward)
-
-
-def verify(run: Run, prompt: Prompt, response: str) -> Outcome:
-    """What the domain's verifier says of a response, and whether it is right as the domain means it."""
-    outcome = reward_function(run, prompt.domain)(prompt, response)
-    if run.job.domains[prompt.domain].right == "reference" and outcome.correct is not None:
-        return outcome._replace(correct=outcome.correct and is_reference(prompt, response))
-    return outcome
-
-
-def decode(run: Run, ids: list[int]) -> str:
-    """Response text without special tokens: what a verifier reads."""
-    return str(run.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def register_teachers(run: Run, stage: Stage) -> TeacherPool:
@@ -222,13 +175,6 @@ def _judge(
     return signals
 
 
-def _responses(run: Run, rows: Rows) -> Iterator[str]:
-    prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
-    tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
-    for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
-        yield decode(run, ids.as_py()[prompt_len:])
-
-
 def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
     """Kinds that miss exactly the same rows share one forward pass."""
     groups: dict[bytes, tuple[list[str], Rows]] = {}
@@ -237,18 +183,8 @@ def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
     return list(groups.values())
 
 
-def _chunks(rows: Rows) -> list[Rows]:
-    return [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
-
-
 def _positions(signal: Signal) -> int:
     for rows in (signal.hidden, signal.topk_ids, signal.logprob):
         if rows is not None:
             return len(rows)
     return 0
-
-
-def _record_time(run: Run, stage: Stage, iteration: int | None, action: str, seconds: float) -> None:
-    ordinal = -1 if iteration is None else iteration
-    name = f"time/{stage.name}/{ordinal}/{action}"
-    run.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action})

@@ -1,17 +1,15 @@
 """Token ids as text, from the tokenizer.json that every policy folder of a store carries.
 
-Needs the small `tokenizers` package; without it, or without a tokenizer file, ids stand for themselves.
+Where a store has no tokenizer file, ids stand for themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.query.job import remembered_job
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -25,6 +23,10 @@ class Decoder:
         from tokenizers import Tokenizer
 
         self._tokenizer: Any = Tokenizer.from_str(text)
+
+    def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each row of token ids, without special tokens."""
+        return list(self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Text that each token adds. A token that ends inside a character adds nothing; the next one adds it."""
@@ -43,7 +45,11 @@ class Decoder:
 
 
 class Numbers:
-    """Stands in where there is no tokenizer: every token is its id."""
+    """Stands in where a store has no tokenizer: every token is its id."""
+
+    def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Ids in angle brackets, joined."""
+        return ["".join(self.pieces(row)) for row in rows]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Ids in angle brackets."""
@@ -61,8 +67,6 @@ def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
     """
     if folder is not None and not (folder / "tokenizer.json").is_file():
         raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
-    if find_spec("tokenizers") is None:
-        return Numbers()
     if folder is not None:
         return Decoder((folder / "tokenizer.json").read_text())
     for candidate in _tokenizer_files(store):
@@ -75,7 +79,7 @@ def _tokenizer_files(store: Store) -> Iterator[Path]:
     """tokenizer.json of the store's policies, then of the folder its job started from."""
     if store.root is not None:
         yield from sorted((store.root / "policies").glob("**/tokenizer.json"))
-    start = remembered_job(store).get("student", {}).get("path", "")
+    start = ((store.read_json("job.json") or {}).get("student") or {}).get("path", "")
     if start and (file := Path(start) / "tokenizer.json").is_file():
         yield file
 

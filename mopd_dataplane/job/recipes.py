@@ -1,0 +1,64 @@
+"""The recipes that come with the package: jobs that go by name wherever one works, and copies of them to edit."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mopd_dataplane.errors import JobFileError, nearest
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+JOB = "job.toml"
+FULL_SCALE = "full.toml"
+"""Beside a recipe's job.toml: the same recipe with its published settings, for GPUs."""
+SCHEMA = "job.schema.json"
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes, in order."""
+    return sorted(file.parent.name for file in FOLDER.glob(f"*/{JOB}"))
+
+
+def job_file(path: str | Path, *, beside: Path = Path()) -> Path:
+    """The file that a job's path means: a file, the job.toml of a folder, or a recipe by its name.
+
+    What lies at the path wins over a recipe of that name. beside: folder that relative paths start from.
+    Raises JobFileError when there is nothing.
+    """
+    place = beside / path
+    file = place / JOB if place.is_dir() else place
+    if file.is_file():
+        return file
+    names = recipe_names()
+    if str(path) in names:
+        return FOLDER / path / JOB
+    raise JobFileError(
+        f"no job file at {file}; give a .toml file, a folder with a {JOB}, or the name of a recipe "
+        f"({nearest(Path(path).name, names)})"
+    )
+
+
+def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:
+    """Write a recipe to a folder as a job of one's own; returns the files.
+
+    schema: JSON Schema of a job file, which editors find by the `#:schema` line on top.
+    Raises JobFileError when there is no such recipe, or the folder has a job already.
+    """
+    if name not in (names := recipe_names()):
+        raise JobFileError(f"no recipe {name!r}: {nearest(name, names)}")
+    if (folder / JOB).exists():
+        raise JobFileError(f"{folder / JOB} exists already; give another folder: mopd init {name} FOLDER")
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {file.name: file.read_text() for file in (FOLDER / name).glob("*.toml")}
+    written = [folder / SCHEMA]
+    written[0].write_text(schema)
+    for file, text in texts.items():
+        written.append(folder / file)
+        written[-1].write_text(f"#:schema ./{SCHEMA}\n{_on_its_own(text, name, folder)}")
+    return written
+
+
+def _on_its_own(text: str, name: str, folder: Path) -> str:
+    """A recipe's text outside of the recipes' folder: it extends others by name, and commands name its new place."""
+    text = re.sub(r'(extends = \{ job = ")\.\./', r"\1", text)
+    return text.replace(f"jobs/{name}", str(folder))

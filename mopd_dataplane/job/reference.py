@@ -1,0 +1,259 @@
+"""Every key of a job file with its type, default, unit, meaning and an example: docs/job.md, `mopd help`, JSON Schema.
+
+`python -m mopd_dataplane.job.reference docs/job.md` writes the page (or `make docs`). All of it is read from the
+sections, which are what a job file is checked against.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.job.examples import EXAMPLES, UNITS
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.read import STAGE_TABLES
+from mopd_dataplane.job.sections import Section
+
+NAME = "NAME"
+"""Stands for a name of the job's own in a path: `domains.NAME.train`."""
+EXTENDS = "Another job whose tables this one takes over, with some of its stages and domains."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One key of a job file."""
+
+    path: str
+    """As in `--set`: `train.learning_rate`, `domains.NAME.source`."""
+    type: str
+    default: str
+    """In TOML; empty when the key must be given."""
+    unit: str
+    doc: str
+    example: str
+    """A value in TOML; empty for a table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One table of a job file."""
+
+    path: str
+    """Empty for the keys that stand above all tables."""
+    doc: str
+    keys: tuple[Key, ...]
+
+    @property
+    def header(self) -> str:
+        """How the table begins in the file."""
+        return "[[stages]]" if self.path == "stages.NAME" else f"[{self.path}]"
+
+
+@cache
+def tables() -> tuple[Table, ...]:
+    """Every table of a job file, in the order of the flow."""
+    return (_table("", Job, "Keys above all tables."), *_below("", Job))
+
+
+def find(path: str) -> Table | Key:
+    """A table or a key by its path; the name of a domain, teacher, objective or stage may stand for NAME.
+
+    Raises UnknownNameError with the nearest path.
+    """
+    wanted = path.strip().strip("[]")
+    for table in tables():
+        if _same(wanted, table.path):
+            return table
+        for key in table.keys:
+            if _same(wanted, key.path):
+                return key
+    known = [item for table in tables() for item in (table.path, *(key.path for key in table.keys)) if item]
+    ends = [item for item in known if item.rpartition(".")[2] == wanted]
+    if len(ends) == 1:
+        return find(ends[0])
+    if ends:
+        raise UnknownNameError(f"{wanted!r} is the name of {len(ends)} keys: {', '.join(ends)}; name one of them")
+    hint = nearest(wanted, known).partition("; ")[2]
+    raise UnknownNameError(f"no key or table {path!r} in a job file; {hint or 'list the tables with: mopd help'}")
+
+
+def _same(wanted: str, path: str) -> bool:
+    parts, given = path.split("."), wanted.split(".")
+    return len(parts) == len(given) and all(part in (NAME, found) for part, found in zip(parts, given, strict=True))
+
+
+def _below(path: str, section: type[Section]) -> Iterator[Table]:
+    """Tables inside a section, those of a stage that only repeat the job's left out."""
+    for name, field in section.model_fields.items():
+        inner, named = _section_of(field.annotation)
+        if inner is None or (section is Stage and name in STAGE_TABLES):
+            continue
+        here = f"{path}.{name}".lstrip(".") + (f".{NAME}" if named else "")
+        yield _table(here, inner, field.description or "")
+        yield from _below(here, inner)
+        if inner is Stage:
+            for default in STAGE_TABLES:
+                found, _ = _section_of(Stage.model_fields[default].annotation)
+                assert found is not None
+                yield _table(default, found, f"{found.__doc__} Defaults of every stage.")
+
+
+def _table(path: str, section: type[Section], doc: str) -> Table:
+    properties = section.model_json_schema()["properties"]
+    keys = []
+    for name, field in section.model_fields.items():
+        inner, _ = _section_of(field.annotation)
+        if inner is not None and path == "":
+            continue
+        where = f"{path}.{name}".lstrip(".")
+        keys.append(
+            Key(
+                path=where,
+                type="table" if inner is not None else _type(properties[name]),
+                default=_default(field, inner),
+                unit=UNITS.get(where, ""),
+                doc=" ".join((field.description or "").split()),
+                example="" if inner is not None else EXAMPLES.get(where, ""),
+            )
+        )
+    return Table(path=path, doc=" ".join((doc or section.__doc__ or "").split()), keys=tuple(keys))
+
+
+def _default(field: FieldInfo, inner: type[Section] | None) -> str:
+    return "" if field.is_required() or inner is not None else _toml(field.get_default(call_default_factory=True))
+
+
+def _section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section that an annotation holds, and whether under names of the job's own."""
+    stack, named = [annotation], False
+    while stack:
+        kind = stack.pop()
+        if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Section):
+            return kind, named
+        named = named or typing.get_origin(kind) in (dict, tuple)
+        stack.extend(typing.get_args(kind))
+    return None, False
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """A JSON Schema as a reader of TOML says it."""
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
+    if "enum" in schema or "const" in schema:
+        return " | ".join(f'"{value}"' for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any")
+    if kind == "array":
+        inner = schema.get("items") or schema.get("prefixItems", [{}])[0]
+        count = schema.get("maxItems")
+        return f"{count} × {_type(inner)}" if count else f"array of {_type(inner)}"
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return f"table of {_type(inner)}" if isinstance(inner, dict) else "table"
+    bounds = [("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("exclusiveMaximum", "<")]
+    said = ", ".join(f"{sign} {schema[bound]:g}" for bound, sign in bounds if bound in schema)
+    return " ".join(filter(None, [{"number": "float", "boolean": "bool"}.get(kind, kind), said]))
+
+
+def _toml(value: Any) -> str:
+    """A default as it would stand in the file; empty for a key that is absent by default."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{}" if not value else "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a job file, for editors: what a file may hold, before defaults and what it extends are put in.
+
+    Nothing is required, since another job may bring it; unknown keys are refused as they are when the job is read.
+    """
+    schema = Job.model_json_schema()
+    for part in (schema, *schema["$defs"].values()):
+        part.pop("required", None)
+    properties = schema["properties"]
+    for name in STAGE_TABLES:
+        section, _ = _section_of(Stage.model_fields[name].annotation)
+        assert section is not None
+        said = f"{section.__doc__} Defaults of every stage."
+        properties[name] = {"$ref": f"#/$defs/{section.__name__}", "description": said}
+    names = {"type": "array", "items": {"type": "string"}}
+    properties["extends"] = {
+        "type": "object",
+        "description": EXTENDS,
+        "additionalProperties": False,
+        "required": ["job"],
+        "properties": {"job": {"type": "string"}, "stages": names, "domains": names},
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "mopd job"}
+
+
+_HEAD = """# The job file
+
+One TOML file is one whole run. This page is made from the sections that a file is checked against (`make docs`);
+`mopd help train.schedule` says the same on a terminal, and `mopd init` writes a file with the JSON Schema that lets an
+editor complete and check it.
+
+- A key that is left out has its default. An unknown key is refused, with the nearest one there is.
+- `[rollout]`, `[score]`, `[plan]` and `[train]` are defaults of every stage; a stage overrides single keys of them.
+  Between the two stand the `plan` and `train` keys of the stage's objective.
+- `extends = { job = "quickstart", stages = ["base"], domains = ["spell_backward"] }` takes over another job's tables,
+  and the stages and domains it lists. `job` is a file or folder, relative to this file, or the name of a recipe.
+- Every other path is relative to the folder that `mopd` is started in: `store`, `work`, `student.path`,
+  `domains.NAME.source`, `teachers.NAME.source`, `load.cache_dir`.
+- `mopd run JOB --set train.learning_rate=3e-4` overrides one key; `--set stages.NAME.iterations=4` one of a stage.
+
+```toml
+# the smallest job: distil a teacher into a student on prompts of one's own
+name = "mine"
+store = "runs/mine"
+student.path = "models/student"
+teachers.expert.source = "models/expert"
+domains.math = { source = "prompts.jsonl", reward = "exact" }
+routing.math = "expert"
+plan = { batch_samples = 32 }
+objectives.opd.divergence.kind = "reverse"
+stages = [{ name = "student", objective = "opd" }]
+```
+"""
+
+
+def page() -> str:
+    """docs/job.md."""
+    return "\n".join([_HEAD, *map(_section, tables())]).rstrip() + "\n"
+
+
+def _section(table: Table) -> str:
+    lines = [f"## {table.header if table.path else 'The top of the file'}", "", table.doc, ""]
+    lines += ["| key | type | default | meaning | example |", "|---|---|---|---|---|"]
+    for key in table.keys:
+        name = key.path.removeprefix(table.path).lstrip(".")
+        cells = [f"`{name}`", _cell(key.type), _cell(key.default and f"`{key.default}`") or "–", _meaning(key)]
+        lines.append("| " + " | ".join([*cells, key.example and _cell(f"`{name} = {key.example}`")]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _meaning(key: Key) -> str:
+    return _cell(f"{key.doc} *{key.unit}*" if key.unit else key.doc)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())

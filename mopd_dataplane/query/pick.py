@@ -1,0 +1,77 @@
+"""Which sample to look at, when no uid was given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.text import number
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
+
+Pick = Literal["worst", "disagreement", "random", "newest"]
+
+_SAMPLED = "from samples where (policy <> 'reference' or not exists (from samples where policy <> 'reference'))"
+_QUERIES: dict[Pick, str] = {
+    "disagreement": """
+        select uid, max(mean_reverse_kl) as value, count(*) over () as total, count(*) as teachers,
+               max(mean_reverse_kl) - min(mean_reverse_kl) as spread
+        from scores join (select uid, domain, policy {sampled}) using (uid)
+        where kind = 'logprob' and not isnan(mean_reverse_kl) {domain}
+        group by uid order by spread desc, value desc, uid limit 1""",
+    "worst": """
+        select uid, min(reward) as value, count(*) over () as total, any_value(kl) as kl
+        from rewards join (select uid, domain, policy {sampled}) using (uid)
+        left join (select uid, max(mean_reverse_kl) as kl from scores where not isnan(mean_reverse_kl) group by uid)
+            using (uid)
+        where true {domain} group by uid order by value, kl desc nulls last, uid limit 1""",
+    "random": "select uid, 0 as value, count(*) over () as total {sampled} {domain} order by random() limit 1",
+    "newest": """
+        select uid, 0 as value, count(*) over () as total {sampled} {domain}
+        order by created_at desc, writer_seq desc limit 1""",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Picked:
+    """A sample, and what it stands out by."""
+
+    uid: str
+    why: str
+
+
+def pick_sample(store: Store, by: Pick | None = None, *, domain: str | None = None) -> Picked:
+    """A sample worth seeing, of one domain or of all.
+
+    by: `worst` has the lowest reward; `disagreement` has teachers that differ most, from one another where several
+    judged it, else from who wrote it; `random` any; None the first of disagreement, worst and newest that the store
+    has anything for.
+    Raises UnknownNameError when there is no such sample.
+    """
+    if domain is not None:
+        known = store.sql("select distinct domain from samples")["domain"].to_pylist()
+        if domain not in known:
+            raise UnknownNameError(f"no samples of domain {domain!r} in {store.uri}: {nearest(domain, known)}")
+    for way in (by,) if by else ("disagreement", "worst", "newest"):
+        condition = "" if domain is None else f"and domain = {literal(domain)}"
+        rows = store.sql(_QUERIES[way].format(sampled=_SAMPLED, domain=condition)).to_pylist()
+        if rows:
+            return Picked(uid=rows[0]["uid"], why=_why(way, rows[0]))
+    missing = {"worst": "rewards", "disagreement": "log-probs of a teacher"}.get(by or "newest", "samples")
+    raise UnknownNameError(f"{store.uri} holds no {missing} yet; run the job first, or pick another way to choose")
+
+
+def _why(way: Pick, row: dict[str, float]) -> str:
+    among = f"of {row['total']:,} samples"
+    if way == "worst":
+        return f"lowest reward {among}: {number(row['value'])}"
+    if way == "random":
+        return f"one {among}, at random"
+    if way == "newest":
+        return f"the newest {among}; nothing has judged them yet"
+    if row["teachers"] > 1:
+        return f"its teachers differ most {among}: by {number(row['spread'])} nat/token"
+    return f"farthest from its teacher {among}: reverse KL {number(row['value'])} nat/token"

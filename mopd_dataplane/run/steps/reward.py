@@ -1,0 +1,59 @@
+"""Reward: what verifiers say of stored samples. Only what is missing is computed; no model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mopd_dataplane.job.job import Stage
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
+from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
+
+
+def reward(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, float]:
+    """Verify every sampled answer of a stage that has no reward yet. Returns {"rewards": count, "mean": value}."""
+    every, samples = stage_samples(run.store, stage, iteration, ["uid", "prompt_id"])
+    rows = every[~np.isin(every, run.store.table("rewards", columns=["sample_row"])["sample_row"].to_numpy())]
+    identity = dict(zip(every.tolist(), zip(*samples.to_pydict().values(), strict=True), strict=True))
+    if not len(rows):
+        return {"rewards": 0.0, "mean": float("nan")}
+    prompts = {prompt.prompt_id: prompt for prompt in run.store.prompts(domains=run.job.domains_of(stage))}
+    values: list[float] = []
+    with run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report):
+        for chunk in chunks(rows):
+            records = []
+            for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
+                uid, prompt_id = identity[row]
+                prompt = prompts[prompt_id]
+                function, outcome = reward_function(run, prompt.domain), verify(run, prompt, response)
+                values.append(outcome.reward)
+                verifier = {"verifier": function.name, "verifier_version": function.version}
+                records.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
+            run.store.add_rewards(records)
+            advance(len(values))
+        report.facts = {"samples": f"{len(values):,}", "mean": f"{np.mean(values):.3f}"}
+    run.record_time(stage, iteration, "reward", report.seconds)
+    return {"rewards": float(len(values)), "mean": float(np.mean(values))}
+
+
+def reward_function(run: Run, domain: str) -> Reward:
+    """The verifier that the job names for a domain."""
+    return resolve_reward(run.job.domains[domain].reward)
+
+
+def verify(run: Run, prompt: Prompt, response: str) -> Outcome:
+    """What the domain's verifier says of a response, and whether it is right as the domain means it."""
+    outcome = reward_function(run, prompt.domain)(prompt, response)
+    if run.job.domains[prompt.domain].right == "reference" and outcome.correct is not None:
+        return outcome._replace(correct=outcome.correct and is_reference(prompt, response))
+    return outcome
+
+
+def _responses(run: Run, rows: Rows) -> Iterator[str]:
+    prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
+    tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
+    for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
+        yield run.decode(ids.as_py()[prompt_len:])

@@ -1,0 +1,93 @@
+"""What needs no model needs no torch: a process in which torch and transformers cannot be imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+BLOCKER = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "accelerate", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+Mopd = Callable[..., subprocess.CompletedProcess[str]]
+JobWriter = Callable[..., Path]
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Mopd:
+    """The command line where torch is not installed."""
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "mopd_dataplane", *map(str, words)]
+        environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+    return run
+
+
+def test_the_blocker_blocks(bare: Mopd, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import torch"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, check=False)
+    assert b"No module named 'torch'" in done.stderr
+
+
+def test_a_finished_store_is_asked_shown_and_reported(finished_job: Path, bare: Mopd, tmp_path: Path) -> None:
+    store = finished_job / "store"
+    shown = bare("show", store)
+    assert shown.returncode == 0, shown.stderr
+    assert "⟨" not in shown.stdout, "text is text"
+    found = bare("query", store, "select prompt, response from responses where stage = 'student' limit 5", "--json")
+    assert all(row["response"] and "⟨" not in row["response"] for row in json.loads(found.stdout))
+    written = bare("report", store, "-o", tmp_path / "report.html")
+    assert written.returncode == 0, written.stderr
+    assert "⟨" not in (tmp_path / "report.html").read_text()
+    for command in (["schema", store, "responses"], ["store", "info", store], ["store", "verify", store]):
+        assert bare(*command).returncode == 0
+
+
+LATE = """
+[[stages]]
+name = "late"
+start = "base"
+rollout = {{ prompts_per_iteration = 8 }}
+plan = {{ batch_samples = 4 }}
+"""
+
+
+def test_rewards_and_plans_need_no_model(finished_job: Path, bare: Mopd, write_job: JobWriter, mopd: Mopd) -> None:
+    """Only the rollout runs where torch is; verifying and planning what it left need none."""
+    text = (finished_job / "job.toml").read_text().replace("{", "{{").replace("}", "}}")
+    job = write_job(finished_job / "late", text, extra=LATE)
+    mopd("rollout", job, "--stage", "late")
+    rewarded = bare("reward", job, "--stage", "late", "--json")
+    assert rewarded.returncode == 0, rewarded.stderr
+    assert json.loads(rewarded.stdout)["rewards"] == 8
+    planned = bare("plan", job, "--stage", "late", "--explain", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["samples"] == 8
+
+
+@pytest.mark.parametrize("command", [["run"], ["rollout", "--stage", "student"], ["train", "--stage", "student"]])
+def test_what_needs_a_model_says_what_to_install(finished_job: Path, bare: Mopd, command: list[str]) -> None:
+    done = bare(command[0], finished_job / "job.toml", *command[1:])
+    assert done.returncode == 2
+    assert "pip install 'mopd-dataplane[train]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    told = bare(command[0], finished_job / "job.toml", *command[1:], "--json")
+    error = json.loads(told.stdout)["error"]
+    assert (error["exit_code"], error["type"]) == (2, "InputError")
+    assert "mopd-dataplane[train]" in error["message"]

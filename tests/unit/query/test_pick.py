@@ -1,0 +1,62 @@
+"""Without a uid, the sample that is shown is one worth seeing, and it is said why."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mopd_dataplane import Signal, Store, open_store
+from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.query.pick import pick_sample
+from mopd_dataplane.query.show import read_sample
+
+
+def test_disagreement_is_the_largest_kl(demo_store: Store) -> None:
+    picked = pick_sample(demo_store, "disagreement")
+    (most,) = demo_store.sql(
+        "select uid, mean_reverse_kl as kl from scores where kind = 'logprob' order by kl desc limit 1"
+    ).to_pylist()
+    assert picked.uid == most["uid"]
+    assert f"{most['kl']:.3f}" in picked.why
+    assert pick_sample(demo_store) == picked, "the default, where teachers have judged"
+
+
+def test_teachers_that_contradict_one_another_come_first(demo_store: Store, tmp_path: Path) -> None:
+    assert demo_store.root is not None
+    store = open_store(str(shutil.copytree(demo_store.root, tmp_path / "copy")))
+    scored = store.sql("select uid, domain from scores join samples using (uid) where kind = 'logprob'")
+    lowest = scored.slice(0, 1).to_pylist()[0]
+    view = read_sample(store, lowest["uid"])
+    other = next(name for name in store.teachers() if not name.startswith(lowest["domain"]))
+    judged = np.full(len(view.tokens), -9.0, np.float32)
+    signal = Signal(uid=view.uid, sample_row=view.sample_row, kind="logprob", logprob=judged, mean_reverse_kl=8.5)
+    store.commit_signals(other, "logprob", [signal])
+    picked = pick_sample(store, "disagreement")
+    assert picked.uid == view.uid
+    assert "its teachers differ most" in picked.why
+
+
+def test_worst_has_the_lowest_reward_of_its_domain(demo_store: Store) -> None:
+    picked = pick_sample(demo_store, "worst", domain="chain_sum")
+    (row,) = demo_store.sql(f"select domain, reward from responses where uid = '{picked.uid}'").to_pylist()
+    (least,) = demo_store.sql("select min(reward) as r from responses where domain = 'chain_sum'").to_pylist()
+    assert (row["domain"], row["reward"]) == ("chain_sum", least["r"])
+
+
+def test_random_is_some_sample_of_the_domain(demo_store: Store) -> None:
+    seen = {pick_sample(demo_store, "random", domain="number_sorting").uid for _ in range(6)}
+    assert len(seen) > 1
+    domains = demo_store.sql(f"select distinct domain from samples where uid in {tuple(seen)}")["domain"].to_pylist()
+    assert domains == ["number_sorting"]
+
+
+def test_unknown_domains_and_empty_stores_are_named(demo_store: Store, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'chain_sum'"):
+        pick_sample(demo_store, "worst", domain="chain-sum")
+    empty = Store.create(tmp_path / "empty")
+    for way, lacks in (("worst", "rewards"), ("disagreement", "log-probs"), ("random", "samples"), (None, "samples")):
+        with pytest.raises(UnknownNameError, match=lacks):
+            pick_sample(empty, way)  # type: ignore[arg-type]
