@@ -51,15 +51,12 @@ def import_(
     Token ids and sampler log-probs are kept where the format has them; text is tokenised, and such samples have no
     log-probs. All rows are checked before anything is written. Importing the same rows again adds nothing.
     """
-    from mopd_dataplane import create_store
     from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
     from mopd_dataplane.run.progress import Progress
 
     settings = ImportSettings(format=source, stage=stage, domain=domain, policy=policy)
     with Progress(stderr()).step(stage or "import", source, total=None, unit="samples") as (advance, _):
-        report = import_rollouts(
-            create_store(store), path, settings, _vocabulary(tokenizer, template), progress=advance
-        )
+        report = import_rollouts(store, path, settings, _vocabulary(tokenizer, template), progress=advance)
     print_json(report) if as_json else print_facts(plain(report))
 
 

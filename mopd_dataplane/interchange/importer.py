@@ -16,8 +16,9 @@ from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
 from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.store.arrow_rows import RECORDED, check_sample
+from mopd_dataplane.store.arrow_rows import RECORDED, check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.sample_values import log_probs, other_content, whole_numbers
 
 BATCH = 1024
 """Samples committed together."""
@@ -76,7 +77,7 @@ class ImportReport:
 
 
 def import_rollouts(
-    store: Store,
+    store: Store | str,
     path: Path,
     settings: ImportSettings,
     vocabulary: Vocabulary,
@@ -85,14 +86,17 @@ def import_rollouts(
 ) -> ImportReport:
     """Import a file, or all .jsonl and .parquet files of a folder.
 
+    store: or the place of one, which is made there once every row is checked.
     Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
     follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
     Raises UnknownNameError for a format that nobody offers, InputError naming file and row: not JSON, a field of
-    another type, ids outside the vocabulary, impossible log-probs, no stage or domain.
+    another type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content.
     """
     find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_of(path)
-    _check(store, path, _samples(files, settings, vocabulary))
+    _check(Store.find(store) if isinstance(store, str) else store, path, _samples(files, settings, vocabulary))
+    if isinstance(store, str):
+        store = Store.create(store)
     report, places = ImportReport(), set[str]()
     converted = _samples(files, settings, vocabulary)
     while batch := list(islice(converted, BATCH)):
@@ -106,19 +110,28 @@ def import_rollouts(
     return report
 
 
-def _check(store: Store, path: Path, converted: Iterator[tuple[Row, Prompt, Sample]]) -> None:
-    """Convert every row, and compare its prompt with what the store and other rows call by that name."""
-    known = {prompt.prompt_id: prompt for prompt in store.prompts()}
-    count = 0
-    for row, prompt, _ in converted:
-        count += 1
+def _check(store: Store | None, path: Path, converted: Iterator[tuple[Row, Prompt, Sample]]) -> None:
+    """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name."""
+    known = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
+    places: list[str] = []
+    uids: list[str] = []
+    crcs: list[int] = []
+    for row, prompt, sample in converted:
+        places.append(row.place)
+        uids.append(sample.uid)
+        crcs.append(sample_crc(sample))
         if known.setdefault(prompt.prompt_id, prompt) != prompt:
             raise InputError(
                 f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
                 "row before; rename it, or leave prompt_id out"
             )
-    if not count:
+    if not places:
         raise InputError(f"{path}: no rows")
+    for other in other_content(store.dataset("samples") if store is not None else None, uids, crcs)[:1]:
+        raise InputError(
+            f"{places[other]}: uid {uids[other]} is the name of a sample with other tokens, log-probs or masks, in the "
+            "store or in a row before; leave uid out, and it follows from the content"
+        )
 
 
 def batch_name(files: Sequence[Path], settings: ImportSettings) -> str:
@@ -190,10 +203,15 @@ def _converted(
     prompt = _question(row, domain, settings)
     prompt_id = prompt.prompt_id
     length = len(response_ids)
-    mask = np.ones(length, np.uint8) if row.loss_mask is None else np.array(row.loss_mask, np.uint8)
-    logprobs = None if row.logprobs is None else np.array(row.logprobs, np.float32)
-    if logprobs is not None and len(logprobs) == len(mask):
-        logprobs[(mask == 0) & (logprobs != 0)] = 0
+    mask = np.ones(length, np.uint8)
+    if row.loss_mask is not None:
+        mask = whole_numbers(row.loss_mask, 0, 1, "loss_mask").astype(np.uint8)
+    logprobs = None
+    if row.logprobs is not None:
+        given_logprobs = np.array(row.logprobs, np.float64)
+        if len(given_logprobs) == len(mask):
+            given_logprobs[(mask == 0) & (given_logprobs != 0)] = 0
+        logprobs = log_probs(given_logprobs, "logprobs").astype(np.float32)
     tokens = np.array(prompt_ids + response_ids, np.int32)
     group = given.get("group_id", f"{prompt_id}#{row.iteration}")
     index = groups[group] = groups.get(group, -1) + 1

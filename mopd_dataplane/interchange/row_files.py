@@ -97,9 +97,13 @@ def integer(fields: Fields, name: str, place: str, *, default: int = 0) -> int:
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_whole(value):
         raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected an integer")
     return int(value)
+
+
+def _is_whole(value: float) -> bool:
+    return math.isfinite(value) and int(value) == value
 
 
 def number(fields: Fields, name: str, place: str) -> float | None:

@@ -30,6 +30,8 @@ class RolloutReport:
     """Largest |log-prob now - log-prob as logged| at a resume, nat."""
     restored: int = 0
     """Resumed samples whose keys and values a graceful stop had saved; the others were prefilled again."""
+    dropped: int = 0
+    """Samples whose uid the store has with another content: the first commit stands."""
     weight_changes: int = 0
     """Newer policies taken up while sampling."""
     torn_bytes: int = 0

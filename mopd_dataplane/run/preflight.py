@@ -49,7 +49,7 @@ class Checked(NamedTuple):
 
     findings: list[Finding]
     prompts: dict[str, list[Prompt]]
-    """Of every domain whose prompts the store does not hold yet."""
+    """Prompts of every domain that the store holds none of yet."""
 
 
 def preflight(job: Job) -> Checked:

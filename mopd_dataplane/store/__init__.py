@@ -18,6 +18,7 @@ lock.py            one committer at a time on this machine
 barrier.py         a commit is durable only after its files are synced
 fragments.py       few files, whatever the number of commits
 arrow_rows.py      records <-> Arrow rows
+sample_values.py   values that no sample can have are refused before any cast
 payload.py         payload is written once
 commit.py          samples: payload first, metadata last
 signals.py         what teachers say: payload, then `scores`

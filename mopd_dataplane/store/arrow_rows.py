@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.sampling_masks import SamplingMasks
-from mopd_dataplane.errors import EngineError, InputError, MismatchError, nearest
+from mopd_dataplane.errors import InputError, MismatchError, nearest
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
+from mopd_dataplane.store.sample_values import check_values
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
 
 PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
@@ -63,6 +64,7 @@ def check_sample(sample: Sample) -> None:
     where = f"sample {sample.uid}"
     if len(sample.uid) != 32 or set(sample.uid) - set("0123456789abcdef"):
         raise MismatchError(f"sample uid {sample.uid!r:.80} is not 32 hex digits; use records.sample_uid")
+    check_values(sample)
     length = sample.response_len
     if not 0 <= sample.prompt_len <= len(sample.tokens):
         raise MismatchError(f"{where}: prompt_len {sample.prompt_len} outside 0 to {len(sample.tokens)} tokens")
@@ -83,14 +85,6 @@ def check_sample(sample: Sample) -> None:
     ):
         if value not in allowed:
             raise MismatchError(f"{where}: {name} {value!r}: {nearest(value, allowed)}")
-    if sample.logprobs is not None:
-        bad = ~np.isfinite(sample.logprobs) | (sample.logprobs > 0)
-        if bad.any():
-            place = int(np.argmax(bad))
-            raise EngineError(
-                f"{where}: log-prob {sample.logprobs[place]} at response position {place}; allowed: finite and <= 0; "
-                "the engine's logits are not to be trusted"
-            )
     _check_support(sample, where)
     experts, read = sample.experts, max(len(sample.tokens) - 1, 0)
     if experts is not None and (experts.ndim != 2 or len(experts) != read or (experts < 0).any()):

@@ -18,12 +18,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.errors import MismatchError, ResourceError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_rows, token_rows
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
+from mopd_dataplane.store.sample_values import other_content
 from mopd_dataplane.store.table import Table
 
 EPOCH_KEY = "mopd:epoch:"
@@ -42,10 +43,12 @@ class CommitReceipt:
     """How many this call made visible."""
     versions: dict[str, int]
     """Versions of `tokens` and `samples` that hold them."""
+    dropped: tuple[str, ...] = ()
+    """uids of given samples whose content was dropped, because the uid names another one's already."""
 
 
 def commit_samples(
-    samples: Table, tokens: Table, batch: Sequence[Sample], *, writer: str, epoch: int = 0
+    samples: Table, tokens: Table, batch: Sequence[Sample], *, writer: str, epoch: int = 0, keep_first: bool = False
 ) -> CommitReceipt:
     """Make samples visible and durable; see Store.commit_samples."""
     for sample in batch:
@@ -53,7 +56,9 @@ def commit_samples(
     _check_epoch(samples.open(), writer, epoch)
     fence(samples, writer, epoch)
     crcs = [sample_crc(sample) for sample in batch]
-    found, visible = samples.find(pa.table({"uid": pa.array([sample.uid for sample in batch], pa.string())}))
+    uids = [sample.uid for sample in batch]
+    found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
+    dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
     absent = np.flatnonzero(found < 0).tolist()
     payload_rows = np.full(len(batch), -1, np.int64)
     payload_rows[absent], with_payload = place_payload(
@@ -72,7 +77,24 @@ def commit_samples(
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
-    return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions)
+    overtaken = ((found < 0) & ~done.new).tolist()  # another writer was first, since we looked
+    dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
+    return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
+
+
+def _dropped(
+    dataset: lance.LanceDataset, uids: Sequence[str], crcs: Sequence[int], there: list[bool], keep_first: bool
+) -> list[str]:
+    """uids that name other content already. Raises MismatchError for them, unless the first of them stands."""
+    if not any(there) and len(set(uids)) == len(uids):
+        return []
+    lost = list(dict.fromkeys(uids[place] for place in other_content(dataset, uids, crcs)))
+    if lost and not keep_first:
+        raise MismatchError(
+            f"sample {lost[0]} is in the store, or in this batch, with other tokens, log-probs or masks ({len(lost)} "
+            "such); a uid names one content for ever: give the new sample a uid of its own (records.sample_uid)"
+        )
+    return lost
 
 
 def fence(samples: Table, writer: str, epoch: int) -> None:

@@ -111,9 +111,15 @@ def roll_out(
     """Sample a part, or a share of it, into the store through the token log of `writer`; or finish what it holds."""
     stage, sampler = part.stage, part.sampler.policy
 
+    dropped = 0
+
     def commit(samples: list[Sample]) -> object:
+        nonlocal dropped
         record_abandoned(run.store, samples)
-        return run.store.commit_samples(samples, writer=writer)
+        receipt = run.store.commit_samples(samples, writer=writer, keep_first=True)
+        record_dropped(run.store, part, receipt.dropped)
+        dropped += len(receipt.dropped)
+        return receipt
 
     def newest() -> tuple[int, Path]:
         latest = run.policies.latest(stage)
@@ -122,7 +128,7 @@ def roll_out(
     def as_the_student_reads_it(prompt: Prompt) -> list[int]:
         return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
 
-    return run_rollout(
+    report = run_rollout(
         engine,
         part.prompts,
         stage=stage.name,
@@ -141,6 +147,8 @@ def roll_out(
         writer=writer,
         copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
     )
+    report.dropped = dropped
+    return report
 
 
 def _partner(run: Run, part: Part) -> Partner | None:
@@ -191,6 +199,12 @@ def record_abandoned(store: Store, samples: list[Sample]) -> None:
             store.add_event(name, sample.stage, "abandon", sample.iteration, float(sample.response_len), detail)
 
 
+def record_dropped(store: Store, part: Part, uids: Sequence[str]) -> None:
+    """Record each sample that came second with another content than the one that the store has under its uid."""
+    for uid in uids:
+        store.add_event(f"dropped/{uid}", part.stage.name, "dropped", part.iteration, None, {"uid": uid})
+
+
 def _facts(done: RolloutReport) -> dict[str, str]:
     facts = {
         "samples": f"{done.samples:,}",
@@ -200,6 +214,8 @@ def _facts(done: RolloutReport) -> dict[str, str]:
     }
     if done.resumed:
         facts["resumed"] = f"{done.resumed} ({done.exact} exact)"
+    if done.dropped:
+        facts["dropped"] = f"{done.dropped} that came second under their uid"
     if done.weight_changes:
         facts["newer policies"] = f"{done.weight_changes}"
     return facts

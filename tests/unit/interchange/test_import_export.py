@@ -288,3 +288,28 @@ def test_what_a_row_does_not_name_must_be_given(bring: Callable[..., ImportRepor
         bring("verl", VERL, domain="")
     with pytest.raises(UnknownNameError, match=r"no importer 'verrl'.*did you mean 'verl'"):
         bring("verrl", VERL)
+
+
+def test_a_refused_import_makes_no_store(tmp_path: Path) -> None:
+    file = tmp_path / "1.jsonl"
+    row = {"prompt": "3", "prompt_ids": [1, 2], "response_ids": [3, 4], "loss_mask": [1, 1]}
+    file.write_text(json.dumps(row) + "\n" + json.dumps({**row, "loss_mask": [1, 7]}) + "\n")
+    settings = ImportSettings(format="plain", stage="student", domain="sums")
+    with pytest.raises(InputError, match=r"1\.jsonl:2: loss_mask holds 7 at place 1; allowed: 0 to 1"):
+        import_rollouts(str(tmp_path / "store"), file, settings, Letters())
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_uid_with_other_tokens_is_named_and_nothing_is_written(
+    store: Store, bring: Callable[..., ImportReport], stored: bool
+) -> None:
+    row = {"uid": "a" * 32, "prompt_ids": [1, 2], "response_ids": [3, 4]}
+    other = {**row, "response_ids": [3, 5]}
+    if stored:
+        bring("plain", [row])
+    before = store.samples().to_pylist()
+    with pytest.raises(InputError, match=r"jsonl:\d: uid a{32} is the name of a sample with other tokens"):
+        bring("plain", [other] if stored else [row, other], name="2.jsonl")
+    assert store.samples().to_pylist() == before
+    assert store.table("prompts").num_rows == len(before)

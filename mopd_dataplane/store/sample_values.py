@@ -1,0 +1,94 @@
+"""Values of a sample, looked at before any cast: what numpy would wrap, round or overflow is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import ArrayLike, NDArray
+
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.records import Sample
+
+_FEW = 4096
+"""uids that are asked for by name; for more, all of them are read."""
+INT32 = (-(1 << 31), (1 << 31) - 1)
+INT64 = (-(1 << 63), (1 << 63) - 1)
+LOWEST = float(np.finfo(np.float32).min)
+"""Lowest log-prob that a column of float32 can hold."""
+_IDS = (0, INT32[1])
+_ARRAYS = {"tokens": _IDS, "loss_mask": (0, 1), "version_starts": _IDS, "versions": INT32}
+_WHOLES = {
+    "group_index": _IDS, "iteration": INT32, "writer_seq": INT64, "top_k": _IDS, "prompt_len": _IDS, "turns": _IDS,
+    "interruptions": _IDS,
+}  # fmt: skip
+
+
+def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[Any]:
+    """The values as an array of integers, whatever its width. Raises MismatchError naming the first that is outside
+    low .. high, or no whole number."""
+    array = np.asarray(values)
+    if not array.size:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iub":
+        raise MismatchError(
+            f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); whole numbers are needed"
+        )
+    bad = (array < low) | (array > high)
+    if bad.any():
+        place = int(np.argmax(bad))
+        raise MismatchError(f"{what} holds {array.flat[place]} at place {place}; allowed: {low} to {high}")
+    return array
+
+
+def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
+    """The values as an array of floats. Raises EngineError naming the first that is no log-prob: NaN, above 0, or lower
+    than a float32 can be."""
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "fiu":
+        raise EngineError(f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); log-probs are needed")
+    bad = ~((array <= 0) & (array >= LOWEST)) if array.size else np.zeros(0, bool)
+    if bad.any():
+        place = int(np.argmax(bad))
+        raise EngineError(
+            f"{what} holds log-prob {array.flat[place]} at response position {place}; allowed: finite and <= 0; "
+            "the engine's logits are not to be trusted"
+        )
+    return array
+
+
+def check_values(sample: Sample) -> None:
+    """Raise MismatchError, or EngineError for log-probs, for a value that no sample can have."""
+    where = f"sample {sample.uid!s:.40}"
+    for name, (low, high) in _ARRAYS.items():
+        whole_numbers(getattr(sample, name), low, high, f"{where}: {name}")
+    for name, (low, high) in _WHOLES.items():
+        value = getattr(sample, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+            raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: whole numbers, {low} to {high}")
+    if sample.logprobs is not None:
+        log_probs(sample.logprobs, where)
+    for name, most, kind in (("temperature", math.inf, "at least 0"), ("top_p", 1.0, "0 to 1")):
+        value = getattr(sample, name)
+        if not isinstance(value, int | float | np.number) or not math.isfinite(value) or not 0 <= value <= most:
+            raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: finite numbers, {kind}")
+
+
+def other_content(dataset: lance.LanceDataset | None, uids: Sequence[str], crcs: Sequence[int]) -> list[int]:
+    """Places of samples whose uid names other content already: in the dataset, or at an earlier place.
+
+    dataset: a version of `samples`; None when there is no store yet. crcs: payload_crc of each sample.
+    """
+    known: dict[str, int] = {}
+    if dataset is not None and len(uids):
+        few = len(uids) <= _FEW
+        names = ", ".join(f"'{uid}'" for uid in dict.fromkeys(uids)) if few else ""
+        rows = dataset.to_table(columns=["uid", "payload_crc"], filter=f"uid IN ({names})" if few else None)
+        rows = rows.filter(pc.is_in(rows["uid"], value_set=pa.array(uids, pa.string())))
+        known |= zip(rows["uid"].to_pylist(), rows["payload_crc"].to_pylist(), strict=True)
+    return [place for place, (uid, crc) in enumerate(zip(uids, crcs, strict=True)) if known.setdefault(uid, crc) != crc]

@@ -1,0 +1,79 @@
+"""Values that no sample can have are refused before any cast, and a uid names one content for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from store_builders import sample
+
+from mopd_dataplane.errors import EngineError, MismatchError, MopdError
+from mopd_dataplane.records import Sample
+from mopd_dataplane.store.arrow_rows import check_sample
+from mopd_dataplane.store.dataset import Store
+
+GOOD = sample(0, response=4)
+BAD: list[tuple[str, Any, str]] = [
+    ("tokens", np.array([1, -1, 2, 3, 4, 5, 6, 7, 8]), "tokens holds -1 at place 1; allowed: 0 to 2147483647"),
+    ("tokens", np.array([1, 1 << 40, 2, 3, 4, 5, 6, 7, 8]), "tokens holds 1099511627776"),
+    ("tokens", np.array([1.5] * 9), "tokens holds float64 values"),
+    ("tokens", np.array(["a"] * 9), "whole numbers are needed"),
+    ("loss_mask", np.array([1, 7, 0, 1]), "loss_mask holds 7 at place 1; allowed: 0 to 1"),
+    ("loss_mask", np.array([1, 257, 0, 1]), "loss_mask holds 257"),
+    ("loss_mask", np.array([1.0, 0.5, 0.0, 1.0]), "loss_mask holds float64"),
+    ("versions", np.array([1 << 40]), "versions holds 1099511627776"),
+    ("logprobs", np.array([-1e300, -1, -1, -1]), "log-prob -1e\\+300 at response position 0"),
+    ("logprobs", np.array([-1, 0.5, -1, -1]), "log-prob 0.5 at response position 1"),
+    ("logprobs", np.array([-1, np.nan, -1, -1]), "log-prob nan"),
+    ("logprobs", np.array([-1, -np.inf, -1, -1]), "log-prob -inf"),
+    ("temperature", float("nan"), "temperature is nan"),
+    ("temperature", -0.5, "temperature is -0.5; allowed: finite numbers, at least 0"),
+    ("temperature", "warm", "temperature is 'warm'"),
+    ("top_p", 7.0, "top_p is 7.0; allowed: finite numbers, 0 to 1"),
+    ("top_p", float("nan"), "top_p is nan"),
+    ("top_k", -5, "top_k is -5; allowed: whole numbers, 0 to"),
+    ("top_k", 1 << 40, "top_k is 1099511627776"),
+    ("top_k", 2.5, "top_k is 2.5"),
+    ("iteration", 1 << 40, "iteration is"),
+    ("writer_seq", 1 << 70, "writer_seq is"),
+    ("group_index", -1, "group_index is -1"),
+    ("turns", True, "turns is True"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), BAD, ids=[f"{n}-{f}" for n, (f, _, _) in enumerate(BAD)])
+def test_impossible_values_are_named_and_nothing_is_written(store: Store, field: str, value: Any, message: str) -> None:
+    with pytest.raises(MopdError, match=message) as refused:
+        store.commit_samples([sample(1), sample(0, response=4, **{field: value})], writer="engine-0")
+    assert isinstance(refused.value, EngineError if field == "logprobs" else MismatchError)
+    assert store.samples().num_rows == store.table("tokens").num_rows == 0
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_whole_numbers_of_any_width_are_taken(kind: type) -> None:
+    check_sample(sample(0, tokens=np.arange(25).astype(kind), loss_mask=np.ones(20, bool)))
+
+
+def _other(number: int) -> Sample:
+    same = sample(number)
+    return sample(number, tokens=same.tokens[::-1].copy())
+
+
+def test_the_same_uid_with_other_tokens_is_refused_and_nothing_is_written(store: Store) -> None:
+    store.commit_samples([sample(0)], writer="engine-0")
+    with pytest.raises(MismatchError, match=f"sample {sample(0).uid} is in the store.* with other tokens"):
+        store.commit_samples([sample(1), _other(0)], writer="engine-1")
+    with pytest.raises(MismatchError, match="or in this batch"):
+        store.commit_samples([sample(2), _other(2)], writer="engine-1")
+    assert store.samples(["uid"])["uid"].to_pylist() == [sample(0).uid]
+    assert store.table("tokens").num_rows == 1
+
+
+def test_of_two_in_a_rollout_the_first_stands_and_the_second_is_named(store: Store) -> None:
+    store.commit_samples([sample(0)], writer="engine-0")
+    receipt = store.commit_samples([sample(1), _other(0)], writer="engine-1", keep_first=True)
+    assert (receipt.inserted, receipt.dropped) == (1, (sample(0).uid,))
+    tokens = store.read_tokens(receipt.rows, ["tokens"], verify=True)["tokens"].to_pylist()
+    assert tokens == [sample(1).tokens.tolist(), sample(0).tokens.tolist()]
+    assert store.commit_samples([sample(1)], writer="engine-1").dropped == ()
