@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 DIGEST = re.compile(r"[0-9a-f]{32,64}")
 """A uid or a digest: its first digits say enough."""
 DIGITS = 12
-"""Of a digest, where the whole does not fit; `mopd show` takes that many."""
+"""Digits of a digest that are shown where the whole does not fit; `mopd show` takes that many."""
 NARROWEST = 24
 """Characters that a column of text keeps when it has to wrap."""
 MOST_LINES = 3

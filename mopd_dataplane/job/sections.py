@@ -343,7 +343,7 @@ class Discriminator(Section):
     text: str = "reference"
     """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
     learning_rate: float = Field(default=1e-4, gt=0)
-    """Of its optimizer (AdamW)."""
+    """Learning rate of its optimizer (AdamW)."""
     batch_pairs: int = Field(default=32, ge=1)
     """Pairs of a teacher's and a student's text in one step."""
     epochs: int = Field(default=1, ge=1)
@@ -432,7 +432,7 @@ class Eval(Section):
     split: Literal["eval", "tune"] = "eval"
     """Which held-out prompts are answered: `tune` while settings are chosen, `eval` for the final figure."""
     temperature: float = Field(default=0.0, ge=0)
-    """Of held-out answers; 0 takes the likeliest token."""
+    """Temperature of held-out answers; 0 takes the likeliest token."""
     max_new_tokens: int = Field(default=0, ge=0)
     """0 takes the rollout's."""
     reverse_kl: bool = False

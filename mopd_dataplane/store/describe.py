@@ -40,7 +40,7 @@ class Relation:
     """table, view or macro."""
     doc: str
     rows: int | None
-    """Of a table."""
+    """Rows of a table; None for what is no table."""
 
 
 def relations(store: Store) -> Iterator[Relation]:

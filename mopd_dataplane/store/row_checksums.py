@@ -27,7 +27,7 @@ from mopd_dataplane.base.checksum import crc32c
 
 ROW_CRC = "row_crc"
 CHUNK_BYTES = 16 << 20
-"""Of rows that are summed at once: what is copied stays small."""
+"""Bytes of the rows that are summed at once: what is copied stays small."""
 CHUNK_ROWS = 1 << 16
 
 Crcs = NDArray[np.uint32]

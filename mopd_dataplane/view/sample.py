@@ -130,7 +130,7 @@ def at_trained(mask: NDArray[np.uint8], values: NDArray[Any], missing: Any) -> N
 
 
 def topk_columns(payload: Payload, ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> dict[str, Any]:
-    """Of a teacher's top-k [M, K]: rank of the sampled token (1 is first, 0 not among them) and mass outside."""
+    """Columns from a teacher's top-k [M, K]: rank of the sampled token (1 first, 0 not among them), mass outside."""
     trained = payload.response[payload.mask.astype(bool)]
     order = np.argsort(-logprobs, axis=1, kind="stable")
     hit = np.take_along_axis(ids, order, 1) == trained[:, None]

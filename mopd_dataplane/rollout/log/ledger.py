@@ -160,7 +160,7 @@ def _set_call(partial: PartialSample, ordinal: int, call: Call) -> None:
 
 
 def _carried(handle: int, partial: PartialSample) -> Iterator[log_records.LogRecord]:
-    """A draft's sampling masks, spans, tokens and FINISH, in an order that replays."""
+    """A partial sample's masks, spans, tokens and FINISH, in an order that replays."""
     tokens, logprobs = partial.response, np.array(partial.logprobs, np.float32)
     mask = np.array(partial.loss_mask, np.uint8)
     if sets := len(partial.masks):
