@@ -32,6 +32,9 @@ def _blob(name: str, doc: str) -> pa.Field:
     return pa.field(name, pa.large_binary(), nullable=False, metadata={"doc": doc, "unit": "bytes", "blob": "v2"})
 
 
+ROW_CRC = _field("row_crc", pa.uint32(), "crc32c over the row's other columns; how: store/row_checksums.py")
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """A table: its columns, and the columns that identify a row (empty: rows have no identity)."""
@@ -44,6 +47,11 @@ class TableSpec:
     """Per-token payload: read by row for the batch at hand, never scanned whole."""
     storage: str = DATA_STORAGE_VERSION
     """Lance file format."""
+
+    @property
+    def stored(self) -> pa.Schema:
+        """Columns as they are stored: a row of metadata ends with its checksum; payload has one in its metadata."""
+        return self.schema if self.heavy else self.schema.append(ROW_CRC)
 
 
 PROMPTS = TableSpec(

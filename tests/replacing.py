@@ -6,10 +6,15 @@ import lance
 import pyarrow as pa
 from lance.fragment import RowIdSequence, write_fragments
 
+from mopd_dataplane.store.row_checksums import with_row_crcs
+from mopd_dataplane.tables import ROW_CRC
+
 
 def replace_rows(uri: str, rows: pa.Table) -> None:
-    """Have a dataset hold other rows, with ids from 0 on."""
+    """Have a dataset hold other rows, with ids from 0 on; metadata with sums that are right."""
     dataset = lance.dataset(uri)
+    if ROW_CRC.name in rows.column_names:
+        rows = with_row_crcs(rows).cast(rows.schema)
     [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=dataset.data_storage_version)
     fresh.row_id_meta = RowIdSequence(list(range(rows.num_rows))).to_inline_metadata()
     held = [fragment.fragment_id for fragment in dataset.get_fragments()]

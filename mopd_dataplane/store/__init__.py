@@ -33,6 +33,9 @@ snapshot.py        pinned versions
 maintain.py        counts, compaction, clean-up
 row_checksums.py   a checksum over the content of each row of metadata
 verify.py          the audit
+verify_report.py   what it says
+verify_rows.py     the audit of rows of metadata
+verify_pins.py     the audit of pinned versions
 verify_files.py    the audit of what lies beside the tables
 queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
 sql.py             one read-only SQL statement at pinned versions

@@ -1,6 +1,6 @@
 """Which version of a table was acknowledged last: known outside the files that Lance writes.
 
-    acknowledged/<table>/<version>     an empty file; its name is what it says
+    acknowledged/<table>/<version>.<crc32c of its manifest>     an empty file; its name is what it says
 
 A commit is acknowledged once its version is on the disk and its number is here. So a manifest that cannot be read is
 told apart: up to that number it was promised, and its loss is damage; above it, a power cut came before the promise,
@@ -11,9 +11,11 @@ be half written.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
+from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.lance_errors import writing
@@ -23,6 +25,7 @@ FOLDER = "acknowledged"
 _LAST_VERSION = (1 << 64) - 1
 _MANIFEST_END = b"LANC"
 _SECTOR = 512
+_NAME = re.compile(r"(\d+)(?:\.([0-9a-f]{8}))?")
 
 
 class Acknowledged:
@@ -30,13 +33,23 @@ class Acknowledged:
 
     def __init__(self, place: Place, table: str) -> None:
         self._place = place
+        self._table = table
         self._name = f"{FOLDER}/{table}"
         self._newest = 0
         """The largest this process has seen."""
 
     def newest(self) -> int:
         """The newest version that was acknowledged; 0 when none was."""
-        return max((int(name) for name in self._place.children(self._name) if name.isdecimal()), default=0)
+        return max((version for version, _ in self._recorded()), default=0)
+
+    def manifest_crc(self, version: int) -> int | None:
+        """crc32c that the manifest of a version had when it was acknowledged; None when that is not known."""
+        return dict(self._recorded()).get(version)
+
+    def _recorded(self) -> list[tuple[int, int | None]]:
+        """(version, crc32c of its manifest) of the names there are."""
+        found = (_NAME.fullmatch(name) for name in self._place.children(self._name))
+        return [(int(name[1]), int(name[2], 16) if name[2] else None) for name in found if name]
 
     def record(self, version: int) -> None:
         """Acknowledge a version; durable on return. Raises ResourceError when the disk takes no more."""
@@ -44,10 +57,12 @@ class Acknowledged:
             return
         with writing(self._place.of(self._name)):
             if self._place.files is not None:
-                self._place.files.write(f"{self._name}/{version}", b"")
+                self._place.files.write(f"{self._name}/{version}", b"")  # the server keeps checksums of its own
             else:
-                _touch(self._place.local(self._name), version)
-            older = [name for name in self._place.children(self._name) if name.isdecimal() and int(name) < version]
+                crc = crc_of_manifest(self._place.local(self._table), version)
+                _touch(self._place.local(self._name), f"{version}.{crc:08x}")
+            children = [name for name in self._place.children(self._name) if _NAME.fullmatch(name)]
+            older = [name for name in children if int(name.partition(".")[0]) < version]
             for name in older:
                 if self._place.files is not None:
                     self._place.files.remove([f"{self._name}/{name}"])
@@ -56,10 +71,15 @@ class Acknowledged:
         self._newest = version
 
 
-def _touch(folder: Path, version: int) -> None:
+def crc_of_manifest(root: Path, version: int) -> int:
+    """crc32c of the manifest of a version of a local dataset. Raises OSError."""
+    return crc32c(manifest(root, version).read_bytes())
+
+
+def _touch(folder: Path, name: str) -> None:
     made = [parent for parent in (folder, *folder.parents) if not parent.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / str(version)).touch()
+    (folder / name).touch()
     for path in [folder, *(parent.parent for parent in made)]:
         fsync(path)
 

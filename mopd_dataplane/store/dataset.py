@@ -32,7 +32,7 @@ from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.row_ids import in_row_order
 from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Inserted, Table
-from mopd_dataplane.store.verify import VerifyReport
+from mopd_dataplane.store.verify_report import VerifyReport
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 
 Rows = NDArray[np.int64]
@@ -244,7 +244,7 @@ class Store:
 
     def prompts(self, split: str | None = None, domains: Iterable[str] | None = None) -> list[Prompt]:
         """Prompts in the order they were added, of one split and some domains."""
-        rows = self.table("prompts").drop_columns(["created_at"]).to_pylist()
+        rows = self.table("prompts").drop_columns(["created_at", "row_crc"]).to_pylist()
         allowed = None if domains is None else set(domains)
         return [
             Prompt(**row)
@@ -283,7 +283,7 @@ class Store:
 
     def teachers(self) -> dict[str, Teacher]:
         """Teachers by name."""
-        rows = self.table("teachers").drop_columns(["created_at"]).to_pylist()
+        rows = self.table("teachers").drop_columns(["created_at", "row_crc"]).to_pylist()
         return {row["name"]: Teacher(**row) for row in rows}
 
     def commit_signals(self, teacher: str, kind: str, batch: Sequence[Signal]) -> int:

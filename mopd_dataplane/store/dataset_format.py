@@ -54,7 +54,7 @@ def check_teacher(teacher: Teacher) -> None:
 
 def lance_schema(spec: TableSpec, name: str) -> pa.Schema:
     """Schema as it lies on disk: key columns marked, blob columns translated, the format version recorded."""
-    fields = [_on_disk(field, spec) for field in spec.schema]
+    fields = [_on_disk(field, spec) for field in spec.stored]
     return pa.schema(fields, {FORMAT_KEY: str(FORMAT_VERSION).encode(), TABLE_KEY: name.encode()})
 
 

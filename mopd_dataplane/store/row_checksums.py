@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.tables import ROW_CRC
 
-ROW_CRC = "row_crc"
 CHUNK_BYTES = 16 << 20
 """Bytes of the rows that are summed at once: what is copied stays small."""
 CHUNK_ROWS = 1 << 16
@@ -36,23 +36,21 @@ _NOTHING = pa.scalar(b"", pa.large_binary())
 
 def row_crcs(rows: pa.Table) -> Crcs:
     """[n] checksum of each row over all its columns but `row_crc`."""
-    content = rows.select(sorted(name for name in rows.column_names if name != ROW_CRC))
+    content = rows.select(sorted(name for name in rows.column_names if name != ROW_CRC.name))
     step = max(1, min(CHUNK_ROWS, CHUNK_BYTES * content.num_rows // max(content.nbytes, 1)))
     parts = [_batch_crcs(batch) for batch in content.to_batches(max_chunksize=step)]
     return np.concatenate([np.empty(0, np.uint32), *parts])
 
 
 def with_row_crcs(rows: pa.Table) -> pa.Table:
-    """The rows with their checksums in `row_crc`."""
-    crcs = pa.array(row_crcs(rows))
-    place = rows.schema.get_field_index(ROW_CRC)
-    field = rows.schema.field(place) if place >= 0 else pa.field(ROW_CRC, pa.uint32(), nullable=False)
-    return rows.set_column(place, field, crcs) if place >= 0 else rows.append_column(field, crcs)
+    """The rows with their checksums in `row_crc`, in place of those they may have."""
+    content = rows.drop_columns([ROW_CRC.name]) if ROW_CRC.name in rows.column_names else rows
+    return content.append_column(ROW_CRC, pa.array(row_crcs(content)))
 
 
 def wrong_rows(rows: pa.Table) -> Iterator[tuple[int, int, int]]:
     """(place, checksum found, checksum committed) of each row whose content is not what was committed."""
-    found, committed = row_crcs(rows), rows[ROW_CRC].to_numpy()
+    found, committed = row_crcs(rows), rows[ROW_CRC.name].to_numpy()
     for place in np.flatnonzero(found != committed).tolist():
         yield place, int(found[place]), int(committed[place])
 

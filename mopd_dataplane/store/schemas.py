@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec
+from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, ROW_CRC, SIGNALS, TABLES, TableSpec
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -32,7 +32,7 @@ def contract(spec: TableSpec) -> dict[str, Any]:
         "data_storage_version": spec.storage,
         "key": list(spec.key),
         "payload": spec.heavy,
-        "columns": [_column(field) for field in spec.schema],
+        "columns": [_column(field) for field in ([] if spec.heavy else [ROW_CRC]) + list(spec.schema)],
     }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 
@@ -43,7 +44,7 @@ def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | 
             tags.update(tag, version)
         else:
             tags.create(tag, version)
-    place.write_json(_file(tag), {"versions": snapshot.versions})
+    place.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(place, snapshot)})
     return snapshot
 
 
@@ -54,6 +55,13 @@ def release(place: Place, tables: Mapping[str, Table], tag: str) -> None:
         tags = table.open().tags
         if tag in tags.list():
             tags.delete(tag)
+
+
+def _manifests(place: Place, snapshot: Snapshot) -> dict[str, str]:
+    """crc32c of the manifest of each table's version; an object store keeps checksums of its own."""
+    if place.root is None:
+        return {}
+    return {name: f"{crc_of_manifest(place.root / name, v):08x}" for name, v in snapshot.versions.items()}
 
 
 def _file(tag: str) -> str:

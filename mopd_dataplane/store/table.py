@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
-from mopd_dataplane.store.acknowledged import Acknowledged, Torn, set_aside, torn_manifests
+from mopd_dataplane.store.acknowledged import Acknowledged, Torn, crc_of_manifest, set_aside, torn_manifests
 from mopd_dataplane.store.barrier import Barrier
 from mopd_dataplane.store.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
 from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
@@ -34,6 +34,7 @@ from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.row_checksums import with_row_crcs
 from mopd_dataplane.store.row_ids import ids_of_files
 
 ATTEMPTS = 64
@@ -119,6 +120,19 @@ class Table:
                 )
             self._checked = True
         return dataset
+
+    def manifest_damage(self) -> str:
+        """What is wrong with the manifest that was acknowledged last; empty when nothing is, or none is known."""
+        if self._folder is None or not (version := self._acknowledged.newest()):
+            return ""
+        known = self._acknowledged.manifest_crc(version)
+        try:
+            found = crc_of_manifest(self._folder, version)
+        except OSError as error:
+            return "" if isinstance(error, FileNotFoundError) else f"manifest of version {version}: {error.strerror}"
+        if known is None or found == known:
+            return ""
+        return f"manifest of version {version} has crc32c {found:08x}, acknowledged was {known:08x}"
 
     def open_to_write(self) -> lance.LanceDataset:
         """The newest version. What a power cut left above the newest acknowledged one is set aside, and said."""
@@ -242,6 +256,8 @@ class Table:
 
     def _write(self, dataset: lance.LanceDataset, rows: pa.Table) -> list[FragmentMetadata]:
         """Rows in files of their own, synced, seen by nobody yet."""
+        if not self.spec.heavy:
+            rows = with_row_crcs(rows)
         columns = [name for name in dataset.schema.names if name in rows.column_names]
         fragments = write_fragments(
             rows.select(columns), dataset, mode="append", data_storage_version=self.spec.storage

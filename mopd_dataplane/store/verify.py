@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import lance
@@ -14,46 +13,18 @@ from numpy.typing import NDArray
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.reading import signal_crcs, token_crcs
+from mopd_dataplane.store.reading import scored_rows, signal_crcs, token_crcs
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify_files import audit_files
+from mopd_dataplane.store.verify_pins import audit_pins
+from mopd_dataplane.store.verify_report import Finding, VerifyReport, met
+from mopd_dataplane.store.verify_rows import audit_rows, files_of
 from mopd_dataplane.tables import TABLES, signal_table
 
+_HEADERS = {"topk": ["k", "topk_source"], "hidden": ["codec", "rows", "row_bytes"]}
 CHUNK = 512
 """Payload rows read at once."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong.
-
-    Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c 00c0ffee, committed was 1badb002").
-    """
-
-    table: str
-    """Table, or a file of the store."""
-    row: int
-    """Row id; -1 when it concerns the whole table or file."""
-    uid: str
-    """Sample or other key; empty when unknown."""
-    problem: str
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What was checked, what is wrong, and what is merely left over."""
-
-    findings: list[Finding] = field(default_factory=list)
-    checked: dict[str, int] = field(default_factory=dict)
-    """Rows checked per table."""
-    orphans: dict[str, int] = field(default_factory=dict)
-    """Payload rows no metadata row points to: left by interrupted commits, seen by nobody, harmless."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.findings
 
 
 def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
@@ -63,33 +34,58 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
     """
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
+    read: dict[str, set[str]] = {}
     for name, table in tables.items():
-        try:
-            opened[name] = table.open()
-            report.checked[name] = opened[name].count_rows()
-            report.findings.extend(_duplicates(name, opened[name], table.spec.key))
-        except BaseException as error:
-            if not isinstance(error, Exception) and not is_panic(error):
-                raise
-            report.findings.append(Finding(name, -1, "", f"cannot be read: {error}"))
-            opened.pop(name, None)
+        report.findings.extend(met(name, partial(_newest, table, opened, report.checked)))
+        if name in opened:
+            report.findings.extend(met(name, partial(_rows, table, opened[name], read)))
+            report.findings.extend(met(name, partial(_duplicates, name, opened[name], table.spec.key)))
     for name, check in {"samples": _samples, "scores": _scores, "rewards": _rewards, "plans": _plans}.items():
-        report.findings.extend(_met(name, partial(check, opened, deep)))
+        report.findings.extend(met(name, partial(check, opened, deep)))
     if "teachers" in opened:
-        report.findings.extend(_met("teachers", partial(_heads, place, opened["teachers"], deep)))
-    report.findings.extend(_met("files", partial(_files, place, deep)))
-    report.findings.extend(_met("orphans", partial(_count_orphans, opened, report.orphans)))
+        report.findings.extend(met("teachers", partial(_heads, place, opened["teachers"], deep)))
+    report.findings.extend(met("files", partial(_files, place, deep)))
+    if deep:
+        report.findings.extend(met("snapshots", partial(audit_pins, place, tables, read, _pinned_payload)))
+    report.findings.extend(met("orphans", partial(_count_orphans, opened, report.orphans)))
     return report
 
 
-def _met(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a check finds, and that it came to no end where it did not."""
-    try:
-        yield from check()
-    except BaseException as error:
-        if not isinstance(error, Exception) and not is_panic(error):
-            raise
-        yield Finding(name, -1, "", f"cannot be audited to its end: {error}")
+def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[str, int]) -> Iterator[Finding]:
+    """The newest version opens, and its manifest is the one that was acknowledged."""
+    dataset = table.open()
+    checked[table.name] = dataset.count_rows()
+    opened[table.name] = dataset
+    if problem := table.manifest_damage():
+        yield Finding(table.name, -1, "", problem)
+
+
+def _rows(table: Table, dataset: lance.LanceDataset, read: dict[str, set[str]]) -> Iterator[Finding]:
+    """Rows of metadata are what was committed; payload is read with the metadata that speaks of it."""
+    read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
+    if not table.spec.heavy:
+        yield from audit_rows(table.name, dataset, table.spec.key)
+
+
+def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: set[int]) -> Iterator[Finding]:
+    """Given payload rows of a pinned version, by the metadata of the same snapshot."""
+    dataset = opened[name]
+    teacher, _, kind = name.removeprefix("signals/").partition("/")
+    if name == "tokens" and "samples" in opened:
+        metadata = opened["samples"].to_table(columns=["uid", "payload_row", "payload_crc"])
+        crcs_at = partial(token_crcs, dataset)
+    elif kind and "scores" in opened:
+        metadata = scored_rows(opened["scores"], teacher, kind)
+        crcs_at = partial(signal_crcs, dataset, kind)
+    else:
+        return
+    points = metadata["payload_row"].to_numpy()
+    there = np.isin(points, np.array(sorted(rows)))
+    some = metadata.filter(pa.array(there))
+    places = yield from _echo(name, some, name, dataset, "payload_row", points[there])
+    if kind == "hidden":
+        places = places[_not_freed(dataset, some, places)]
+    yield from _crcs(name, some, places, crcs_at)
 
 
 def _files(place: Place, deep: bool) -> Iterator[Finding]:
@@ -162,9 +158,31 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
             continue
         some = scores.take(pa.array(chosen))
         sound = yield from _echo("scores", some, name, opened[name], "payload_row", numbers[chosen])
+        yield from _headers(name, opened[name], some, sound, kind)
         if deep:
             there = sound if kind != "hidden" else sound[_not_freed(opened[name], some, sound)]
             yield from _crcs(name, some, there, partial(signal_crcs, opened[name], kind))
+
+
+def _headers(
+    name: str, signals: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64], kind: str
+) -> Iterator[Finding]:
+    """What a payload row says of itself beside its bytes is what its score says."""
+    if kind not in _HEADERS or not len(places):
+        return
+    points = scores["payload_row"].to_numpy()[places]
+    there = signals.to_table(columns=_HEADERS[kind]).take(pa.array(row_ids(signals).offsets(points))).to_pylist()
+    said = scores.select(["uid", "codec", "rows", "bytes"]).take(pa.array(places)).to_pylist()
+    for point, row, score in zip(points.tolist(), there, said, strict=True):
+        if kind == "topk":
+            fits = row["topk_source"] in ("teacher", "student") and score["rows"] * row["k"] * 8 == score["bytes"]
+        elif row["codec"] == FREED:
+            fits = row["rows"] == score["rows"] and row["row_bytes"] == 0
+        else:
+            fits = (row["codec"], row["rows"]) == (score["codec"], score["rows"])
+            fits = fits and row["rows"] * row["row_bytes"] == score["bytes"]
+        if not fits:
+            yield Finding(name, point, score["uid"], f"holds {row}, its score says {score}")
 
 
 def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64]) -> NDArray[np.bool_]:

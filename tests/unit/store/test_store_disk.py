@@ -42,7 +42,7 @@ def test_file_size_limit_then_room_again(store: Store, start_child: Start, answe
 def never_acknowledged(root: Path) -> None:
     """Have the newest version of `samples` be one whose commit was cut off before it was acknowledged."""
     [newest] = (root / "acknowledged" / "samples").iterdir()
-    newest.rename(newest.with_name(str(int(newest.name) - 1)))
+    newest.rename(newest.with_name(str(int(newest.name.partition(".")[0]) - 1)))
 
 
 def everything(root: Path) -> dict[str, bytes]:

@@ -33,7 +33,7 @@ def test_create_makes_every_table_with_the_pinned_format(store: Store) -> None:
         dataset = lance.dataset(str(store.root / name))
         assert dataset.data_storage_version == spec.storage
         assert dataset.schema.metadata[b"mopd:format_version"] == str(FORMAT_VERSION).encode()
-        assert dataset.schema.names == spec.schema.names
+        assert dataset.schema.names == spec.stored.names
         assert [f.name for f in dataset.schema if PRIMARY_KEY in (f.metadata or {})] == [
             f.name for f in spec.schema if f.name in spec.key
         ]

@@ -8,13 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import lance
 import numpy as np
 import pyarrow as pa
 import pytest
 import store_builders as build
+from lance.fragment import RowIdSequence, write_fragments
 from replacing import replace_rows
 
-from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.records import PlanWindow, Prompt
 from mopd_dataplane.store.dataset import Store
 
 Row = dict[str, Any]
@@ -124,6 +126,42 @@ def test_each_damage_is_named_and_nothing_else(scored: Store, name: str) -> None
     assert said == [place[:3] for place in expected], found
     for finding, (*_, problem) in zip((f for f in found if f.row >= 0), expected, strict=True):
         assert problem in finding.problem
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [("samples", "temperature", 0.5), ("prompts", "text", "y"), ("teachers", "logit_scale", 2.0),
+     ("rewards", "reward", 0.5), ("scores", "teacher_digest", "x"), ("plans", "sample_rows", [2, 0, 0])],
+)  # fmt: skip
+def test_any_value_of_metadata_that_changed_is_named(scored: Store, table: str, column: str, value: object) -> None:
+    scored.add_prompts([Prompt(prompt_id="p", domain="d", text="x")])
+    dataset = scored.dataset(table)
+    rows = dataset.to_table().to_pylist()
+    fragments = write_fragments(
+        pa.Table.from_pylist([rows[0] | {column: value}, *rows[1:]], dataset.schema), dataset, mode="append",
+        data_storage_version=dataset.data_storage_version,
+    )  # fmt: skip
+    held = dataset.get_fragments()
+    fragments[0].row_id_meta = RowIdSequence(list(range(len(rows)))).to_inline_metadata()
+    operation = lance.LanceOperation.Update(
+        removed_fragment_ids=[fragment.fragment_id for fragment in held], new_fragments=fragments
+    )
+    lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
+    named = [(found.table, found.row) for found in scored.verify(deep=False).findings if "row crc32c" in found.problem]
+    assert named == [(table, 0)]
+
+
+def test_a_merge_by_lance_alone_keeps_a_store_sound(scored: Store) -> None:
+    for row in range(3):
+        scored.add_rewards(
+            [{"uid": uid(row), "sample_row": row, "verifier": "u", "verifier_version": "1", "reward": 0.0}]
+        )
+    before = scored.dataset("rewards").to_table().sort_by("created_at")
+    lance.dataset(f"{scored.uri}/rewards").optimize.compact_files()
+    after = Store.open(scored.uri)
+    assert len(after.dataset("rewards").get_fragments()) == 1
+    assert after.dataset("rewards").to_table().sort_by("created_at").equals(before)
+    assert after.verify().findings == []
 
 
 def test_files_of_interrupted_commits_are_swept_when_they_are_old(scored: Store) -> None:

@@ -1,0 +1,84 @@
+"""The audit of pinned versions: each is what it was when it was pinned, and what only it names is read too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import lance
+
+from mopd_dataplane.store.acknowledged import crc_of_manifest
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.row_ids import fragment_ids
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.verify_report import Finding, met
+from mopd_dataplane.store.verify_rows import audit_rows, files_of
+
+Payload = Callable[[str, Mapping[str, lance.LanceDataset], set[int]], Iterator[Finding]]
+"""Audits given rows of one payload table, at pinned versions of all tables."""
+
+
+def audit_pins(
+    place: Place, tables: Mapping[str, Table], read: dict[str, set[str]], payload: Payload
+) -> Iterator[Finding]:
+    """Every pinned version; read: data files of each table that were audited already, extended here."""
+    for file in place.children("snapshots"):
+        if file.endswith(".json"):
+            yield from met(f"snapshots/{file}", partial(_audit_pin, place, tables, file, read, payload))
+
+
+def _audit_pin(
+    place: Place, tables: Mapping[str, Table], file: str, read: dict[str, set[str]], payload: Payload
+) -> Iterator[Finding]:
+    pinned = place.read_json(f"snapshots/{file}") or {}
+    opened: dict[str, lance.LanceDataset] = {}
+    for name, version in pinned.get("versions", {}).items():
+        known = pinned.get("manifests", {}).get(name)
+        yield from met(name, partial(_open, place, tables, name, int(version), known, opened))
+        yield from met(name, partial(_tag, opened, name, int(version), file.removesuffix(".json")))
+    for name in opened:
+        yield from met(name, partial(_audit_fresh, tables[name], opened, read, payload))
+
+
+def _open(
+    place: Place,
+    tables: Mapping[str, Table],
+    name: str,
+    version: int,
+    known: str | None,
+    opened: dict[str, lance.LanceDataset],
+) -> Iterator[Finding]:
+    """The pinned version of a table is there, and its manifest is the one that was pinned."""
+    if name not in tables:
+        yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
+        return
+    if known is not None and place.root is not None:
+        found = f"{crc_of_manifest(place.root / name, version):08x}"
+        if found != known:
+            yield Finding(name, -1, "", f"manifest of version {version} has crc32c {found}, pinned was {known}")
+    opened[name] = tables[name].open(version)
+
+
+def _tag(opened: Mapping[str, lance.LanceDataset], name: str, version: int, tag: str) -> Iterator[Finding]:
+    """The tag that keeps clean-up away is where the snapshot says."""
+    if name in opened:
+        found = opened[name].tags.list().get(tag)
+        if found is None or found["version"] != version:
+            at = "is gone" if found is None else f"is at version {found['version']}"
+            yield Finding(name, -1, "", f"tag {tag!r} {at}, its snapshot pins version {version}")
+
+
+def _audit_fresh(
+    table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]], payload: Payload
+) -> Iterator[Finding]:
+    """Rows of files that no version before has named."""
+    seen, dataset = read.setdefault(table.name, set()), opened[table.name]
+    fresh = [fragment for fragment in dataset.get_fragments() if not set(files_of(fragment)) <= seen]
+    if not fresh:
+        return
+    if table.spec.heavy:
+        rows = {int(row) for fragment in fresh for row in fragment_ids(fragment).tolist()}
+        yield from payload(table.name, opened, rows)
+    else:
+        yield from audit_rows(table.name, dataset, table.spec.key, seen)
+    seen.update(file for fragment in fresh for file in files_of(fragment))

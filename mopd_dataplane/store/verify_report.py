@@ -1,0 +1,50 @@
+"""What an audit says: findings, what was checked, what is merely left over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from mopd_dataplane.store.lance_errors import is_panic
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c 00c0ffee, committed was 1badb002").
+    """
+
+    table: str
+    """Table, or a file of the store."""
+    row: int
+    """Row id; -1 when it concerns the whole table or file."""
+    uid: str
+    """Sample or other key; empty when unknown."""
+    problem: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was checked, what is wrong, and what is merely left over."""
+
+    findings: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+    """Rows checked per table."""
+    orphans: dict[str, int] = field(default_factory=dict)
+    """Payload rows no metadata row points to: left by interrupted commits, seen by nobody, harmless."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+
+def met(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a check finds, and that it came to no end where it did not."""
+    try:
+        yield from check()
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        yield Finding(name, -1, "", f"cannot be audited to its end: {error}")
