@@ -84,8 +84,9 @@ coverage: $(INSTALLED)  ## branch coverage of the token log by its tests
 mutations: $(INSTALLED)  ## break one rule at a time and show which test notices
 	$(BIN)/python tests/faults/mutations.py
 
-lint: $(INSTALLED)  ## ruff and mypy --strict
+lint: $(INSTALLED)  ## ruff, mypy --strict, and the form of the container files
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/hadolint containers/Containerfile.*
 
 format: $(INSTALLED)  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix-only -q . && $(BIN)/ruff format -q .

@@ -9,6 +9,8 @@ import typer
 from mopd_dataplane.cli.answers import StoreUri
 from mopd_dataplane.cli.output import note, plain, print_facts, print_json, print_rows
 from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.rows import print_fitting
+from mopd_dataplane.query.text import size
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -26,8 +28,13 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
         return
     tables = facts.pop("tables")
     print_facts(facts)
-    rows = [[name, *(row[key] for key in INFO_COLUMNS)] for name, row in tables.items()]
-    print_rows(("table", *(column.replace("_", " ") for column in INFO_COLUMNS)), rows)
+    shown = [[name, *(_counted(column, row[column]) for column in INFO_COLUMNS)] for name, row in tables.items()]
+    print_fitting(("table", "rows", "size", "freeable", "files", "version"), shown)
+    note(f"{size(sum(row['bytes'] for row in tables.values()))} in all; --json says bytes")
+
+
+def _counted(column: str, value: int) -> int | str:
+    return size(value) if column.endswith("bytes") else value
 
 
 def verify(

@@ -56,6 +56,12 @@ class Store:
         self.cache: RangeCache | None = None
         """Keeps hidden states of an object store on this node; the loader sets one."""
 
+    def __repr__(self) -> str:
+        if self.root is None:
+            return f"Store({self.uri!r})"
+        rows = {name: self._table(name).open().count_rows() for name in ("prompts", "samples", "teachers", "steps")}
+        return f"Store({self.uri!r}: {', '.join(f'{count:,} {name}' for name, count in rows.items())})"
+
     @classmethod
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
         """Open an existing store.

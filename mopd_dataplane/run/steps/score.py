@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
+from mopd_dataplane.query.text import size
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.quantised_teachers import check_precision, record_rounding
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
@@ -20,6 +23,8 @@ from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentTopk
 
+LONG_TO_LOAD = 200 << 20
+"""Bytes of weights from which on loading them is worth a line."""
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
 
@@ -77,7 +82,11 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
             run.fleet.judge(stage, tasks, count)
         else:
             student = student_topk(run, stage)
+            announced = set[str]()
             for task in tasks:
+                if task.teacher not in announced:
+                    announced.add(task.teacher)
+                    _say_what_loads(run, stage, task.teacher, int(counts["signals"]), advance)
                 count(judge(run, stage, pool, student, task))
         report.facts = {
             "signals": f"{int(counts['signals']):,}",
@@ -85,6 +94,16 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
         }
     run.record_time(stage, iteration, "score", report.seconds)
     return counts
+
+
+def _say_what_loads(run: Run, stage: Stage, teacher: str, done: int, advance: Advance) -> None:
+    """What the step waits for before a teacher's first signal: beside the bar, and as a line where it takes long."""
+    members = run.job.members_of(teacher)
+    folders = [Path(run.policies.teacher(member, stage)) for member in members if not run.job.teachers[member].url]
+    weight = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    advance(done, waiting=f"loading teacher {teacher}, {size(weight)}")
+    if weight >= LONG_TO_LOAD:
+        run.progress.say(f"{stage.name:<16} loading teacher {teacher}, {size(weight)}")
 
 
 def register_teachers(run: Run, stage: Stage) -> TeacherPool:
