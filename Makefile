@@ -6,13 +6,14 @@ INSTALLED := $(VENV)/installed
 # One worker more than cores, since many tests wait for processes they killed.
 WORKERS = -n $(shell $(PYTHON) -c "import os; print(min(8, 1 + (os.cpu_count() or 1)))") --dist loadfile
 VLLM_VENV := .venv-vllm
+SITE_VENV := .venv-site
 SEEDS ?= 0
 
 # Tests of TransferQueue that look for the files of its own in-memory backend.
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs bench clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs site bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -98,8 +99,16 @@ docs: $(INSTALLED)  ## write docs/cli.md and docs/job.md from the help texts and
 	$(BIN)/python -m mopd_dataplane.cli.reference > docs/cli.md
 	$(BIN)/python -m mopd_dataplane.job.reference docs/job.md
 
+$(SITE_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt zensical mkdocstrings mkdocstrings-python
+	@touch $@
+
+site: $(SITE_VENV)/installed  ## the documentation as a site with search and API reference; follows every link
+	$(SITE_VENV)/bin/python docs/site/build.py build/site
+
 bench: $(INSTALLED)  ## plan, loader, store and token log against the limits of this machine
 	$(BIN)/mopd bench plan && $(BIN)/mopd bench load && $(BIN)/mopd bench write && $(BIN)/mopd bench wal
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
