@@ -36,6 +36,8 @@ STORES = Path("runs/recipes")
 PAGE = JOBS.parent / "docs" / "recipes.md"
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
+OWN_FIGURES = ("quickstart", "alternatives")
+"""Jobs whose results jobs/figures.py shows."""
 MOST_COLUMNS = 5
 """Of more domains only the mean is shown."""
 HEAD = """
@@ -51,8 +53,9 @@ Result = dict[str, Any]
 
 
 def recipes() -> list[str]:
-    """Names of the job folders that follow a published recipe."""
-    return sorted(file.parent.name for file in JOBS.glob("*/job.toml") if load_job(file).source)
+    """Names of the job folders that follow a published recipe and have no page of figures of their own."""
+    named = sorted(file.parent.name for file in JOBS.glob("*/job.toml") if load_job(file).source)
+    return [name for name in named if name not in OWN_FIGURES]
 
 
 def mopd(*arguments: str) -> None:

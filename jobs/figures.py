@@ -14,6 +14,7 @@ import importlib.util
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,8 @@ import numpy as np
 
 from mopd_dataplane.job.job import load_job
 from mopd_dataplane.query.statistics import Estimate, compare, mean_share, over_runs, recover, share
-from mopd_dataplane.run.provenance import sampler_digest, settings_digest
+from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
+from mopd_dataplane.run.provenance import settings_digest
 
 JOBS = Path(__file__).parent
 ROOT = JOBS.parent
@@ -64,8 +66,8 @@ def quickstart(objective: str = "full-vocab", seed: int = 0) -> str:
         rewards = [f"{policy['domains'][domain]['reward']:.3f}" for policy in found["policies"].values()]
         lines.append(_row(domain, *rewards))
     prompts = {len(values) for values in next(iter(policies.values())).values()}
-    lines += ["", f"Seed {seed}, {'/'.join(map(str, sorted(prompts)))} held-out prompts a domain ({found['split']} "
-                  f"split), 95 % intervals. {_source(found)}"]  # fmt: skip
+    said = f"Seed {seed}, {'/'.join(map(str, sorted(prompts)))} held-out prompts a domain ({found['split']} split), "
+    lines += ["", *textwrap.wrap(f"{said}95 % intervals. {_source(found)}", 120, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 
@@ -152,11 +154,12 @@ def stale() -> Iterator[str]:
 
 def _stale_result(job: str, result: Result, arms: str | None) -> Iterator[str]:
     where = f"jobs/{job}: result of commit {result['commit']}"
-    if result["sampler"] != sampler_digest():
-        yield f"{where}: another sampler drew its samples; run it again"
+    if result["sampler"] not in (SAMPLER, FIRST_SAMPLER):
+        yield f"{where}: sampler {result['sampler']!r}, which drew its samples, is no longer here; run it again"
     if arms is None:
         seeds = _module(JOBS / job / "seeds.py")
-        now = settings_digest(seeds.job_of(result["objective"], result["seed"]))
+        made = seeds.job_of(result["objective"], result["seed"])
+        now = settings_digest(made, [stage.name for stage in made.stages])
     else:
         run = _module(JOBS / job / "run.py")
         arm = run.ARMS[result[arms]]
@@ -193,9 +196,10 @@ def _row(*cells: str) -> str:
 
 def _source(found: Result) -> str:
     host = found["host"]
+    drawn = found["sampler"] + ("" if found["sampler"] == SAMPLER else f" (new samples: {SAMPLER})")
     return (
-        f"Commit {found['commit']}, settings {found['settings']}, {found['date']}, {host['cores']} cores "
-        f"({host['processor']}), no GPU."
+        f"Commit {found['commit']}, settings {found['settings']}, sampler {drawn}, {found['date']}, "
+        f"{host['cores']} cores ({host['processor']}), no GPU."
     )
 
 

@@ -121,7 +121,7 @@ def measure_arm(name: str, seed: int, stores: Path, results: Path) -> dict[str, 
         search = [{"setting": setting, "accuracy": value} for setting, value in tried.items()]
         return {
             "arm": name, "says": arm.says, "seed": seed, "split": "eval", "setting": best, "chosen_on": "tune",
-            "tried": search if len(settings) > 1 else [], "tokens": costs(run, arm), "curve": curve,
+            "tried": search if len(settings) > 1 else [], "tokens": costs(run, name, arm), "curve": curve,
             "seconds": round(time.time() - began), **provenance(run.job, stages=(*SHARED, *arm.stages)),
         }  # fmt: skip
 
@@ -212,12 +212,13 @@ def trained_tokens(run: Run, stage: str) -> dict[int, int]:
     return {row["window"]: row["n"] for row in rows.to_pylist()}
 
 
-def costs(run: Run, arm: Arm) -> dict[str, int]:
+def costs(run: Run, name: str, arm: Arm) -> dict[str, int]:
     """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote for it."""
     student = sum(sum(trained_tokens(run, stage).values()) for stage in arm.stages)
     if not arm.teachers:
         return {"student": student, "specialists": 0, "teachers": 0}
-    specialists = sum(sum(trained_tokens(run, stage).values()) for stage in SPECIALISTS)
+    trained = (name,) if name in SPECIALISTS else SPECIALISTS
+    specialists = sum(sum(trained_tokens(run, stage).values()) for stage in trained)
     teachers = 0
     for stage in arm.stages:
         judged = run.store.sql(

@@ -59,7 +59,7 @@ def figures(store: Path) -> dict[str, Any]:
     return {
         "job": job.name, "objective": job.stage("student").objective, "seed": job.seed,
         "split": measures.held_out.split, "policies": policies, "taught": taught, "seconds": round(seconds),
-        **provenance(job),
+        **provenance(job, stages=[stage.name for stage in job.stages]),
     }  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def policy_loss(
     """0-dim sum over tokens, every argument [N]."""
     ratio, rho = (logprob - old).exp(), (old - sampler).exp().detach()
     inside = ((rho >= band[0]) & (rho <= band[1])).to(rho.dtype)
-    w = {"none": torch.ones_like(rho), "icepop": rho * inside, "tis": rho.clamp(max=band[1]), "mis": inside}[correction]
+    w = {"none": torch.ones_like(rho), "icepop": rho * inside, "tis": rho.clamp(*band), "mis": rho * inside}[correction]
     objective = ratio * advantage
     if clip is not None:
         objective = torch.minimum(objective, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantage)

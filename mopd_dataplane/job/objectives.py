@@ -49,7 +49,8 @@ class PolicyGradientTerm(Section):
     """PPO bounds (1 - low, 1 + high) given as (low, high); none by default."""
     correction: Literal["none", "icepop", "tis", "mis"] = "none"
     """What is done where sampler and trainer disagree on a token's probability: `icepop` weighs the token by the ratio
-    inside `band` and drops it outside, `tis` by the ratio up to the upper bound, `mis` by 1 inside and 0 outside."""
+    inside `band` and drops it outside, `tis` by the ratio limited to `band` at both ends; `mis` by the ratio too, but
+    it drops whole sequences, by the geometric mean of their ratios."""
     band: Band = (0.5, 2.0)
     """Ratios of trainer to sampler probability that `correction` accepts, as [low, high]."""
     normaliser: Normaliser = "token"

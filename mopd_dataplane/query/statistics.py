@@ -70,8 +70,9 @@ class Difference:
 
     @property
     def found(self) -> bool:
-        """Whether the interval leaves 0 out."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval leaves 0 out and, of right and wrong, McNemar's test agrees: of a handful of prompts the
+        bootstrap alone is too sure."""
+        return (self.low > 0 or self.high < 0) and (self.p is None or self.p <= 1 - LEVEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +93,10 @@ class Recovery:
         if self.value is not None:
             return ""
         lead = self.lead
+        test = "" if lead.p is None else f"; McNemar p = {lead.p:.2g}"
         return (
             f"the teacher's lead over the base, {100 * lead.value:+.1f} points ({100 * lead.low:+.1f} to "
-            f"{100 * lead.high:+.1f}), is not above 0 beyond its own interval: nothing to recover"
+            f"{100 * lead.high:+.1f}{test}), is not told from 0: nothing to recover"
         )
 
 
@@ -164,13 +166,13 @@ def mcnemar(only_a: int, only_b: int) -> float:
 def recover(
     base: Mapping[str, ArrayLike], teacher: Mapping[str, ArrayLike], student: Mapping[str, ArrayLike]
 ) -> Recovery:
-    """(student - base) / (teacher - base) of the mean over domains; each: domain -> [N], prompt by prompt.
+    """(student - base) / (teacher - base) of the mean over domains; each: domain -> [N] right or wrong, by prompt.
 
-    A lead that is not above 0 beyond its own interval gives no value: the ratio of two noises says nothing.
+    A lead that is not told from 0 gives no value: the ratio of two noises says nothing.
     """
-    lead = compare(base, teacher, binary=False)
-    compare(base, student, binary=False)
-    if lead.low <= 0:
+    lead = compare(base, teacher, binary=True)
+    compare(base, student, binary=True)
+    if lead.value <= 0 or not lead.found:
         return Recovery(value=None, low=None, high=None, lead=lead, n=lead.n)
     strata = {d: (_values(base[d]), _values(teacher[d]), _values(student[d])) for d in base}
     of_base, of_teacher, of_student = _means(strata)

@@ -15,10 +15,18 @@ No [N, V] tensor exists: every term is an op of mopd_kernels on hidden states an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from mopd_kernels import decode, divergence, fused_policy_loss, token_logprob, topk_divergence
+from mopd_kernels import (
+    PolicyResult,
+    decode,
+    divergence,
+    fused_policy_loss,
+    policy_loss,
+    token_logprob,
+    topk_divergence,
+)
 from mopd_kernels.heads import Head
 from torch import Tensor
 
@@ -180,23 +188,18 @@ class ObjectiveLoss:
             old, sampler = None, batch.sampler_logprobs
         else:
             old, sampler = _present(proximal, "proximal log-probs"), batch.sampler_logprobs
-        result = fused_policy_loss(
-            hidden,
-            head,
-            batch.targets,
-            advantage=advantage.constant,
-            teacher_logprob=advantage.target,
-            distill_coefficient=term.teacher_coef,
-            distill_clip=term.advantage_clip or None,
-            old_logprob=old,
-            sampler_logprob=sampler,
-            clip=term.clip,
-            correction=term.correction,
-            band=term.band,
-            weights=weights,
-            temperature=self._temperature,
-            sampling_mask=batch.sampling_mask,
-        )
+        settings: dict[str, Any] = {
+            "teacher_logprob": advantage.target, "distill_coefficient": term.teacher_coef,
+            "distill_clip": term.advantage_clip or None, "clip": term.clip, "correction": term.correction,
+            "band": term.band, "weights": weights,
+        }  # fmt: skip
+        if term.correction == "mis":
+            result = self._by_sequence(hidden, head, batch, old, advantage.constant, settings)
+        else:
+            result = fused_policy_loss(
+                hidden, head, batch.targets, advantage=advantage.constant, old_logprob=old, sampler_logprob=sampler,
+                temperature=self._temperature, sampling_mask=batch.sampling_mask, **settings,
+            )  # fmt: skip
         tokens = result.metrics["tokens"]
         for name in ("dropped", "clipped", "advantage"):
             sums.add(name, result.metrics[name] * tokens)
@@ -205,6 +208,25 @@ class ObjectiveLoss:
         if self._samples_reverse_kl and batch.teacher_logprobs is not None:
             sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
         return result.loss
+
+    def _by_sequence(
+        self,
+        hidden: Tensor,
+        head: Head,
+        batch: MicroBatch,
+        old: Tensor | None,
+        advantage: Tensor | None,
+        settings: dict[str, Any],
+    ) -> PolicyResult:
+        """A correction that looks at whole sequences: every log-prob is known before the first gradient."""
+        logprob, entropy = token_logprob(
+            hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
+            return_entropy=True,
+        )  # fmt: skip
+        loss, metrics = policy_loss(
+            logprob, old, batch.sampler_logprobs, advantage, sequence_ids=batch.sequence, **settings
+        )
+        return PolicyResult(loss, metrics, logprob.detach(), entropy.detach())
 
 
 def _hidden_divergence(

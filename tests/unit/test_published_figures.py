@@ -4,7 +4,9 @@ calls partial credit accuracy."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,8 @@ from types import ModuleType
 import pytest
 
 from mopd_dataplane.job.job import load_job
-from mopd_dataplane.run.provenance import commit, provenance, sampler_digest, settings_digest
+from mopd_dataplane.rollout.engines.sampling import SAMPLER
+from mopd_dataplane.run.provenance import commit, provenance, settings_digest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/**/*.md")} - {ROOT / "CHANGELOG.md"})
@@ -42,6 +45,28 @@ def test_every_block_has_a_table(figures: ModuleType) -> None:
             assert page.relative_to(ROOT).as_posix() in figures.PAGES
 
 
+def test_another_number_in_a_page_or_a_result_is_noticed(
+    figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ROOT / "jobs", tmp_path / "jobs")
+    for page in figures.PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    monkeypatch.setattr(figures, "JOBS", tmp_path / "jobs")
+    assert list(figures.stale()) == []
+    name = next(name for name in figures.results("quickstart"))
+    file = tmp_path / "jobs" / "quickstart" / "results" / f"{name['objective']}-{name['seed']}.json"
+    said = json.loads(file.read_text())
+    domain = said["policies"]["student"]["domains"]["number_sorting"]
+    domain["correct"] = "".join("1" if digit == "0" else "0" for digit in domain["correct"])
+    file.write_text(json.dumps(said))
+    assert any("README.md" in problem for problem in figures.stale())
+    said["sampler"], said["settings"] = "0" * 16, "0" * 16
+    file.write_text(json.dumps(said))
+    assert sum("no longer here" in p or "settings have changed" in p for p in figures.stale()) == 2
+
+
 def test_a_digest_follows_what_the_job_says_and_nothing_else() -> None:
     job = load_job(ROOT / "jobs" / "quickstart")
     same = load_job(ROOT / "jobs" / "quickstart", overrides=["seed=7", 'store="elsewhere"'])
@@ -54,7 +79,7 @@ def test_provenance_says_where_a_figure_comes_from() -> None:
     found = provenance(load_job(ROOT / "jobs" / "quickstart"))
     assert re.fullmatch(r"([0-9a-f]{12}\+?)?", found["commit"])
     assert found["commit"] == commit()
-    assert found["sampler"] == sampler_digest()
+    assert found["sampler"] == SAMPLER
     assert found["host"]["processor"]
     assert {"python", "numpy"} <= found["versions"].keys()
 

@@ -47,8 +47,9 @@ def policy_loss(
       ``+-distill_clip``; the on-policy distillation advantage of Thinking Machines and MiMo (arXiv 2601.02780, eq. 7).
     * ``clip=(below, above)``: PPO's pessimistic bound on r at ``1 - below`` and ``1 + above``; None leaves r A.
     * ``w_t``, a constant: 1 for ``none``; for ``icepop`` rho inside ``band`` (closed) and 0 outside; for ``tis``
-      min(rho, band[1]); for ``mis`` 1 inside and 0 outside, judged by token, or with ``sequence_ids`` by the geometric
-      mean of rho over the sequence's tokens.
+      rho limited to ``band`` at both ends; for ``mis`` as
+      icepop, but with ``sequence_ids`` a sequence is kept or dropped whole, by the geometric mean of rho over its
+      tokens, and a kept one's tokens weigh their own rho.
     * ``n_t = weights_t * mask_t``: build it with :func:`token_weights`. A token that a correction drops keeps its place
       in the denominator; a token with n_t = 0 counts nowhere.
 

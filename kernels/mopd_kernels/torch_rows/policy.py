@@ -88,9 +88,9 @@ def policy_rows(
     if settings.correction == "icepop":
         correction = sampler_ratio * inside
     elif settings.correction == "tis":
-        correction = sampler_ratio.clamp(max=high)
+        correction = sampler_ratio.clamp(low, high)
     elif settings.correction == "mis":
-        correction = inside if kept is None else kept
+        correction = sampler_ratio * (inside if kept is None else kept)
 
     objective = ratio * total_advantage
     flows = log_ratio.abs() <= LOG_RATIO_LIMIT

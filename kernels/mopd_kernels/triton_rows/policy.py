@@ -73,11 +73,11 @@ def _policy_kernel(
     if CORRECTION == ICEPOP:
         correction = sampler_ratio * in_band
     elif CORRECTION == TIS:
-        correction = tl.where(sampler_ratio > high, high, sampler_ratio)
+        correction = _clamp(sampler_ratio, low, high)
     elif CORRECTION == MIS:
-        correction = in_band
+        correction = sampler_ratio * in_band
         if HAS_KEPT:
-            correction = tl.load(kept + o, mask=live, other=0.0)
+            correction = sampler_ratio * tl.load(kept + o, mask=live, other=0.0)
 
     objective = ratio * advantage
     flows = tl.abs(log_ratio) <= LIMIT

@@ -9,9 +9,11 @@ import contextlib
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -36,6 +38,8 @@ from mopd_dataplane.train.spec import HeadFile, TrainSpec
 POLL_S = 0.1
 STOP_S = 30.0
 """How long an interrupted trainer may take to write its last checkpoint."""
+LEAST_STEPS = 3
+"""Fewest steps in a third of the first window for a rise of its reverse KL to be told from noise."""
 PATIENCE_S = 7 * 86400.0
 """A trainer waits for its next window as long as this process lives; the loader ends with it, and tells."""
 
@@ -72,6 +76,10 @@ class Training:
                 self._publish()
                 done = [m for m in self._metrics() if m.window == plan.window]
                 report.facts = _summary(done)
+            if plan.window == 0 and (warning := rising_kl([m.reverse_kl for m in done])):
+                run.progress.say(f"{stage.name:<16} warning  {warning}")
+                detail = {"warning": warning}
+                run.store.add_event(f"rising_kl/{stage.name}", stage.name, "warning", plan.window, None, detail)
             if not stage.train.keep:
                 self._resources.close()
                 self._trainer = None
@@ -252,6 +260,28 @@ def _stop(trainer: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             trainer.kill()
             trainer.wait(STOP_S)
+
+
+def rising_kl(values: Sequence[float]) -> str:
+    """Warning when reverse KL to the teachers rises over the steps of a stage's first window; empty when it does not.
+
+    values: of each step in order; nan where it is not measured. The last third is compared with the first: a rise
+    counts when it is more than a tenth and more than twice its standard error, since batches differ.
+    """
+    known = [value for value in values if math.isfinite(value)]
+    third = len(known) // 3
+    if third < LEAST_STEPS:
+        return ""
+    first, last = known[:third], known[-third:]
+    before, after = statistics.mean(first), statistics.mean(last)
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+    if after - before <= max(0.1 * abs(before), 2 * error):
+        return ""
+    return (
+        f"reverse KL rose from {before:.3f} to {after:.3f} nat per token over the first {len(known)} steps: the "
+        "student moves away from its teachers. Lower train.learning_rate (a tenth is a good next try); the nearer the "
+        "teacher, the smaller the rate it wants"
+    )
 
 
 def _summary(steps: list[StepMetrics]) -> dict[str, str]:

@@ -129,6 +129,16 @@ def test_no_recovery_where_the_teacher_does_not_lead() -> None:
     assert "+1.0 points" in found.warning
 
 
+def test_a_handful_of_prompts_is_no_lead_however_one_sided() -> None:
+    """98 against 100 % of 200: four prompts, all one way, which four coins do in one case of eight."""
+    base, teacher = {"x": np.arange(200) < 196}, {"x": np.arange(200) < 200}
+    found = recover(base, teacher, teacher)
+    assert found.lead.low > 0, "the bootstrap alone would call it a lead"
+    assert found.lead.p == pytest.approx(0.125)
+    assert not found.lead.found
+    assert found.value is None
+
+
 def test_recovery_interval_covers_the_truth() -> None:
     """Truths 0.3, 0.8 and 0.7 for base, teacher and student: 80 % of the lead."""
     draw = np.random.default_rng(5)

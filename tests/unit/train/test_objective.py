@@ -92,6 +92,39 @@ def test_icepop_keeps_the_ratio_as_weight_in_the_band_and_drops_outside(case: Ca
     assert float(sums.values["dropped"]) == pytest.approx(float((weight == 0).sum()))
 
 
+def test_mis_drops_whole_sequences_and_weighs_the_tokens_of_the_others(case: Case) -> None:
+    """Kept: sequences whose mean log-ratio lies in the band, though single tokens lie outside of it."""
+    current = case.logprob.detach()
+    drift = torch.zeros(len(current))
+    first, second = case.batch.sequence == 0, case.batch.sequence == 1
+    drift[first] = torch.linspace(-1.5, 1.5, int(first.sum()))  # geometric mean 1, ends outside the band
+    drift[second] = 0.8
+    mu = current - drift
+    teacher = case.batch.teacher_logprobs
+    kept = (~second).float()
+    weight = drift.exp() * kept
+    wanted = -(weight * (teacher - current) * case.logprob).sum() / len(current)
+    objective = policy_gradient(student_logprob="current", correction="mis", band=(0.5, 2.0))
+    batch = case.with_(sampler_logprobs=mu)
+    loss, sums = ObjectiveLoss(objective)(case.hidden, case.head, batch, case.totals)
+    for a, b in zip(case.gradients(loss), case.gradients(wanted), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+    assert float(sums.values["dropped"]) == int(second.sum())
+    assert set(sums.values) == set(ObjectiveLoss(objective).metric_names)
+
+
+def test_tis_limits_the_ratio_at_both_ends_of_its_band(case: Case) -> None:
+    current = case.logprob.detach()
+    drift = torch.linspace(-2.0, 2.0, len(current))
+    wanted = -(drift.exp().clamp(0.5, 2.0) * (case.batch.teacher_logprobs - current) * case.logprob).sum() / len(
+        current
+    )
+    objective = policy_gradient(student_logprob="current", correction="tis", band=(0.5, 2.0))
+    loss = case.loss(objective, case.with_(sampler_logprobs=current - drift))
+    for a, b in zip(case.gradients(loss), case.gradients(wanted), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
 def test_correction_with_clip_compares_three_policies(case: Case) -> None:
     """GLM-5: pop(pi_old / mu) min(r A, clip(r) A) with r = pi / pi_old."""
     proximal = (case.logprob + 0.3 * torch.randn(len(case.batch.targets))).detach()
