@@ -81,18 +81,21 @@ def test_every_mopd_command_parses(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_blocks_marked_to_be_run_do_run(page: Path, demo_store: Store) -> None:
-    """Blocks whose fence says `python run` or `sh run`, in order, with a real store in place of runs/quickstart."""
+def test_blocks_marked_to_be_run_do_run(page: Path, demo_store: Store, tmp_path: Path) -> None:
+    """Blocks whose fence says `python run` or `sh run`, in order, with a real store in place of runs/quickstart.
+
+    Each line of a shell block must end well.
+    """
     script = []
     for language, body in re.findall(r"^```(python|sh) run\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         text = body.replace("runs/quickstart", demo_store.uri)
-        script.append(
-            text if language == "python" else f"import subprocess\nsubprocess.run({text!r}, shell=True, check=True)\n"
-        )
+        shell = f"import subprocess\nsubprocess.run({f'set -e; {text}'!r}, shell=True, check=True)\n"
+        script.append(text if language == "python" else shell)
     if script:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         command = [sys.executable, "-c", "\n".join(script)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path}, check=False)
+        environment = {**os.environ, "PATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stderr
 
 
