@@ -13,6 +13,7 @@ resume.py        how often a resume is exact
 length_bias.py   does an interruption make samples shorter?
 length_stats.py  statistics of that experiment
 packing.py       what packing costs and what it couples
+view.py          the viewer's server on a large store
 size.py          how large a run is: bytes, bandwidth, nodes, money
 crowd.py         several processes at once, measured from outside
 opened.py        which files are opened while a block runs

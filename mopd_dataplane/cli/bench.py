@@ -194,6 +194,24 @@ def size(
     )
 
 
+def view(
+    samples: Annotated[int, typer.Option("--samples", min=100, help="Samples of the store that is made.")] = 1_000_000,
+    mean_tokens: Annotated[int, typer.Option("--mean-tokens", min=32, help="Tokens of a sample on average.")] = 1000,
+    store: Annotated[str, typer.Option("--store", metavar="STORE", help="A store that is there, instead.")] = "",
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """What the page of `mopd view` asks of its server: first page, filter, sort, histogram, a long sample, a search.
+
+    Medians of five, the worst of several filters, sorts and columns, and the peak memory of the process, beside Lance's
+    scan of one column. The store is made first, which is not timed and takes most of the time.
+    """
+    from mopd_dataplane.bench.view import measure
+
+    figures = measure(samples, mean_tokens=mean_tokens, folder=str(folder), store=store)
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `bench` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -203,6 +221,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
+    register(group, view, "mopd bench view --samples 100000 --json")
     register(
         group, size, "mopd bench size --tokens-per-day 1e10 --fidelity hidden --codec int8", "mopd bench size --ladder"
     )

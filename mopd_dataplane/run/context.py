@@ -19,6 +19,7 @@ from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
 from mopd_dataplane.run.preflight import preflight, refuse
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.work_folder import Work, open_work
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.decode import Decoder
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 JOB = "job.json"
 """The job as the store remembers it."""
+PROVENANCE = "provenance.json"
+"""Commit, versions, machine and date of the runs that wrote the store."""
 
 
 class Fleet(Protocol):
@@ -130,8 +133,17 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     store = Store.create(job.store, single_writer=job.single_writer)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     store.write_json(JOB, _check_same_job(run))
+    _remember_machine(run)
     ensure_prompts(job, store, prompts)
     return run
+
+
+def _remember_machine(run: Run) -> None:
+    """Keep commit, versions, machine and date of every call that differs from those before."""
+    before = (run.store.read_json(PROVENANCE) or {}).get("runs", [])
+    now = provenance(run.job)
+    if now not in before:
+        run.store.write_json(PROVENANCE, {"runs": [*before, now]})
 
 
 def open_existing(job: Job, progress: Progress) -> Run:

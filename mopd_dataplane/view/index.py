@@ -54,6 +54,7 @@ class Index:
         self.teachers = sorted(row["name"] for row in store.table("teachers", ["name"], snapshot=snapshot).to_pylist())
         self.definition = definition(self.teachers)
         self._connection = duckdb.connect(config={"python_enable_replacements": "false", "memory_limit": MEMORY})
+        self._connection.execute("set enable_progress_bar = false")
         self._connection.execute("attach ':memory:' as held (compress); use held")
         self._fill(store)
         self._connection.execute("set enable_external_access = false; set lock_configuration = true")

@@ -53,7 +53,7 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
     evals = [_wilson(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
     return {
         "rollouts": rollouts, "steps": steps, "evals": evals, "times": _times(store, index),
-        "job": remembered_job(store), "made_with": store.read_json("environment.json") or {},
+        "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},
     }  # fmt: skip
 
 

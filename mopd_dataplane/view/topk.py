@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot, Teacher
     from mopd_dataplane.store.dataset import Store
 
-SHOWN = 20
+SHOWN = 12
 """Candidates of one teacher."""
 HEAD_ROWS = 16_384
 """Rows of a head multiplied at a time."""

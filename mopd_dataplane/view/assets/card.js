@@ -39,14 +39,14 @@ function column(teacher, token) {
     h("ol", {}, teacher.ids.map((id, n) => {
       const p = Math.exp(teacher.logprobs[n]);
       return h("li", { class: id === token ? "sampled" : "" }, h("i", { class: "p", style: { width: `${Math.max(1, 100 * p / top)}%` } }),
-        h("span", { class: "mono" }, short(shown(teacher.pieces[n]), 18) || "·"), h("span", { class: "value" }, percent(p)));
+        h("span", { class: "mono" }, short(shown(teacher.pieces[n]), 18).replace(/^ $/, "␣") || "·"), h("span", { class: "value" }, percent(p)));
     })));
 }
 
 export function card(aside, data, i, { params, uid, store }) {
   const own = (asked += 1);
   const token = data.ids[i], below = h("div", { class: "beside" });
-  put(aside, h("h2", {}, h("code", { class: "piece" }, short(shown(data.pieces[i]), 80) || "·")),
+  put(aside, h("h2", {}, h("code", { class: "piece" }, short(shown(data.pieces[i]), 80).replace(/^ $/, "␣") || "·")),
     h("p", { class: "where" }, `position ${i} of ${data.length} · id ${token} · ${data.mask[i] ? `policy v${versionAt(data, i)}` : "not written by the policy"}`),
     data.mask[i] ? said(data, i) : null, stats(data, i), below);
   if (!data.mask[i] || !data.teachers.some((t) => t.kinds.includes("topk") || t.kinds.includes("hidden"))) return;

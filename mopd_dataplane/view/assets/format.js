@@ -16,7 +16,9 @@ export function signed(value, digits = 2) {
 }
 
 export function percent(share, digits = 1) {
-  return share === null || share === undefined || Number.isNaN(share) ? "–" : `${(100 * share).toFixed(digits)} %`;
+  if (share === null || share === undefined || Number.isNaN(share)) return "–";
+  const least = 10 ** -(digits + 2);
+  return share > 0 && share < least ? `< ${(100 * least).toFixed(digits)} %` : `${(100 * share).toFixed(digits)} %`;
 }
 
 export function size(bytes) {

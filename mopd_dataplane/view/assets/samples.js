@@ -8,6 +8,7 @@ import { searchPanel } from "./search.js";
 import { adjust, address, asSql, conditions, whereOf, withCondition } from "./state.js";
 
 const PAGE = 50;
+const TEXT_AT = 2; // prompt and answer stand behind this many columns
 const FIRST = ["uid", "domain", "stage", "iteration", "policy_version_first", "response_len", "reward", "kl"];
 const THEN = ["mean_logprob", "finish_reason"];
 
@@ -102,7 +103,7 @@ export async function samplesPage(main, { params }, { stores, signal }) {
     return h(n === 0 ? "th" : "td", { scope: n === 0 ? "row" : null, class: word ? "word" : "" },
       name === "uid" ? h("a", { href: open(i) }, text) : name === "group_id" || name === "prompt_id"
         ? h("a", { href: address("prompt", row.prompt_id, { store: params.store, group: name === "group_id" ? row.group_id : "" }) }, short(text, 28)) : short(text, 40));
-  }), h("td", { class: "word text" }), h("td", { class: "word text" }))));
+  }).toSpliced(TEXT_AT, 0, h("td", { class: "word text" }), h("td", { class: "word text" })))));
   const mark = (i) => {
     if (!rows.length) return;
     cursor = Math.min(rows.length - 1, Math.max(0, i));

@@ -13,6 +13,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from mopd_dataplane import Store
+from mopd_dataplane.job.sections import Wal
+from mopd_dataplane.rollout.log.log_records import Open, Step
+from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.view.app import build_app
 from mopd_dataplane.view.stores import Shelf, Shown
 
@@ -332,3 +336,23 @@ def test_a_signal_that_is_gone_is_named_beside_what_is_readable(
     assert view["teachers"][0]["logprob"] is None
     assert view["teachers"][0]["errors"]["logprob"]
     assert len(view["pieces"]) == view["row"]["response_len"]
+
+
+def test_unfinished_samples_are_read_from_the_token_log(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "live", prompts=1)
+    spec = SampleSpec(
+        uid="a" * 32, prompt_id="p", group_id="p#0", group_index=0, iteration=0, domain="chain_sum", effort="",
+        stage="student", writer="engine-0", writer_seq=0, policy="student", temperature=1.0, top_p=1.0, top_k=0,
+        max_new_tokens=8, stop=(), tokenizer="0" * 16, prompt_ids=(1, 2),
+    )  # fmt: skip
+    log, _ = TokenLog.open(tmp_path / "live" / "wal" / "student" / "engine-0", Wal())
+    log.append(Open(0, spec))
+    kinds = (np.uint32, np.uint32, np.uint32, np.float32, np.uint8)
+    for position, token in enumerate((34, 35, 36)):
+        values = (0, position, token, -0.5, 0)
+        log.append(Step(*(np.array([value], kind) for value, kind in zip(values, kinds, strict=True))))
+    log.wait_durable(log.appended_lsn)
+    page = client_of(store, **BEARER)
+    live = get(page, "pulse")["live"]
+    assert [(sample["uid"], sample["tokens"], sample["end"]) for sample in live] == [("a" * 32, 3, "BCD")]
+    log.close()
