@@ -7,9 +7,10 @@
     <folder>/step-00000120/checksums.json              bytes and crc32c of each of those files
     <folder>/latest                                    name of the newest complete checkpoint
 
-The tensors go through torch.distributed.checkpoint in its safetensors format, whose metadata is JSON in the files' own
-headers: any number of ranks reads what any other number wrote, and nothing is unpickled. Learning rate and random state
-are functions of (settings, seed, step, rank), so the step is all that is kept of them.
+Several ranks write through torch.distributed.checkpoint in its safetensors format, whose metadata is JSON in the files'
+own headers; one rank writes the same format straight from its tensors. Both are read through it: any number of ranks
+reads what any other number wrote, and nothing is unpickled. Learning rate and random state are functions of (settings,
+seed, step, rank), so the step is all that is kept of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -126,13 +128,12 @@ class Checkpoints:
 
     def _write_shard(self, staging: Path, module: nn.Module, optimizer: Optimizer) -> None:
         """This rank's tensors, and what their file must contain when it is read again."""
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-        from torch.distributed.checkpoint.state_dict_saver import save
-
-        writer = HuggingFaceStorageWriter(str(staging), save_distributed=True)
-        with _alone_quietly():
-            save(_tensors(module, optimizer), storage_writer=writer, no_dist=self._ranks.world == 1)
         mine = f"shard-{self._ranks.rank + 1:05d}"
+        tensors = _tensors(module, optimizer)
+        if self._ranks.world == 1:  # torch's writer builds the whole file in memory before it writes a byte
+            save_file(tensors, staging / f"{mine}-model-00001-of-00001.safetensors")
+        else:
+            _save_sharded(tensors, staging)
         measured = {file.name: measure_file(file) for file in staging.glob(f"{mine}-*.safetensors")}
         publish_file(staging / f"{mine}.json", json.dumps(measured).encode())
 
@@ -197,6 +198,14 @@ def newest_checkpoint(folder: Path) -> str:
 def name_newest(folder: Path, name: str) -> None:
     """Point at a complete checkpoint, durably."""
     publish_file(folder / LATEST, seal({"checkpoint": name}))
+
+
+def _save_sharded(tensors: dict[str, Any], staging: Path) -> None:
+    """This rank's share of tensors that are spread over ranks, with where each piece belongs."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(tensors, storage_writer=HuggingFaceStorageWriter(str(staging), save_distributed=True))
 
 
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:

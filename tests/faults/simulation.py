@@ -189,7 +189,7 @@ def simulated(world: World) -> Iterator[None]:
     calls = types.SimpleNamespace(**{name: getattr(os, name) for name in dir(os) if not name.startswith("__")})
     calls.write, calls.fdatasync = world.write, world.fdatasync
     swaps: list[tuple[Any, str, Any]] = [
-        (wal, "Flusher", SimFlusher), (runner, "Committer", SimCommitter), (loop, "Watch", SimWatch),
+        (wal, "Flusher", SimFlusher), (runner, "Committer", SimCommitter), (loop, "CallTimeout", SimWatch),
         (segment_file, "os", calls), (segment_file, "time", clock), (committer, "time", clock), (loop, "time", clock),
         (runner, "time", clock), (flusher, "time", clock),
     ]  # fmt: skip

@@ -1,50 +1,86 @@
-"""An engine that never answers is noticed: its calls run in a thread of their own, and the wait has an end."""
+"""An engine that never answers is noticed: a thread beside it looks at the clock.
+
+The engine computes on the caller's thread, as scoring and everything else of a process does. torch keeps a pool of
+OpenMP threads for every thread that computes; two pools on the same cores put each other to sleep, and cost a decode
+step a fifth of its time.
+"""
 
 from __future__ import annotations
 
-import queue
+import os
+import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 from mopd_dataplane.errors import DeadlineError
 
 DEADLINE_S = 600.0
 """Longest time one call of an engine may take: a prefill of every slot, or one decode step."""
+GRACE_S = 10.0
+"""How long a call in the main thread may take to be interrupted; compiled code that hangs never is."""
+_LOOKS = 4
+"""Looks at the clock in the time of one deadline, and at least one a second."""
 
 Answer = TypeVar("Answer")
 
 
 class CallTimeout:
-    """Makes one call at a time in its own thread. After a DeadlineError the thread is lost, and so is the engine."""
+    """Times one call at a time of the thread that made it.
+
+    In the main thread a late call is interrupted. Where that does not help, and in other threads, the process ends with
+    DeadlineError's exit code: the log keeps every token.
+    """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="engine", daemon=True).start()
+        self._caller = threading.get_ident()
+        self._since: float | None = None
+        """When the call in hand began."""
+        self._ended = threading.Event()
+        self._interrupts = threading.current_thread() is threading.main_thread()
+        self._before: Any = signal.signal(signal.SIGALRM, self._interrupt) if self._interrupts else None
+        self._clock = threading.Thread(target=self._look, name="engine-clock", daemon=True)
+        self._clock.start()
 
     def call(self, work: Callable[[], Answer]) -> Answer:
         """What `work` returns or raises. Raises DeadlineError when it does neither in DEADLINE_S seconds."""
-        self._calls.put(work)
+        self._since = time.monotonic()
         try:
-            answer, error = self._answers.get(timeout=DEADLINE_S)
-        except queue.Empty:
-            raise DeadlineError(
-                f"the engine has not answered in {DEADLINE_S:g} s; every logged token is kept: end this process, look "
-                "at the device, then run again to continue"
-            ) from None
-        if error is not None:
-            raise error
-        found: Answer = answer
-        return found
+            return work()
+        finally:
+            self._since = None
 
     def stop(self) -> None:
-        """End the thread after the call in hand."""
-        self._calls.put(None)
+        """No more calls."""
+        self._ended.set()
+        self._clock.join()
+        if self._interrupts:
+            signal.signal(signal.SIGALRM, self._before)
+            self._interrupts = False
 
-    def _run(self) -> None:
-        for work in iter(self._calls.get, None):
-            try:
-                self._answers.put((work(), None))
-            except BaseException as error:
-                self._answers.put((None, error))
+    def _late_s(self) -> float:
+        """Seconds that the call in hand is over its deadline; negative before."""
+        since = self._since
+        return -DEADLINE_S if since is None else time.monotonic() - since - DEADLINE_S
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._late_s() > 0:
+            raise _never_answered()
+
+    def _look(self) -> None:
+        while not self._ended.wait(min(1.0, DEADLINE_S / _LOOKS)):
+            if self._late_s() > (GRACE_S if self._interrupts else 0):
+                print(f"error: {_never_answered()}", file=sys.stderr, flush=True)
+                os._exit(DeadlineError.exit_code)
+            elif self._late_s() > 0 and self._interrupts:
+                signal.pthread_kill(self._caller, signal.SIGALRM)
+
+
+def _never_answered() -> DeadlineError:
+    return DeadlineError(
+        f"the engine has not answered in {DEADLINE_S:g} s; every logged token is kept: end this process, look at the "
+        "device, then run again to continue"
+    )

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position
@@ -25,12 +24,12 @@ def test_a_full_disk_is_named_and_costs_only_the_new_checkpoint(
     identity = Identity(stage="s", objective={}, plan_digest="p", snapshot_digest="d")
     checkpoints.save(Position(step=1), identity, model, optimizer)
 
-    def full(writer: Any, plan: Any, planner: Any) -> None:
-        (Path(writer.path) / "shard-00001-model-00001-of-00001.safetensors").write_bytes(b"torn")
+    def full(tensors: Any, file: Path) -> None:
+        file.write_bytes(b"torn")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(HuggingFaceStorageWriter, "write_data", full)
+        patched.setattr("mopd_dataplane.train.checkpoint.save_file", full)
         with pytest.raises(ResourceError, match=r"no space for a checkpoint in .*: free some, run again"):
             checkpoints.save(Position(step=2), identity, model, optimizer)
     assert checkpoints.latest() == (Position(step=1), identity)
