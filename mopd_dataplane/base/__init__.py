@@ -1,6 +1,8 @@
 """What every stage stands on: files, checksums, and named places where a process may die.
 
 files.py           durable local files: written beside their place, synced, renamed
+processes.py       children that end with their parent; folders that outlive no run
+secrets.py         what must not be printed or kept
 plugins.py         what a name stands for: built in, installed, or importable
 extras.py          which extra brings a library that is missing
 checksum.py        crc32c over arrays

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from mopd_dataplane.errors import DeadlineError, MopdError, ResourceError
+from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 
 _PUBLISH_S = 60.0
 """Longest wait for another process that publishes the same file."""
@@ -20,8 +21,10 @@ _PUBLISH_S = 60.0
 def publish_file(target: Path, content: bytes) -> None:
     """Replace a small file atomically and durably; processes that do so at once take turns.
 
-    Raises DeadlineError when another one does not come to an end.
+    Raises InputError when something else than a file has the name, DeadlineError when another process does not come to
+    an end.
     """
+    check_target(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name}.tmp")
     with _owned(staging) as file:
@@ -31,6 +34,29 @@ def publish_file(target: Path, content: bytes) -> None:
         os.fsync(file.fileno())
         staging.rename(target)
     fsync(target.parent)
+
+
+def check_target(target: Path) -> None:
+    """Raise InputError unless a file can be put there: devices, pipes, sockets and folders are never replaced."""
+    try:
+        kind = os.stat(target).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise InputError(f"{str(target)[:200]} cannot be written: {error.strerror}; give another file") from None
+    if not stat.S_ISREG(kind):
+        raise InputError(f"{target} is not a regular file and is left alone; give another file")
+
+
+def unlink_socket(path: Path) -> None:
+    """Remove a socket that nobody listens on. Raises InputError when something else has the name."""
+    try:
+        kind = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(kind):
+        raise InputError(f"{path} exists and is not a socket: it is left alone; give another place")
+    path.unlink(missing_ok=True)
 
 
 @contextmanager

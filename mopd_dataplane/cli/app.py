@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from mopd_dataplane import __version__
 from mopd_dataplane.base.extras import missing_package
 from mopd_dataplane.base.files import full_disk_named
+from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, schema, stores, teachers, view
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import InputError, MopdError
@@ -133,4 +134,5 @@ def main() -> None:
     # Read when numpy is imported. On machines whose hypervisor takes free memory back, the first touch of a huge page
     # costs several times that of small ones: 2 of 7 seconds of a large plan (docs/benchmarks/planner_and_writes.md).
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
+    end_with_parent()
     app()

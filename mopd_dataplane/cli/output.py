@@ -21,6 +21,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.query.text import one_line, visible
 
 if TYPE_CHECKING:
@@ -89,9 +90,11 @@ def print_rows(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
 def print_csv(table: pa.Table) -> None:
     """An Arrow table as CSV on stdout; nested values are JSON inside their cell."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(table.column_names)
+    shown = visible if sys.stdout.isatty() else str  # a file gets the bytes as they are, a terminal none that steer it
+    writer.writerow(map(shown, table.column_names))
     for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
-        writer.writerow([json.dumps(v) if isinstance(v, list | dict) else v for v in map(plain, row)])
+        cells = (json.dumps(value) if isinstance(value, list | dict) else value for value in map(plain, row))
+        writer.writerow([shown(value) if isinstance(value, str) else value for value in cells])
 
 
 def print_text(text: str) -> None:
@@ -176,6 +179,6 @@ def print_error(error: MopdError, *, as_json: bool = False) -> None:
         print_json({"error": {"type": kind, "message": str(error), "exit_code": error.exit_code}})
         return
     message = Text("error: ", style="bold red")
-    for number, line in enumerate(str(error).splitlines() or [type(error).__name__]):
+    for number, line in enumerate(redacted(str(error)).splitlines() or [type(error).__name__]):
         message.append(("\n       " if number else "") + one_line(line), style="default")
     stderr().print(message, soft_wrap=True)

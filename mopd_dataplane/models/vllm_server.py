@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 
 if TYPE_CHECKING:
@@ -117,12 +118,13 @@ class VllmServer:
         except httpx2.HTTPError as error:
             raise self._lost(error) from error
         if answer.is_error:
-            raise EngineError(f"{url} answered {answer.status_code}: {answer.text[:500]!r}")
+            raise EngineError(f"{url} answered {answer.status_code}: {redacted(answer.text)[:500]!r}")
         return answer
 
     def _lost(self, error: Exception) -> EngineError:
         return EngineError(
-            f"{self.url} does not answer ({type(error).__name__}: {error}); start it, then run again to continue"
+            f"{self.url} does not answer ({type(error).__name__}: {redacted(str(error))}); start it, then run again to "
+            "continue"
         )
 
     def close(self) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
+from mopd_dataplane.base.processes import parent_named, scratch_folder
 from mopd_dataplane.errors import EngineError, MopdError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.run.context import Run
@@ -27,8 +26,8 @@ def run_concurrent(run: Run, stage: Stage) -> None:
     failed.
     """
     command = [sys.executable, "-m", "mopd_dataplane"]
-    with tempfile.TemporaryDirectory(prefix="mopd-") as scratch, contextlib.ExitStack() as running:
-        job = Path(scratch) / "job.json"  # with the overrides of this call
+    with scratch_folder() as scratch, contextlib.ExitStack() as running:
+        job = scratch / "job.json"  # with the overrides of this call
         job.write_text(run.job.model_dump_json())
         where = [str(job), "--stage", stage.name, "--follow", "--json"]
         parts = {part: running.enter_context(_part([*command, part, *where])) for part in PARTS}
@@ -45,7 +44,7 @@ def run_concurrent(run: Run, stage: Stage) -> None:
 @contextlib.contextmanager
 def _part(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """A child process that ends with the block; its answer is not wanted, its progress goes to our stderr."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=parent_named())
     try:
         yield process
     finally:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from mopd_dataplane.base.files import full_disk_named
+from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.train.spec import TrainSpec, load_spec
 from mopd_dataplane.train.stop import EXIT_CODE, Stop, only_writer
@@ -73,4 +74,5 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(main())

@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 
+from mopd_dataplane.base.processes import end_with_parent, parent_named
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.train.stop import EXIT_CODE
 
@@ -77,4 +78,6 @@ def node_rank() -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
+    os.environ |= parent_named()  # for the ranks
     sys.exit(main(sys.argv[1:]))

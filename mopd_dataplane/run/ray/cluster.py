@@ -11,6 +11,7 @@ folder at the same path.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from mopd_dataplane.run.steps.rollout import Part
 from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
 
 ON_THIS_MACHINE = "local"
+REACH_S = 10.0
+"""How long a cluster may take to accept a connection."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for a cluster whose address is 127.0.0.1; read when Ray is imported."""
 
@@ -59,6 +62,7 @@ def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
         import ray
     except ImportError:
         raise InputError("--ray needs the package: pip install 'mopd-dataplane[ray]'") from None
+    _reach(address)
     alone = {"include_dashboard": False} if address == ON_THIS_MACHINE else {}
     try:
         ray.init(address=address, **alone)
@@ -71,6 +75,17 @@ def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
         yield RayFleet(run)
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise ResourceError when nothing listens at host:port: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ResourceError(f"no Ray cluster answers at {address} ({error}); start one, or leave ADDRESS out") from None
 
 
 def _listed(resources: dict[str, float]) -> str:

@@ -12,12 +12,12 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.processes import parent_named, scratch_folder
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Scale
@@ -132,7 +132,7 @@ class Training:
         run, stage = self._run, self._stage
         run.policies.folder(stage, run.policies.latest(stage))
         check_cursor(run.store, stage.name, self._folder)
-        scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="mopd-")))
+        scratch = self._resources.enter_context(scratch_folder())
         # A micro-batch holds all its packs at once, and the next one is read meanwhile.
         load = run.job.load.model_copy(update={"slots": max(run.job.load.slots, 2 * stage.train.micro_batch_packs)})
         sources = {"topk_source": stage.score.topk_source, "verifier": stage.verifier}
@@ -246,9 +246,9 @@ def ranks_here(scale: Scale) -> int:
 def _trainer(spec: Path, ranks: int) -> subprocess.Popen[bytes]:
     """The trainer, or the agent of its ranks: out of the terminal's reach, so that Ctrl-C comes to each rank once."""
     if ranks * node_count() == 1:
-        return subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec)])
+        return subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec)], env=parent_named())
     command = [sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), str(ranks)]
-    return subprocess.Popen(command, start_new_session=True)
+    return subprocess.Popen(command, start_new_session=True, env=parent_named())
 
 
 def _stop(trainer: subprocess.Popen[bytes]) -> None:

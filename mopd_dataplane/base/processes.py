@@ -1,0 +1,70 @@
+"""Child processes that end with their parent, and folders that the next run sweeps when their owner was killed.
+
+subprocess.Popen(command, env=parent_named())      in the parent, from a thread that lives as long as the child
+end_with_parent()                                  the child's first statement
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mopd_dataplane.base.files import try_lock
+
+PARENT = "MOPD_PARENT"
+"""Environment variable by which a child learns whose it is."""
+_PR_SET_PDEATHSIG = 1
+_SCRATCH = "mopd-scratch-"
+_NEW_S = 60.0
+"""Age under which a folder may belong to a process that has not locked it yet."""
+
+
+def parent_named() -> dict[str, str]:
+    """The environment for a child that is to end with this process."""
+    return {**os.environ, PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it dies; without `parent_named` nothing changes."""
+    parent = os.environ.pop(PARENT, "")
+    if not parent.isdigit():
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A private folder for as long as the block; those that killed processes left behind are removed first."""
+    _sweep(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=_SCRATCH) as name:
+        held = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try_lock(held)
+            yield Path(name)
+        finally:
+            os.close(held)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove scratch folders of this user that no living process holds."""
+    for left in folder.glob(f"{_SCRATCH}*"):
+        try:
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            found = os.fstat(descriptor)
+            old = time.time() - found.st_mtime > _NEW_S
+            if found.st_uid == os.getuid() and old and try_lock(descriptor):
+                shutil.rmtree(left, ignore_errors=True)
+        finally:
+            os.close(descriptor)
