@@ -75,10 +75,27 @@ def compact(store: StoreUri, as_json: AsJson = False) -> None:
         print_facts(facts)
 
 
+def upgrade(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Store of format 1; it is never changed.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make the store of today's format in.")],
+) -> None:
+    """Copy a store of format 1 into today's format, with snapshots, plans, checkpoints and the token log.
+
+    Samples keep their uids, rows and versions their numbers. Metadata and tokens are copied, hidden states and weights
+    are linked where the disk can. The copy is verified before it opens as a store. Killed, the same line goes on.
+    """
+    from mopd_dataplane.run.upgrade import upgrade_store
+
+    for part in upgrade_store(source, target):
+        note(f"{part}: done")
+    note(f"{target} is a store of today's format; {source} is as it was")
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `store` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, info, "mopd store info runs/quickstart")
     register(group, verify, "mopd store verify runs/quickstart --json")
     register(group, compact, "mopd store compact runs/quickstart")
+    register(group, upgrade, "mopd store upgrade runs/old runs/new")
     app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

@@ -20,6 +20,7 @@ policies.py           which folder holds which policy version
 work_folder.py        the local folder, and its way to an object store
 checkpoint_copy.py    checkpoints on their way to an object store and back
 token_log_copy.py     the token log's copy there
+upgrade.py            a store of format 1, whole, in today's format
 provenance.py         commit, settings, sampler and machine of a published figure
 progress.py           bars on a terminal, one line per finished step everywhere
 """

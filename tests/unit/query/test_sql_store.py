@@ -92,7 +92,7 @@ def test_answers_are_those_of_the_pinned_version(store: Store) -> None:
 def test_every_table_can_be_read_whole_also_when_empty(store: Store, table: str) -> None:
     rows = store.sql(f"select * from {table}")
     assert isinstance(rows, pa.Table)
-    assert rows.column_names == TABLES[table].schema.names
+    assert rows.column_names == TABLES[table].stored.names
 
 
 @pytest.mark.parametrize("table", [*TABLES, "signals_math-7b_hidden"])

@@ -1,0 +1,202 @@
+"""A whole store of format 1 copied into one of format 2: its tables, and everything that lies beside them.
+
+The source is never changed. Killed anywhere, the same call goes on; the target opens as a store when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.file_checksums import write_checksums
+from mopd_dataplane.base.files import publish_file, publish_folder
+from mopd_dataplane.base.sealed_json import seal, seal_line
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.models.hf import file_digest
+from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.upgrade import PROGRESS, link_file, open_source, upgrade_tables
+from mopd_dataplane.store.verify import verify
+from mopd_dataplane.tables import FORMAT_VERSION
+
+_WEIGHTS = ("policies", "discriminators")
+_CHECKPOINT_FORMAT = 3
+_LEFT = ("mopd_digest.json",)
+"""Files of format 1 that format 2 has no use for."""
+_STAGE_KEYS = {"overlap": "concurrent"}
+_SCORE_KEYS = {"topk_support": "topk_source"}
+_DIVERGENCE_KEYS = {"overlap": "topk_agreement"}
+
+
+def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
+    """Copy a store of format 1; names each part that is done.
+
+    Raises InputError for places that cannot be used, MismatchError for another format or another half-made target,
+    DamagedError naming what of the source is damaged.
+    """
+    old, place = _folder(source), Place(target)
+    root = _folder(target)
+    if root == old or root.is_relative_to(old) or old.is_relative_to(root):
+        raise InputError(f"{target} and {source} overlap; give a folder of its own")
+    versions = _begin(old, place, root)
+    yield from upgrade_tables(old, place, versions)
+    for name, work in _FILES.items():
+        work(old, root)
+        fault_point(f"upgrade.{name}")
+        yield name
+    report = verify(place, {name: Table(place, name) for name in versions}, deep=True)
+    if not report.ok:
+        said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
+        raise DamagedError(
+            f"{source} is damaged, so its copy is no store yet: {said}; verify the source with the version that wrote "
+            "it, repair it, delete the copy, and upgrade again"
+        )
+    old_mark = json.loads((old / MARK).read_text())
+    mark = {
+        "format_version": FORMAT_VERSION, "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "uuid": str(uuid.uuid4()), "upgraded_from": str(old_mark.get("uuid", "")),
+    }  # fmt: skip
+    place.write_json(MARK, mark | ({"single_writer": True} if old_mark.get("single_writer") else {}))
+    place.remove(PROGRESS)
+    yield "checked"
+
+
+def _folder(name: str | Path) -> Path:
+    root = Place(name).root
+    if root is None:
+        raise InputError(f"{name} is an object store; copy the store to a folder, upgrade it there, and copy it back")
+    return root
+
+
+def _begin(old: Path, place: Place, root: Path) -> dict[str, int]:
+    """Versions of the source's tables that are copied: those of the first call, when this one goes on."""
+    if (root / MARK).exists():
+        raise InputError(f"{root} is a store already; give another folder")
+    begun = place.read_json(PROGRESS)
+    now = open_source(old)
+    identity = json.loads((old / MARK).read_text()).get("uuid", "")
+    if begun is None:
+        if root.exists() and any(root.iterdir()):
+            raise InputError(f"{root} is not empty; give a folder that does not exist")
+        place.write_json(PROGRESS, {"source": str(old), "uuid": identity, "versions": now})
+        return now
+    if begun["uuid"] != identity:
+        raise MismatchError(
+            f"{root} is half a copy of {begun['source']}, not of {old}; delete it, or give another folder"
+        )
+    if begun["versions"] != now:
+        raise MismatchError(f"{old} was written to since its copy {root} began; delete the copy and start again")
+    return now
+
+
+def _carry_weights(old: Path, root: Path) -> None:
+    """Policies and discriminators: the same files, and what each was."""
+    for parent in _WEIGHTS:
+        folders = [path for path in (old / parent).glob("*/v*") if path.is_dir()]
+        folders += [path for path in [old / "policies" / "init"] if parent == "policies" and path.is_dir()]
+        for folder in folders:
+            _carry_folder(folder, root / folder.relative_to(old), identities=parent == "policies")
+
+
+def _carry_folder(
+    folder: Path, target: Path, *, identities: bool, change: Callable[[Path], None] = lambda staging: None
+) -> None:
+    if target.exists():
+        return
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _LEFT):
+        link_file(file, staging / file.relative_to(folder))
+    change(staging)
+    write_checksums(staging, identities=identities)
+    publish_folder(staging, target)
+
+
+def _carry_checkpoints(old: Path, root: Path) -> None:
+    for stage in sorted(path for path in (old / "checkpoints").glob("*") if path.is_dir()):
+        target = root / "checkpoints" / stage.name
+        for folder in sorted(stage.glob("step-*")):
+            _carry_folder(folder, target / folder.name, identities=False, change=_checkpoint)
+        if (newest := stage / "latest").is_file():
+            name = newest.read_text().strip()
+            if not re.fullmatch(r"step-\d{8,}", name) or not (stage / name).is_dir():
+                raise DamagedError(f"{newest} names {name!r:.80}, which is not there; restore it from a copy")
+            publish_file(target / "latest", seal({"checkpoint": name}))
+        if (metrics := stage / "metrics.jsonl").is_file():
+            lines = metrics.read_text().split("\n")[:-1]
+            publish_file(target / "metrics.jsonl", "".join(f"{seal_line(json.loads(x))}\n" for x in lines).encode())
+
+
+def _checkpoint(staging: Path) -> None:
+    """state.json as it is now; the shards are what it said. Raises DamagedError."""
+    state = json.loads((staging / "state.json").read_text())
+    for name, digest in state.pop("digests").items():
+        if (found := file_digest(staging / name)) != digest:
+            raise DamagedError(f"checkpoint shard {name} has sha256 {found[:16]}…, {digest[:16]}… was written")
+    _rename(state["identity"]["objective"].get("divergence"), _DIVERGENCE_KEYS)
+    for part in staging.glob("shard-*.json"):
+        part.unlink()
+    (staging / "state.json").unlink()  # a link to the source's
+    (staging / "state.json").write_text(json.dumps({**state, "format": _CHECKPOINT_FORMAT}, indent=1))
+
+
+def _carry_job(old: Path, root: Path) -> None:
+    """The job that the store remembers, under today's keys. One that cannot be read stays as it is, and is refused
+    with the reason when a job opens the store."""
+    if not (old / "job.json").is_file():
+        return
+    job = json.loads((old / "job.json").read_text())
+    for objective in (job.get("objectives") or {}).values():
+        _rename(objective.get("divergence"), _DIVERGENCE_KEYS)
+    for stage in job.get("stages", []):
+        _rename(stage, _STAGE_KEYS)
+        _rename(stage.get("score"), _SCORE_KEYS)
+        recorded = stage.get("rollout", {}).get("record")
+        if isinstance(recorded, list):
+            stage["rollout"]["record"] = ["sampling_mask" if what == "support" else what for what in recorded]
+    job["store"] = str(root)
+    with suppress(ValidationError):
+        job = Job.model_validate(job).model_dump(mode="json")
+    publish_file(root / "job.json", seal(job))
+
+
+def _rename(table: Any, names: dict[str, str]) -> None:
+    """Give keys of a table their names of today."""
+    if isinstance(table, dict):
+        for old in names.keys() & table.keys():
+            table[names[old]] = table.pop(old)
+
+
+def _carry_heads(old: Path, root: Path) -> None:
+    for file in (old / "heads").glob("*.safetensors"):
+        link_file(file, root / "heads" / file.name)
+
+
+def _carry_log(old: Path, root: Path) -> None:
+    """The token log byte by byte: it has checksums of its own, and its readers know the names of format 1."""
+    for file in sorted(path for path in (old / "wal").rglob("*") if path.is_file()):
+        target = root / file.relative_to(old)
+        if not target.exists() or target.read_bytes() != file.read_bytes():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            publish_file(target, file.read_bytes())
+
+
+_FILES: dict[str, Callable[[Path, Path], None]] = {
+    "heads": _carry_heads,
+    "policies": _carry_weights,
+    "checkpoints": _carry_checkpoints,
+    "job": _carry_job,
+    "log": _carry_log,
+}

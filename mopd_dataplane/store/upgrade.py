@@ -1,0 +1,202 @@
+"""Tables of a store of format 1, copied into one of format 2. The only place that knows how format 1 lay on disk.
+
+In format 1 a table's rows were numbered by their place, and the numbers were what tables said of each other. They are
+copied in that order into tables with stable row ids, so a row's id is the number it had, and no reference changes. A
+pinned version keeps its number too: empty commits fill up what the copy needed fewer of. So plans, checkpoints and the
+token log, which name rows and versions, stay true as they are.
+
+Rows of metadata, tokens and listed signals are copied; files of hidden states are linked where the disk can, since not
+a byte of them changes. Every step looks at what is there first: killed anywhere, the same call goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import lance
+import numpy as np
+import pyarrow as pa
+from lance.fragment import FragmentMetadata, write_fragments
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
+from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
+from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.dataset_format import MARK, blob_columns, lance_schema
+from mopd_dataplane.store.lance_errors import reading, writing
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.row_checksums import with_row_crcs
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.tables import TABLES, TableSpec
+
+OLD_FORMAT = 1
+PROGRESS = "upgrade.json"
+"""What a target is being made from; gone when it is whole."""
+_NAMES = {new: old for old, new in FORMAT_1_NAMES.items()} | {"topk_source": "support"}
+"""Column of format 2 -> its name in format 1, in the tables where it was called so."""
+_EPOCH = b"mopd:epoch:"
+_ROWS, _BYTES = 1 << 16, 64 << 20
+"""Of one commit."""
+
+
+def open_source(folder: Path) -> dict[str, int]:
+    """Tables of a store of format 1 and their newest versions.
+
+    Raises UnknownNameError when there is no store, MismatchError when it has another format, DamagedError for a mark
+    that cannot be read.
+    """
+    try:
+        mark = json.loads((folder / MARK).read_text())
+        version = int(mark["format_version"])
+    except FileNotFoundError:
+        raise UnknownNameError(f"no store at {folder} (it has no {MARK})") from None
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DamagedError(f"{folder / MARK}: {error}; restore it from a copy") from None
+    if version != OLD_FORMAT:
+        raise MismatchError(f"{folder} has format version {version}; only one of format {OLD_FORMAT} is upgraded")
+    signals = sorted(path for path in (folder / "signals").glob("*/*") if path.is_dir())
+    queues = sorted(path for path in (folder / "queues").glob("*") if path.is_dir())
+    names = [name for name in TABLES if (folder / name).is_dir()]
+    names += [path.relative_to(folder).as_posix() for path in (*signals, *queues)]
+    return {name: lance.dataset(str(folder / name)).version for name in names}
+
+
+def old_snapshots(folder: Path) -> dict[str, dict[str, int]]:
+    """Versions of each table by tag."""
+    files = sorted((folder / "snapshots").glob("*.json"))
+    return {file.stem: json.loads(file.read_text())["versions"] for file in files}
+
+
+def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> Iterator[str]:
+    """Copy every table, its pinned versions, and the snapshots; names each table that is done. Durable at the end."""
+    pins = old_snapshots(source)
+    for name in [*TABLES, *(name for name in versions if name not in TABLES)]:
+        table = Table(target, name)
+        if name in versions:
+            pinned = sorted({held[name] for held in pins.values() if name in held})
+            _copy_table(source / name, table, versions[name], pinned)
+            for version in pinned:
+                if table.barrier is not None:
+                    table.barrier.sync_version(table.open(version))
+        else:
+            table.create()
+        table.make_durable(table.open())
+        yield name
+    tables = {name: Table(target, name) for name in versions}
+    for tag, held in pins.items():
+        snapshots.pin(target, tables, tag, Snapshot(uri=target.uri, versions=held))
+    fault_point("upgrade.pinned")
+
+
+def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> None:
+    old = lance.dataset(str(source), version=newest)
+    if not Path(table.uri).is_dir():
+        epochs = {key: value for key, value in (old.schema.metadata or {}).items() if key.startswith(_EPOCH)}
+        schema = lance_schema(table.spec, table.name)
+        schema = schema.with_metadata({**(schema.metadata or {}), **epochs})
+        lance.write_dataset(
+            schema.empty_table(),
+            table.uri,
+            data_storage_version=table.spec.storage,  # type: ignore[arg-type]
+            enable_stable_row_ids=True,
+        )
+    copy = _link_files if blob_columns(table.spec) else _copy_rows
+    with reading(old.uri), writing(table.uri):
+        for version in [*(v for v in pinned if v < newest), newest]:
+            at = old.checkout_version(version)
+            copy(at, table, version - 1 if version in pinned else None)
+            while version in pinned and (made := lance.dataset(table.uri)).version < version:
+                made.update_config({"mopd:upgraded": str(made.version)})
+            fault_point("upgrade.table")
+
+
+def _copy_rows(old: lance.LanceDataset, table: Table, last: int | None) -> None:
+    """Append the rows that are missing; `last`: the version by which all but the last commit must be done."""
+    made = lance.dataset(table.uri)
+    have, total = made.count_rows(), old.count_rows()
+    if have >= total:
+        return
+    size = sum(data.file_size_bytes or 0 for part in old.get_fragments() for data in part.data_files())
+    at_once = max(1, min(_ROWS, _BYTES * total // max(size, 1)))
+    commits = -(-(total - have) // at_once)
+    if last is not None:
+        commits = min(commits, last - made.version + 1)
+    cuts = np.linspace(have, total, max(commits, 1) + 1).astype(int).tolist()
+    for first, end in pairwise(cuts):
+        rows = _converted(old.to_table(offset=first, limit=end - first), table.spec)
+        made = _append(made, write_fragments(rows, made, mode="append", data_storage_version=table.spec.storage))
+        fault_point("upgrade.rows")
+
+
+def _append(made: lance.LanceDataset, fragments: list[FragmentMetadata]) -> lance.LanceDataset:
+    return lance.LanceDataset.commit(made, lance.LanceOperation.Append(fragments), read_version=made.version)
+
+
+def _converted(rows: pa.Table, spec: TableSpec) -> pa.Table:
+    """Rows under the names of format 2, with their checksums; columns that are new are null."""
+    columns = {}
+    for field in spec.schema:
+        known = field.name if field.name in rows.column_names else _NAMES.get(field.name, field.name)
+        columns[field.name] = (
+            rows[known].cast(field.type) if known in rows.column_names else pa.nulls(rows.num_rows, field.type)
+        )
+    made = pa.table(columns, schema=spec.schema)
+    return made if spec.heavy else with_row_crcs(made)
+
+
+def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None:
+    """Have a table of hidden states name the files of the old one: new ones behind, freed ones in place."""
+    made, root = lance.dataset(table.uri), Path(table.uri)
+    theirs, ours = old.get_fragments(), made.get_fragments()
+    if [field.id() for field in old.lance_schema.fields()] != [field.id() for field in made.lance_schema.fields()]:
+        raise InputError(f"{old.uri}: its columns are numbered otherwise than those of format 2; score it again")
+    replaced = {place for place, (a, b) in enumerate(zip(theirs, ours, strict=False)) if _files(a) != _files(b)}
+    if fresh := theirs[len(ours) :]:
+        for fragment in fresh:
+            _link(old, root, fragment)
+        made = _append(made, [_described(fragment) for fragment in fresh])
+        fault_point("upgrade.linked")
+    if replaced:
+        held = [fragment.metadata for fragment in made.get_fragments()]
+        for place in replaced:
+            _link(old, root, theirs[place])
+            freed = _described(theirs[place])
+            freed.id, freed.row_id_meta = held[place].id, held[place].row_id_meta
+            held[place] = freed
+        operation = lance.LanceOperation.Merge(held, made.lance_schema)
+        lance.LanceDataset.commit(made, operation, read_version=made.version)
+
+
+def _files(fragment: lance.LanceFragment) -> list[str]:
+    return [data_file.path for data_file in fragment.data_files()]
+
+
+def _described(fragment: lance.LanceFragment) -> FragmentMetadata:
+    return FragmentMetadata.from_json(json.dumps({**fragment.metadata.to_json(), "row_id_meta": None}))
+
+
+def _link(old: lance.LanceDataset, root: Path, fragment: lance.LanceFragment) -> None:
+    """The data file of a fragment, and the files beside it that hold its blobs."""
+    for name in _files(fragment):
+        path = Path(old.uri) / "data" / name
+        beside = path.with_suffix("")
+        for file in [path, *(beside.iterdir() if beside.is_dir() else ())]:
+            link_file(file, root / "data" / file.relative_to(path.parent))
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the disk cannot. One that is there is left alone."""
+    if target.exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        staging = target.with_name(f".{target.name}.copied")
+        shutil.copy2(source, staging)
+        staging.rename(target)

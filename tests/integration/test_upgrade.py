@@ -1,0 +1,157 @@
+"""A store of format 1, made by commit 1a01221 and killed inside its last rollout, becomes one of today's format."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import lance
+import pytest
+from commandline import ENVIRONMENT, run_mopd
+
+from mopd_dataplane import Store, open_store
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError
+from mopd_dataplane.models.hf import weights_digest
+from mopd_dataplane.run.upgrade import upgrade_store
+from mopd_dataplane.train.checkpoint import latest_checkpoint
+
+DATA = Path(__file__).parents[1] / "data"
+RENAMED = {"run": "stage", "generation": "iteration", "support": "topk_source", "support_len": "sampling_mask_len",
+           "support_sizes": "sampling_mask_sizes", "support_ids": "sampling_mask_ids"}  # fmt: skip
+DIES = """
+import os, signal, sys
+from mopd_dataplane.base import fault_points
+left = int(sys.argv[3])
+def observe(name):
+    global left
+    left -= name.startswith("upgrade.")
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+fault_points.observe(observe)
+from mopd_dataplane.run.upgrade import upgrade_store
+list(upgrade_store(sys.argv[1], sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The store of format 1."""
+    with tarfile.open(DATA / "store-format-1.tar.xz") as archive:
+        archive.extractall(tmp_path / "old", filter="data")
+    return tmp_path / "old" / "store"
+
+
+@pytest.fixture(scope="module")
+def upgraded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The store of format 1, and its copy, which tests only read."""
+    place = tmp_path_factory.mktemp("upgrade")
+    with tarfile.open(DATA / "store-format-1.tar.xz") as archive:
+        archive.extractall(place, filter="data")
+    before = contents(place / "store")
+    list(upgrade_store(place / "store", place / "new"))
+    assert contents(place / "store") == before, "the source was changed"
+    return place / "store", place / "new"
+
+
+def contents(root: Path) -> dict[str, str]:
+    """sha256 of every file."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def rows(uri: str, version: int | None = None) -> list[dict]:
+    """Rows of a table in order, hidden states as bytes, under today's names and without their checksums."""
+    dataset = lance.dataset(uri, version=version)
+    plain = [field.name for field in dataset.schema if "blob" not in str(field.type)]
+    found = dataset.to_table(columns=plain).to_pylist()
+    if "hidden" in dataset.schema.names:
+        for row, blob in zip(found, dataset.take_blobs("hidden", indices=list(range(len(found)))), strict=True):
+            row["hidden"] = blob.readall()
+    renamed = [{RENAMED.get(name, name): value for name, value in row.items()} for row in found]
+    return [{name: v for name, v in row.items() if v is not None and name != "row_crc"} for row in renamed]
+
+
+def test_every_row_of_every_version_that_counts_is_the_same(upgraded: tuple[Path, Path]) -> None:
+    old, new = upgraded
+    names = [path.parent.relative_to(old).as_posix() for path in old.rglob("_versions")]
+    assert len(names) == 16
+    for name in names:
+        assert rows(f"{new}/{name}") == rows(f"{old}/{name}"), name
+        ids = lance.dataset(f"{new}/{name}").to_table(columns=[], with_row_id=True)["_rowid"].to_pylist()
+        assert ids == list(range(len(ids)))
+    for file in (old / "snapshots").iterdir():
+        versions = json.loads(file.read_text())["versions"]
+        assert open_store(new).snapshot(tag=file.stem).versions == versions
+        for name, version in versions.items():
+            assert rows(f"{new}/{name}", version) == rows(f"{old}/{name}", version), (file.stem, name)
+            assert lance.dataset(f"{new}/{name}").tags.list()[file.stem]["version"] == version
+
+
+def test_weights_checkpoints_log_and_job_are_carried(upgraded: tuple[Path, Path]) -> None:
+    old, new = upgraded
+    store = open_store(new)
+    assert store.verify().findings == []
+    assert store.teachers()["sums"].weights_digest == weights_digest(new / "policies" / "sums" / "v1")
+    for name in ("policies/student/v2/model.safetensors", "heads/sums.safetensors"):
+        assert (new / name).stat().st_ino == (old / name).stat().st_ino, f"{name} is linked"
+    blobs = {path.relative_to(old) for path in (old / "signals/sums/hidden/data").glob("*.lance")}
+    assert blobs
+    assert all((new / name).stat().st_ino == (old / name).stat().st_ino for name in blobs)
+    position, identity = latest_checkpoint(new / "checkpoints" / "student") or (None, None)
+    assert (position.step, identity.stage) == (4, "student")
+    log = "wal/student/engine-0"
+    assert {k: v for k, v in contents(new).items() if k.startswith(log)} == {
+        k: v for k, v in contents(old).items() if k.startswith(log)
+    }
+    assert store.read_json("job.json")["seed"] == 7
+    assert not (new / "upgrade.json").exists()
+
+
+@pytest.mark.parametrize("visit", [2, 17, 33, 36])
+def test_killed_anywhere_the_same_call_goes_on(
+    old: Path, tmp_path: Path, visit: int, upgraded: tuple[Path, Path]
+) -> None:
+    new = tmp_path / "new"
+    words = [sys.executable, "-c", DIES, str(old), str(new), str(visit)]
+    died = subprocess.run(words, env=ENVIRONMENT, timeout=120, capture_output=True)
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    with pytest.raises(InputError, match="no store at"):
+        Store.open(new)
+    run_mopd("store", "upgrade", old, new)
+    assert open_store(new).verify().findings == []
+    for name in ("samples", "tokens", "events", "scores", "signals/words/hidden"):
+        assert rows(f"{new}/{name}") == rows(f"{upgraded[1]}/{name}")
+
+
+def test_what_cannot_be_upgraded_is_refused_and_nothing_is_written(
+    old: Path, tmp_path: Path, upgraded: tuple[Path, Path]
+) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "file").write_text("mine")
+    with pytest.raises(InputError, match="is not empty"):
+        list(upgrade_store(old, taken))
+    with pytest.raises(InputError, match="overlap"):
+        list(upgrade_store(old, old / "inside"))
+    with pytest.raises(MismatchError, match="only one of format 1"):
+        list(upgrade_store(upgraded[1], tmp_path / "again"))
+    with pytest.raises(MismatchError, match="mopd store upgrade SRC DST"):
+        Store.open(old)
+    assert [path.name for path in taken.iterdir()] == ["file"]
+
+
+def test_damage_of_the_source_is_named_and_its_copy_opens_as_no_store(old: Path, tmp_path: Path) -> None:
+    for file in sorted((old / "tokens" / "data").iterdir(), key=os.path.getmtime)[:1]:
+        content = bytearray(file.read_bytes())
+        content[40] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(DamagedError):
+        list(upgrade_store(old, tmp_path / "new"))
+    with pytest.raises(InputError, match="no store at"):
+        Store.open(tmp_path / "new")
