@@ -64,15 +64,29 @@ def verify(
         raise typer.Exit(AUDIT_FAILED)
 
 
-def compact(store: StoreUri, as_json: AsJson = False) -> None:
-    """Merge small files and drop versions no snapshot pins; no row changes."""
+def compact(
+    store: StoreUri,
+    now: Annotated[
+        bool, typer.Option("--now", help="Drop old versions at once, not after a day, unless somebody reads them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Merge small files and drop versions no snapshot pins; no row changes.
+
+    Says for each table what was freed, and why the rest stays: which snapshot pins it, or which process reads it.
+    """
     from mopd_dataplane import open_store
 
-    facts = plain(open_store(store).compact())
+    facts = open_store(store).compact(now=now)
     if as_json:
-        print_json(facts)
-    elif isinstance(facts, dict):
-        print_facts(facts)
+        print_json(plain(facts))
+        return
+    columns = ("files_merged", "versions_dropped", "bytes_freed", "bytes")
+    rows = [[name, *(row[key] for key in columns)] for name, row in facts.items()]
+    print_rows(("table", *(column.replace("_", " ") for column in columns)), rows)
+    for name, row in facts.items():
+        for reason in row["kept"]:
+            note(f"{name}: {reason['bytes']:,} bytes stay: {reason['why']}")
 
 
 def upgrade(
@@ -96,6 +110,6 @@ def add_to(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, info, "mopd store info runs/quickstart")
     register(group, verify, "mopd store verify runs/quickstart --json")
-    register(group, compact, "mopd store compact runs/quickstart")
+    register(group, compact, "mopd store compact runs/quickstart --now")
     register(group, upgrade, "mopd store upgrade runs/old runs/new")
     app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -36,6 +37,7 @@ from mopd_dataplane.store.verify_report import VerifyReport
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 
 Rows = NDArray[np.int64]
+SNAPSHOTS_HELD = 4
 
 
 class Store:
@@ -53,6 +55,8 @@ class Store:
         self.uri = place.uri
         self.root = place.root
         """Local folder; None on an object store."""
+        self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
+        """Handles of the last snapshots without a tag: `compact` with now leaves their versions alone."""
         self.cache: RangeCache | None = None
         """Keeps hidden states of an object store on this node; the loader sets one."""
 
@@ -429,7 +433,11 @@ class Store:
     def snapshot(self, tag: str | None = None) -> Snapshot:
         """The newest version of every table; with a tag, pinned against clean-up and the same at every later call."""
         tables = {name: self._table(name) for name in self.names()}
-        return snapshots.take_snapshot(self._place, tables) if tag is None else snapshots.pin(self._place, tables, tag)
+        if tag is not None:
+            return snapshots.pin(self._place, tables, tag)
+        taken, handles = snapshots.take_snapshot(self._place, tables)
+        self._taken.append(handles)
+        return taken
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; nothing happens when the tag is taken.
@@ -450,9 +458,14 @@ class Store:
         """Audit every row and, when `deep`, every payload byte; nothing is changed."""
         return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
 
-    def compact(self) -> dict[str, dict[str, int]]:
-        """Merge small files, drop versions no snapshot pins; no row changes or moves."""
-        return maintain.compact(self._place, {name: self._table(name) for name in self.names()})
+    def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
+        """Merge small files, drop versions that are more than a day old and that no snapshot pins; no row changes.
+
+        now: drop every version that no snapshot pins and no process of this machine has open, however young (in a
+        folder; on an object store nobody can tell who reads). Returns, per table, files_merged, versions_dropped,
+        bytes_freed, bytes (on disk now), and kept: why data stays that the newest version does not need, and its bytes.
+        """
+        return maintain.compact(self._place, {name: self._table(name) for name in self.names()}, now=now)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

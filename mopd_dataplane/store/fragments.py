@@ -18,6 +18,9 @@ MIB = 1 << 20
 TIERS = ((4 * MIB, 64), (64 * MIB, 32), (1024 * MIB, 32))
 """(limit in bytes, count of smaller files that is too many)"""
 
+PAGE = MIB
+"""Bytes of a file, on average, below which files that are merged are written anew."""
+
 KEEP = timedelta(days=1)
 """Untagged versions younger than this are left alone: a reader or a committer may still be at work on them."""
 
@@ -36,10 +39,13 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
     Rows keep their ids. Raises OSError when another commit came first; nothing has changed then.
     """
-    large = [number for number, size in _sizes(dataset.get_fragments()).items() if size >= limit]
+    sizes = _sizes(dataset.get_fragments())
+    large = [number for number, size in sizes.items() if size >= limit]
+    small = [size for number, size in sizes.items() if number not in large]
     options: CompactionOptions = {
         "target_rows_per_fragment": 1 << 31,
-        "compaction_mode": "try_binary_copy",
+        # A copy keeps the pages as they are: good for large ones, many times the data for those of a few rows.
+        "compaction_mode": "reencode" if sum(small) < PAGE * len(small) else "try_binary_copy",
         "excluded_fragment_ids": large,
     }
     done = [task.execute(dataset) for task in Compaction.plan(dataset, options).tasks]

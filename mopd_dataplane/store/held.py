@@ -83,4 +83,5 @@ def _process(pid: str) -> str:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         command = ""
-    return f"process {pid}" + (f" ({command:.80})" if command.isprintable() and command else "")
+    shown = " ".join("".join(letter if letter.isprintable() else " " for letter in command).split())
+    return f"process {pid}" + (f" ({shown:.80})" if shown else "")

@@ -6,12 +6,14 @@ that was stopped while it held the lock therefore must not stop the store: after
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.place import Place
 
 PATIENCE_S = 10.0
@@ -29,8 +31,15 @@ def committing(place: Place, name: str) -> Iterator[bool]:
         yield False
         return
     path = place.root / "locks" / f"{name.replace('/', '.')}.lock"
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise ResourceError(
+            f"{place.uri} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for writing"
+        ) from error
     try:
         yield _acquire(descriptor)
     finally:

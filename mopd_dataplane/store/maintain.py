@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lance
 
 from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.store.acknowledged import names_of_versions
 from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.fragments import drop_old, merge_small
+from mopd_dataplane.store.held import free_versions
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
@@ -49,36 +53,92 @@ def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
 
 def _needed(dataset: lance.LanceDataset, sizes: Mapping[str, int]) -> int:
     """Bytes of the data files, with their sidecars, of the newest and every tagged version, and of what is no data."""
-    versions = {dataset.version, *(tag["version"] for tag in dataset.tags.list().values())}
-    named = {
-        data_file.path.removesuffix(".lance")
+    named = _data_of(dataset, {dataset.version, *(tag["version"] for tag in dataset.tags.list().values())})
+    return sum(size for path, size in sizes.items() if not path.startswith("data/") or _file_of(path) in named)
+
+
+def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
+    """Merge the small files of every table but the hidden states, then drop old versions; see Store.compact.
+
+    Rows keep their ids, and what they say. Hidden states are left as they are, because merging would rewrite every
+    byte of them for nothing.
+    """
+    return {name: dict(_tidy(place, table, now)) for name, table in tables.items()}
+
+
+def _tidy(place: Place, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
+    with committing(place, table.name), writing(table.uri):
+        merged, dataset = _merge(table)
+        yield "files_merged", merged
+        kept: dict[int, str] = {}
+        if now and place.root is not None:
+            versions, freed, kept = _drop_unheld(place.root / table.name, dataset)
+        else:
+            versions, freed = drop_old(dataset)
+        yield "versions_dropped", versions
+        yield "bytes_freed", freed
+        sizes = file_sizes(dataset)
+        yield "bytes", sum(sizes.values())
+        yield "kept", list(_reasons(place, dataset, kept, sizes, now=now))
+
+
+def _drop_unheld(root: Path, dataset: lance.LanceDataset) -> tuple[int, int, dict[int, str]]:
+    """Drop every version that no tag pins and no process of this machine has open.
+
+    Returns (versions dropped, bytes freed, who holds each of the others).
+    """
+    tagged = {tag["version"] for tag in dataset.tags.list().values()}
+    old = [version for version in names_of_versions(root) if version < dataset.version and version not in tagged]
+    gc.collect()  # a handle that nothing refers to any more holds its version no longer
+    with free_versions(root, old) as (free, holders):
+        freed = 0
+        if free:
+            freed = dataset.cleanup_old_versions(versions=free, error_if_tagged_old_versions=False).bytes_removed
+    return len(free), freed, {version: ", ".join(names) for version, names in holders.items()}
+
+
+def _reasons(
+    place: Place, dataset: lance.LanceDataset, held: Mapping[int, str], sizes: Mapping[str, int], *, now: bool
+) -> Iterator[dict[str, Any]]:
+    """Why data is still there that the newest version does not need: what holds it, and its bytes."""
+    needed = _data_of(dataset, {dataset.version})
+    reasons: dict[str, set[int]] = {}
+    for tag, what in dataset.tags.list().items():
+        reasons.setdefault(f"snapshot {tag}", set()).add(what["version"])
+    for version, who in held.items():
+        reasons.setdefault(f"read by {who}", set()).add(version)
+    for why, versions in reasons.items():
+        more = _data_of(dataset, versions) - needed
+        needed |= more
+        yield {"why": why, "bytes": _bytes_of(sizes, more)}
+    rest = {name for path in sizes if path.startswith("data/") for name in [_file_of(path)]} - needed
+    if not rest:
+        return
+    left = "left by interrupted commits; it goes when it is a week old"
+    if not now:
+        left = "of versions of the last day, or left by interrupted commits; `--now` drops what nobody reads"
+    elif place.root is None:
+        left = "of versions of the last day: on an object store nobody can tell who reads them"
+    yield {"why": left, "bytes": _bytes_of(sizes, rest)}
+
+
+def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
+    """Names of the data files of some versions, without their endings."""
+    return {
+        _file_of(f"data/{data_file.path}")
         for version in versions
         for fragment in dataset.checkout_version(version).get_fragments()
         for data_file in fragment.data_files()
     }
-    return sum(
-        size
-        for path, size in sizes.items()
-        if not path.startswith("data/") or path.split("/")[1].removesuffix(".lance") in named
-    )
 
 
-def compact(place: Place, tables: Mapping[str, Table]) -> dict[str, dict[str, int]]:
-    """Merge the small files of every table but the hidden states, then drop unpinned old versions and leftovers.
-
-    Rows keep their ids, and what they say. Hidden states are left as they are, because
-    merging would rewrite every byte of them for nothing. Returns, per table, files merged and bytes freed.
-    """
-    return {name: dict(_tidy(place, table)) for name, table in tables.items()}
+def _file_of(path: str) -> str:
+    """What a data file and its sidecars have in common."""
+    return path.split("/")[1].removesuffix(".lance")
 
 
-def _tidy(place: Place, table: Table) -> Iterator[tuple[str, int]]:
-    with committing(place, table.name), writing(table.uri):
-        merged, dataset = _merge(table)
-        yield "files_merged", merged
-        versions, freed = drop_old(dataset)
-        yield "versions_dropped", versions
-        yield "bytes_freed", freed
+def _bytes_of(sizes: Mapping[str, int], names: set[str]) -> int:
+    return sum(size for path, size in sizes.items() if path.startswith("data/") and _file_of(path) in names)
 
 
 def _merge(table: Table) -> tuple[int, lance.LanceDataset]:
@@ -94,5 +154,5 @@ def _merge(table: Table) -> tuple[int, lance.LanceDataset]:
                 raise
             continue
         table.make_durable(dataset)
-        return merged, dataset
+        return merged, table.open()
     raise ResourceError(f"{table.uri}: {ATTEMPTS} merges in a row were overtaken; stop the writers or retry")

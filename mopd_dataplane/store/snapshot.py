@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import lance
+
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.acknowledged import crc_of_manifest
@@ -14,13 +16,14 @@ from mopd_dataplane.store.table import Table
 TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
 
-def take_snapshot(place: Place, tables: Mapping[str, Table]) -> Snapshot:
-    """The newest version of every table, such that every row it shows has its payload.
+def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
+    """The newest version of every table, such that every row it shows has its payload; and handles of them.
 
     Metadata is looked at before what it points to: rewards and scores, then samples, then payload.
     """
-    versions = {name: tables[name].open().version for name in sorted(tables, key=_order)}
-    return Snapshot(uri=place.uri, versions=versions)
+    opened = {name: tables[name].open() for name in sorted(tables, key=_order)}
+    versions = {name: dataset.version for name, dataset in opened.items()}
+    return Snapshot(uri=place.uri, versions=versions), list(opened.values())
 
 
 def _order(name: str) -> int:
@@ -37,13 +40,14 @@ def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | 
     held = place.read_json(_file(tag))
     if held is not None:
         return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
-    snapshot = wanted or take_snapshot(place, tables)
+    snapshot, handles = take_snapshot(place, tables) if wanted is None else (wanted, [])
     for name, version in snapshot.versions.items():
         tags = tables[name].open(version).tags
         if tag in tags.list():
             tags.update(tag, version)
         else:
             tags.create(tag, version)
+    del handles  # held until the tags were there
     place.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(place, snapshot)})
     return snapshot
 

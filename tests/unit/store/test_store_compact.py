@@ -1,0 +1,115 @@
+"""What compaction frees at once, what it leaves alone, and what it says of that."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import store_builders as build
+
+from mopd_dataplane.store import maintain
+from mopd_dataplane.store.dataset import Store
+
+READER = """
+import sys
+from mopd_dataplane.store.dataset import Store
+store = Store.open(sys.argv[1])
+dataset = store.dataset("tokens")
+print(dataset.version, flush=True)
+sys.stdin.readline()
+print(dataset.to_table(columns=["uid", "tokens"]).num_rows, flush=True)
+"""
+
+
+def commit(store: Store, first: int, last: int) -> None:
+    for number in range(first, last):
+        store.commit_samples([build.sample(number)], writer="w")
+
+
+def reader_of(store: Store) -> subprocess.Popen[str]:
+    """A process that has opened `tokens`, and reads it when it is told to."""
+    command = [sys.executable, "-c", READER, store.uri]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert int(child.stdout.readline()) > 1
+    return child
+
+
+def data_files(store: Store, table: str) -> int:
+    return len(list(Path(store.uri, table, "data").iterdir()))
+
+
+def whys(report: dict[str, Any], table: str) -> list[str]:
+    return [reason["why"] for reason in report[table]["kept"]]
+
+
+def test_now_leaves_one_version_of_few_files(store: Store) -> None:
+    commit(store, 0, 30)
+    report = store.compact()
+    assert report["tokens"]["bytes_freed"] == 0
+    assert "`--now` drops what nobody reads" in whys(report, "tokens")[0]
+    before = report["tokens"]["bytes"]
+    report = Store.open(store.uri).compact(now=True)
+    assert report["tokens"]["kept"] == []
+    assert report["tokens"]["bytes_freed"] > 0
+    assert report["tokens"]["bytes"] < before
+    for table in ("tokens", "samples"):
+        assert data_files(store, table) == 1
+        assert len(list(Path(store.uri, table, "_versions").glob("*.manifest"))) == 1
+    assert store.read_tokens(np.arange(30), verify=True).num_rows == 30
+    commit(store, 30, 32)
+    assert Store.open(store.uri).read_tokens(np.arange(32), verify=True).num_rows == 32
+
+
+def test_what_a_process_reads_stays_and_it_is_named(store: Store) -> None:
+    commit(store, 0, 6)
+    reader = reader_of(store)
+    commit(store, 6, 8)
+    report = Store.open(store.uri).compact(now=True)
+    [why] = whys(report, "tokens")
+    assert why.startswith(f"read by process {reader.pid} (")
+    assert report["tokens"]["kept"][0]["bytes"] > 0
+    said, _ = reader.communicate("go on\n", timeout=60)
+    assert said.split() == ["6"], "the version it had opened lost rows"
+    assert whys(Store.open(store.uri).compact(now=True), "tokens") == []
+    assert data_files(store, "tokens") == 1
+
+
+def test_a_killed_reader_holds_nothing(store: Store) -> None:
+    commit(store, 0, 4)
+    reader = reader_of(store)
+    commit(store, 4, 6)
+    reader.kill()
+    reader.wait(30)
+    assert Store.open(store.uri).compact(now=True)["tokens"]["kept"] == []
+    assert data_files(store, "tokens") == 1
+
+
+def test_snapshots_stay_by_name(store: Store) -> None:
+    commit(store, 0, 4)
+    pinned = store.snapshot(tag="plan-0")
+    commit(store, 4, 6)
+    loose = store.snapshot()
+    commit(store, 6, 8)
+    report = store.compact(now=True)
+    assert whys(report, "tokens")[0] == "snapshot plan-0"
+    assert any(f"process {os.getpid()}" in why for why in whys(report, "tokens")), "a snapshot just taken is in use"
+    assert store.read_tokens(range(4), snapshot=pinned, verify=True).num_rows == 4
+    assert store.read_tokens(range(6), snapshot=loose, verify=True).num_rows == 6
+    store.release("plan-0")
+    assert Store.open(store.uri).samples(["uid"]).num_rows == 8
+
+
+@pytest.mark.parametrize("table", ["tokens", "samples"])
+def test_small_commits_take_little_more_than_their_bytes(store: Store, table: str) -> None:
+    for number in range(0, 160, 2):
+        store.commit_samples([build.sample(i, response=400) for i in (number, number + 1)], writer="w")
+    Store.open(store.uri).compact(now=True)
+    sizes = maintain.file_sizes(store.dataset(table))
+    held = store.table(table).nbytes
+    assert sum(sizes.values()) <= 1.3 * held + (64 << 10), f"{sum(sizes.values()):,} bytes for {held:,}"
