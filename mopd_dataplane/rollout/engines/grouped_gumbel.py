@@ -7,7 +7,7 @@ The product of the two choices is q exactly, and it takes V / size + size noise 
 exponential an entry is what is left. A group is `size` neighbouring ids, and the size follows from V alone.
 
 A small change of the logits flips a token only where two noisy scores nearly tie, at both choices: as often as
-Gumbel-max over all tokens does. An inverse CDF flips wherever one of its V boundaries moves (decision 0011).
+Gumbel-max over all tokens does. An inverse CDF flips wherever one of its V boundaries moves (decision 0012).
 
 u comes from Philox4x32-10 (philox.py); numbers 0 … of a position belong to the groups, those behind them to the places
 inside the group that won: only one group is ever looked into, so its places may be numbered like any other's.
