@@ -40,7 +40,7 @@ smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation 
 	$(BIN)/mopd run jobs/smollm2
 
 test: $(INSTALLED)  ## the tests
-	$(BIN)/python -m pytest -q $(WORKERS)
+	$(BIN)/python -m pytest -q --durations=10 $(WORKERS)
 	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
 test-slow: $(INSTALLED)  ## tests that take minutes each
