@@ -64,7 +64,7 @@ class Store:
         if self.root is None:
             return f"Store({self.uri!r})"
         rows = {name: self._table(name).open().count_rows() for name in ("prompts", "samples", "teachers", "steps")}
-        return f"Store({self.uri!r}: {', '.join(f'{count:,} {name}' for name, count in rows.items())})"
+        return f"Store({self.uri!r}, {', '.join(f'{name}={count:,}' for name, count in rows.items())})"
 
     @classmethod
     def open(cls, uri: str | Path, storage_options: dict[str, str] | None = None) -> Store:
