@@ -257,12 +257,12 @@ def test_labels_are_written_and_taken_back(page: Page, store: Store) -> None:
 
 
 def test_a_screen_reader_finds_its_way(page: Page) -> None:
-    assert page.get_by_role("navigation", name="Pages").count() == 1
+    assert page.get_by_role("navigation", name="Pages", exact=True).count() == 1
     assert page.get_by_role("table", name="Samples").count() == 1
     assert page.get_by_role("listbox", name=re.compile("Histogram of reward")).count() == 1
     page.get_by_role("listbox", name=re.compile("Histogram of domain")).focus()
     page.keyboard.press("ArrowRight")
-    expect(page.get_by_role("status").first).to_contain_text(" of ")
+    expect(page.locator("#said")).to_contain_text(" of ")
     page.keyboard.press("Enter")
     expect(page.locator("#where")).to_have_value(re.compile("domain in"))
     page.keyboard.press("?")
@@ -284,6 +284,30 @@ def test_every_page_fits_its_window(browser: Browser, address: str, width: int, 
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
     context.close()
+
+
+def test_a_growing_store_shows_what_is_added(
+    browser: Browser, make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = make_store(tmp_path / "grows", prompts=1)
+    server = subprocess.Popen(command("view", store.uri, "--follow"), stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        context = browser.new_context()
+        page = context.new_page()
+        page.set_default_timeout(LONGEST_MS)
+        page.goto(server.stdout.readline().strip() + "#/samples?w=reward%20%3E%205")
+        expect(page.locator("#matching")).to_contain_text("0 of 12")
+        expect(page.locator("#live-mark")).to_contain_text("live")
+        uid = store.sql("select uid from samples limit 1")["uid"][0].as_py()
+        store.add_rewards([
+            {"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 99.0}
+        ])  # fmt: skip
+        expect(page.locator("#matching")).to_contain_text("1 of 12")
+        context.close()
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
 
 
 def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Path) -> None:
