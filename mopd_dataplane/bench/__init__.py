@@ -9,6 +9,7 @@ lance_take.py    Lance's own take, to measure the store's reader against
 trainer.py       a trainer process that only reads
 write.py         figures of the write path
 wal.py           the token log at work
+sample.py        what drawing a token costs
 resume.py        how often a resume is exact
 length_bias.py   does an interruption make samples shorter?
 length_stats.py  statistics of that experiment

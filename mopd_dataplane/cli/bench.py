@@ -105,6 +105,31 @@ def wal(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def sample(
+    vocabulary: Annotated[int, typer.Option("--vocabulary", min=1, help="Entries of a row of logits.")] = 151_936,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            exists=True,
+            file_okay=False,
+            help="Take this model's logits and its decode step.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drawing tokens: processor time an entry of the vocabulary, of every sampler, in turn on the same logits.
+
+    With --model also the share of a decode step. Cuts (top-k, top-p) are measured beside the plain case.
+    """
+    from mopd_dataplane.bench.sample import measure
+
+    figures = measure(vocabulary, slots, model=model)
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def length_bias(
     samples: Annotated[int, typer.Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
     dose: Annotated[
@@ -219,6 +244,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
+    register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
     register(group, view, "mopd bench view --samples 100000 --json")
