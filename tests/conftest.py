@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from mopd_dataplane import Prompt, Sample, Signal, Store, create_store
 from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.records import PlanWindow, StepMetrics, Teacher, sample_uid
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for a model
 sys.path.insert(0, str(Path(__file__).parent))  # objectservers, which several folders of tests use
 
 from objectservers import Server, seaweedfs

@@ -52,7 +52,9 @@ class Student(Section):
     """The policy that is trained: exactly one of path, config and gguf says where it starts."""
 
     path: str = ""
-    """Folder of a Hugging Face causal LM (safetensors)."""
+    """Folder of a Hugging Face causal LM (safetensors), or its name on the hub, as `Qwen/Qwen3-0.6B`."""
+    revision: str = ""
+    """Of a name on the hub: branch, tag or commit. The store keeps the commit that was found when it was made."""
     config: dict[str, Any] = {}
     """transformers config with `model_type`, for a model initialised at random from `seed`."""
     gguf: typing.Annotated[str, AfterValidator(_check_package)] = ""
@@ -111,7 +113,10 @@ class Teacher(Section):
     """A teacher: where its weights are, and how the pool holds it."""
 
     source: str = ""
-    """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), or a folder."""
+    """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), a folder, or a name on
+    the hub."""
+    revision: str = ""
+    """Of a name on the hub, as for the student."""
     blend: dict[str, float] = {}
     """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
     reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).

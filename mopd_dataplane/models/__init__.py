@@ -2,6 +2,7 @@
 
 devices.py          which device a model goes to, and its memory back
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
+hub.py              models by their Hugging Face name
 initial_weights.py  the model a job starts from, made once
 router_replay.py    which experts each token was sent to: read while decoding, followed again in training
 vllm_local.py       vLLM on this machine, its core in a process of its own

@@ -18,6 +18,7 @@ from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.hf import copy_tokenizer, load_tokenizer, quiet_transformers
+from mopd_dataplane.models.hub import model_folder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -32,7 +33,7 @@ def make_student(student: Student, folder: Path, *, seed: int) -> Path:
     Raises InputError when the config is not one transformers knows, ResourceError when a package has no GGUF file.
     """
     if student.path:
-        return Path(student.path)
+        return model_folder(student.path, student.revision)
     if not folder.exists():
         staging = folder.with_name(f".{folder.name}.tmp")
         shutil.rmtree(staging, ignore_errors=True)

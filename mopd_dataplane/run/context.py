@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 
 from mopd_dataplane.errors import MismatchError, UnknownNameError
+from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.job_data import ensure_prompts
 from mopd_dataplane.run.open_engine import Engines
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.run.steps.rollout import Part
     from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
 
+Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"
 """The job as the store remembers it."""
 PROVENANCE = "provenance.json"
@@ -131,6 +134,7 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     elif Store.find(job.store) is None:
         raise UnknownNameError(f"no store at {job.store} yet; make it and its samples first: mopd run, or mopd rollout")
     store = Store.create(job.store, single_writer=job.single_writer)
+    job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     store.write_json(JOB, _check_same_job(run))
     _remember_machine(run)
@@ -152,9 +156,29 @@ def open_existing(job: Job, progress: Progress) -> Run:
     Raises UnknownNameError when there is no store, MismatchError as open_run does.
     """
     store = Store.open(job.store)
+    job = _pinned(job, store)
     run = Run(job, store, Policies(job, open_work(store, job.work)), progress)
     _check_same_job(run)
     return run
+
+
+def _pinned(job: Job, store: Store) -> Job:
+    """The job with the commit of every model that it takes from the hub: the one that the store remembers, else the one
+    that its revision stands for now. Raises UnknownNameError."""
+    before = store.read_json(JOB) or {}
+    student = _pin(job.student, job.student.path, before.get("student", {}), "path")
+    known = before.get("teachers", {})
+    teachers = {name: _pin(one, one.source, known.get(name, {}), "source") for name, one in job.teachers.items()}
+    return job.model_copy(update={"student": student, "teachers": teachers})
+
+
+def _pin(section: Pinned, place: str, before: dict[str, Any], key: str) -> Pinned:
+    if not is_hub_name(place):
+        return section
+    known = before.get("revision") if before.get(key) == place else None
+    if known and section.revision in ("", known):
+        return section.model_copy(update={"revision": known})
+    return section.model_copy(update={"revision": commit_of(place, section.revision)})
 
 
 def _check_same_job(run: Run) -> dict[str, Any]:

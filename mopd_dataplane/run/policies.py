@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.work_folder import Work
 
@@ -22,7 +23,7 @@ class Policies:
     def initial(self) -> Path:
         """The student as configured, made on first use."""
         if self.job.student.path:
-            return Path(self.job.student.path)
+            return model_folder(self.job.student.path, self.job.student.revision)
         name = "policies/init"
         if not self.work.fetch(name):
             make_student(self.job.student, self.work.root / name, seed=self.job.seed)
@@ -76,7 +77,7 @@ class Policies:
             return self.start(stage)
         if source.startswith("stage:"):
             return self.last(self.job.stage(source.removeprefix("stage:")))
-        return Path(source)
+        return model_folder(source, self.job.teachers[name].revision)
 
 
 def _versions(names: Iterable[str]) -> list[int]:

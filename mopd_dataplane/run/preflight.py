@@ -18,6 +18,7 @@ from mopd_dataplane.errors import InputError, JobFileError, MopdError
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
@@ -53,7 +54,8 @@ class Checked(NamedTuple):
 
 
 def preflight(job: Job) -> Checked:
-    """Look at everything a job names. Nothing is written; no network is asked but for a store on an object store."""
+    """Look at everything a job names. Nothing is written; the network is asked for a store on an object
+    store, and for models of the hub that its cache lacks."""
     look = _Look(job)
     store = look.at("store", lambda: Store.find(job.store))
     _domains(look, store)
@@ -126,9 +128,9 @@ def _student(look: _Look, store: Store | None) -> None:
     if made is not None and made.is_dir():
         look.tokenizer = look.at("student", lambda: load_tokenizer(made))
     elif student.path:
-        look.at("student.path", lambda: check_model_folder(student.path))
-        if not look.findings or look.findings[-1].key != "student.path":
-            look.tokenizer = look.at("student.path", lambda: load_tokenizer(student.path))
+        folder = look.at("student.path", lambda: _checked_folder(student.path, student.revision))
+        if folder is not None:
+            look.tokenizer = look.at("student.path", lambda: load_tokenizer(folder))
     elif student.config:
         look.tokenizer = look.at("student.tokenizer", lambda: given_tokenizer(student))
         if look.tokenizer is not None:
@@ -164,12 +166,18 @@ def _teacher(look: _Look, name: str) -> None:
         _template(look, f"{key}.prompt_template", teacher.prompt_template)
     if teacher.blend or teacher.source == "student" or teacher.source.startswith("stage:"):
         return
-    look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source))
+    look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source, teacher.revision))
 
 
-def _check_teacher(look: _Look, name: str, folder: str) -> None:
+def _checked_folder(place: str, revision: str) -> Path:
+    """Folder of a model that can be opened; one of the hub is downloaded."""
+    folder = model_folder(place, revision)
     check_model_folder(folder)
-    tokenizer = load_tokenizer(folder)
+    return folder
+
+
+def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
+    tokenizer = load_tokenizer(_checked_folder(place, revision))
     if look.tokenizer is not None:
         check_same_tokenizer(tokenizer_digest(look.tokenizer), tokenizer_digest(tokenizer), name=name)
 

@@ -1,0 +1,64 @@
+"""Models by their Hugging Face name: downloaded once to the hub's own cache, and then a folder like any other.
+
+A name is what huggingface.co calls a repository, as `Qwen/Qwen3-0.6B`; a path that exists is a folder and never a name.
+Only weights in safetensors, configs and tokenizers are fetched; code and pickles stay where they are.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+from mopd_dataplane.errors import InputError, UnknownNameError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SMALL = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
+"""Files besides the weights."""
+
+
+def is_hub_name(place: str) -> bool:
+    """Whether a model's place is a name of the hub.
+
+    >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("/models/mine"), is_hub_name("./models/mine")
+    (True, False, False)
+    """
+    return _NAME.fullmatch(place) is not None and not Path(place).exists()
+
+
+def model_folder(place: str, revision: str = "", *, weights: bool = True) -> Path:
+    """Local folder of a model: its own path, or the snapshot of a hub name, downloaded unless the cache has it.
+
+    revision: branch, tag or commit; default the main branch. weights: without them, only config and tokenizer are
+    fetched. HF_HOME says where the cache lies; with HF_HUB_OFFLINE=1 the network is not asked. Raises InputError for a
+    folder with a revision, UnknownNameError when the hub and the cache have no such model.
+    """
+    if is_hub_name(place):
+        return _snapshot(place, revision, (*_SMALL, "*.safetensors") if weights else _SMALL)
+    if revision:
+        raise InputError(f"{place} is a folder, which has no revision {revision!r}; leave it out, or name a hub model")
+    return Path(place)
+
+
+def commit_of(place: str, revision: str = "") -> str:
+    """Commit that a hub name stands for now, 40 hex digits; empty for a folder. Raises what model_folder raises."""
+    return model_folder(place, revision).name if is_hub_name(place) else ""
+
+
+@lru_cache(maxsize=256)
+def _snapshot(name: str, revision: str, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import constants, snapshot_download
+
+    offline = bool(constants.HF_HUB_OFFLINE)
+    try:
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=list(patterns), local_files_only=offline)
+        )
+    except Exception as error:
+        what = name + (f" at revision {revision}" if revision else "")
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        looked = f"the cache {constants.HF_HUB_CACHE} (HF_HUB_OFFLINE is set)" if offline else "huggingface.co"
+        raise UnknownNameError(
+            f"no folder {name} here, and no model {what} in {looked}: {why:.200}; check the name, give a folder, or "
+            "download it first where there is a network: hf download " + name
+        ) from None
