@@ -89,6 +89,39 @@ def run(
     note(f"report: {result['report']}")
 
 
+def check(
+    job: JobFile,
+    set_: Overrides = None,
+    seed: Seed = None,
+    store: StoreUri = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look at everything a job names before it is paid for; nothing is written, nothing trained.
+
+    Models, prompts, verifiers and packages; templates on real prompts; tokens, memory and disk at most. What is certain
+    to fail ends with exit code 2, what is estimated is said. `mopd run` does the same first.
+    """
+    loaded = load(job, set_, seed, store)
+
+    from mopd_dataplane.run.estimate import estimate
+    from mopd_dataplane.run.preflight import preflight, refuse
+
+    findings, prompts = preflight(loaded)
+    found = estimate(loaded, prompts)
+    findings += found.findings
+    facts = {name: getattr(found, name) for name in ("models", "prompts", "tokens", "memory", "disk")}
+    if as_json:
+        print_json({"findings": findings, **facts})
+    else:
+        for name, values in facts.items():
+            if values:
+                print_facts(values, title=name)
+        for finding in findings:
+            if not finding.certain:
+                note(f"{finding.key}: {finding.problem}")
+    refuse(loaded, findings)
+
+
 def rollout(
     job: JobFile,
     stage: StageName = None,
@@ -173,6 +206,7 @@ def add_to(app: typer.Typer) -> None:
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
     on_ray = f"mopd run {job} --ray --set scale.engines=2"
     register(app, run, f"mopd run {job}", changed, on_ray, panel=PANEL, cls=RayAnywhere)
+    register(app, check, f"mopd check {job}", panel=PANEL)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)
     register(app, reward, f"mopd reward {job} --stage student --json", panel=PANEL)

@@ -42,3 +42,11 @@ def free_device_memory() -> None:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         torch.get_device_module(accelerator).empty_cache()
+
+
+def free_memory(device: str) -> int:
+    """Bytes that an accelerator has free."""
+    import torch
+
+    free, _ = torch.get_device_module(device).mem_get_info(torch.device(device))
+    return int(free)

@@ -1,6 +1,7 @@
 """A job, run: the only place where stages meet.
 
 pipeline.py           the whole job, stage after stage, continuing where it stopped
+estimate.py           what a job will take, and what its models will read
 preflight.py          everything a job names, looked at before anything is made
 light_stages.py       the stages that run no model: reward, plan
 context.py            what every step needs: job, store, policies, tokenizer, progress

@@ -16,6 +16,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
 from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.estimate import estimate
 from mopd_dataplane.run.job_data import ensure_prompts
 from mopd_dataplane.run.open_engine import Engines
 from mopd_dataplane.run.policies import Policies
@@ -128,6 +129,8 @@ def open_run(job: Job, progress: Progress, *, make: bool = True) -> Run:
     prompts: dict[str, list[Prompt]] = {}
     if make:
         findings, prompts = preflight(job)
+        refuse(job, findings)
+        findings += estimate(job, prompts).findings
         refuse(job, findings)
         for finding in findings:
             progress.say(f"{finding.key}: {finding.problem}")

@@ -191,7 +191,8 @@ def _packages(look: _Look) -> None:
     if job.engine.kind == "vllm" and not job.engine.url:
         wanted["vllm"] = "engine.kind"
     for package, key in wanted.items():
-        if importlib.util.find_spec(package) is None:
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:  # a mere folder of that name has no origin
             look.findings.append(
                 Finding(key, f"{package!r} is not installed here; pip install it, or change the setting")
             )

@@ -73,9 +73,7 @@ def test_a_path_that_exists_is_no_name(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("cache")
 def test_what_the_cache_lacks_is_named_when_offline() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"no model acme/other in the cache .*HF_HUB_OFFLINE.*hf download"
-    ):
+    with pytest.raises(UnknownNameError, match=r"no model acme/other in the cache .*HF_HUB_OFFLINE.*hf download"):
         model_folder("acme/other")
     with pytest.raises(UnknownNameError, match="acme/tiny-qwen at revision cccc"):
         model_folder(NAME, "c" * 40)

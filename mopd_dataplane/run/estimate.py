@@ -1,0 +1,330 @@
+"""What a job will take, before it is paid for: tokens, memory, disk, and what its models will read.
+
+Everything here is an upper bound from the job file, model configs and prompts: every answer as long as it may be. What
+does not fit becomes an uncertain finding with the key that changes it; activations are not counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.load.ring import available_memory
+from mopd_dataplane.models.devices import free_memory, resolve_device
+from mopd_dataplane.models.hf import load_tokenizer, model_shape
+from mopd_dataplane.models.hub import model_folder
+from mopd_dataplane.models.initial_weights import given_tokenizer
+from mopd_dataplane.prompts import render
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.preflight import Finding
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LOOKED_AT = 512
+"""Prompts of a domain whose length is measured."""
+SHOWN = 600
+"""Characters of a rendered prompt."""
+TRAINED = 16
+"""Bytes a parameter takes in training: float32 weight, gradient and two optimizer moments."""
+TOKEN_BYTES = 13
+"""Of a sampled token in the store: id, log-prob, mask, teacher log-prob."""
+
+
+@dataclass
+class Estimate:
+    """What a job will take. Values are for people; `findings` says what does not fit."""
+
+    models: dict[str, str] = field(default_factory=dict)
+    tokens: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, str] = field(default_factory=dict)
+    disk: dict[str, str] = field(default_factory=dict)
+    prompts: dict[str, dict[str, str]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes of a model, from its config and the headers of its weights."""
+
+    parameters: int
+    hidden: int
+    kv_bytes: int
+    """Of one token's keys and values, in bfloat16."""
+    context: int
+
+
+def estimate(job: Job, prompts: dict[str, list[Prompt]]) -> Estimate:
+    """What a job will take. prompts: of the domains whose prompts are known. Loads no weights, writes nothing.
+
+    A model that cannot be looked at (made later by a stage, or missing, which the preflight says) is left out.
+    """
+    found = Estimate()
+    student = _student(job)
+    shapes = {name: _folder_shape(t.source, t.revision) for name, t in job.teachers.items() if t.source}
+    own = {name: student if _like_student(job, name) else shape for name, shape in shapes.items()}
+    for name, shape in {"student": student, **own}.items():
+        found.models[name] = "not known yet" if shape is None else f"{shape.parameters / 1e9:.3g} B parameters"
+    _prompts(found, job, prompts, student)
+    for stage in job.stages:
+        _tokens(found, job, stage)
+        _memory(found, job, stage, student, own)
+    _disk(found, job, student, own)
+    return found
+
+
+def _like_student(job: Job, teacher: str) -> bool:
+    source = job.teachers[teacher].source
+    return source == "student" or source.startswith("stage:")
+
+
+def _student(job: Job) -> _Shape | None:
+    if job.student.path:
+        return _folder_shape(job.student.path, job.student.revision)
+    if not job.student.config:
+        return None
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(job.student.config)
+    try:
+        settings.setdefault("vocab_size", len(given_tokenizer(job.student)))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    except (MopdError, ValueError, TypeError, KeyError):
+        return None
+    return _shape(model.config.to_dict(), sum(weight.numel() for weight in model.parameters()))
+
+
+def _folder_shape(place: str, revision: str) -> _Shape | None:
+    if place == "student" or place.startswith("stage:"):
+        return None
+    try:
+        folder = model_folder(place, revision)
+        return _shape(model_shape(folder), sum(map(_parameters, folder.glob("*.safetensors"))))
+    except (MopdError, OSError, ValueError, LookupError):
+        return None
+
+
+def _parameters(file: Path) -> int:
+    """Numbers in a safetensors file, from its header."""
+    with file.open("rb") as stored:
+        header = json.loads(stored.read(int.from_bytes(stored.read(8), "little")))
+    return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _shape(config: dict[str, Any], parameters: int) -> _Shape:
+    def first(*names: str) -> int:
+        return next((int(config[name]) for name in names if config.get(name)), 0)
+
+    hidden, heads = first("hidden_size", "n_embd"), first("num_attention_heads", "n_head") or 1
+    width = first("head_dim") or hidden // heads
+    layers = first("num_hidden_layers", "n_layer")
+    return _Shape(
+        parameters, hidden, 2 * 2 * layers * (first("num_key_value_heads") or heads) * width,
+        first("max_position_embeddings", "n_positions"),
+    )  # fmt: skip
+
+
+def _tokenizer(job: Job) -> PreTrainedTokenizerBase | None:
+    student = job.student
+    try:
+        if student.config:
+            return given_tokenizer(student)
+        return load_tokenizer(model_folder(student.path, student.revision)) if student.path else None
+    except MopdError:
+        return None
+
+
+def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], student: _Shape | None) -> None:
+    """Templates on real prompts, and the longest against the budgets."""
+    tokenizer = _tokenizer(job)
+    if tokenizer is None:
+        return
+    longest = 0
+    for name, own in prompts.items():
+        if not own:
+            continue
+        step = max(1, len(own) // LOOKED_AT)
+        said = found.prompts[name] = {}
+        try:
+            lengths = [len(_read(job, prompt, tokenizer)) for prompt in own[::step]]
+            said["student reads"] = _text(tokenizer, _read(job, own[0], tokenizer))
+            for teacher in dict.fromkeys(t for stage in job.stages for t in _judging(job, stage, name)):
+                if template := job.teachers[teacher].prompt_template:
+                    ids = render(own[0].text, tokenizer, template=template, context=own[0].teacher_context)
+                    said[f"{teacher} reads"] = _text(tokenizer, ids)
+        except Exception as error:  # a chat template is a program: it may raise anything
+            found.findings.append(Finding("student.prompt_template", f"fails on a prompt of {name!r}: {error!s:.200}"))
+            continue
+        longest = max(longest, *lengths)
+        said["longest"] = f"{max(lengths)} tokens, of {len(lengths):,} prompts"
+        over = sum(length > _budget(job, name) for length in lengths)
+        if over:
+            found.findings.append(
+                Finding(
+                    "rollout.max_prompt_tokens",
+                    f"{over:,} of {len(lengths):,} prompts of {name!r} are longer than {_budget(job, name):,} tokens, "
+                    f"up to {max(lengths):,}, and a rollout stops at the first; raise it, or shorten them",
+                    certain=False,
+                )
+            )
+    for stage in job.stages:
+        most = longest + stage.rollout.max_new_tokens
+        if student is not None and student.context and stage.data == "rollout" and most > student.context:
+            found.findings.append(
+                Finding(
+                    f"stages.{stage.name}.rollout.max_new_tokens",
+                    f"a prompt of {longest:,} tokens and {stage.rollout.max_new_tokens:,} more do not fit into the "
+                    f"model's {student.context:,} positions; lower it",
+                    certain=False,
+                )
+            )
+        if stage.data == "rollout" and most > stage.plan.pack_tokens and stage.plan.overlong == "error":
+            found.findings.append(
+                Finding(
+                    f"stages.{stage.name}.plan.pack_tokens",
+                    f"a sample may have {most:,} tokens, a pack holds {stage.plan.pack_tokens:,}, and "
+                    'overlong = "error" stops at the first that is longer; raise it, or set overlong = "drop"',
+                    certain=False,
+                )
+            )
+
+
+def _read(job: Job, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return render(prompt.text, tokenizer, template=job.student.prompt_template)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return f"{tokenizer.decode(list(ids))!r:.{SHOWN}} ({len(ids)} tokens)"
+
+
+def _judging(job: Job, stage: Stage, domain: str) -> list[str]:
+    if domain not in job.domains_of(stage) or not job.objective(stage).signals:
+        return []
+    return [job.teacher_of(stage, domain, job.domains[domain].effort)]
+
+
+def _budget(job: Job, domain: str) -> int:
+    return min(
+        (s.rollout.max_prompt_tokens for s in job.stages if s.data == "rollout" and domain in job.domains_of(s)),
+        default=1 << 31,
+    )
+
+
+def _samples(job: Job, stage: Stage) -> int:
+    """Of one iteration."""
+    every = sum(job.domains[name].train for name in job.domains_of(stage))
+    if stage.data != "rollout":
+        return min(stage.examples or every, every)
+    return (stage.rollout.prompts_per_iteration or every) * stage.rollout.group_size
+
+
+def _most_tokens(job: Job, stage: Stage) -> int:
+    """Response tokens of a whole stage, every answer as long as it may be."""
+    rounds = stage.iterations if stage.data == "rollout" else 1
+    return _samples(job, stage) * rounds * stage.rollout.max_new_tokens
+
+
+def _tokens(found: Estimate, job: Job, stage: Stage) -> None:
+    if stage.data == "rollout":
+        found.tokens[stage.name] = (
+            f"{stage.iterations:,} x {_samples(job, stage):,} samples, at most {_most_tokens(job, stage):,} tokens"
+        )
+    else:
+        found.tokens[stage.name] = f"{_samples(job, stage):,} stored answers"
+
+
+def _memory(
+    found: Estimate, job: Job, stage: Stage, student: _Shape | None, teachers: dict[str, _Shape | None]
+) -> None:
+    """Weights, keys and values, optimizer state of each step, each against what its device has free."""
+    if student is None:
+        return
+    width = 2 if (job.engine.dtype or job.student.dtype) == "bfloat16" else 4
+    rollout = stage.rollout
+    longest = min(rollout.max_prompt_tokens + rollout.max_new_tokens, student.context or 1 << 31)
+    cache = job.engine.slots * longest * student.kv_bytes * width // 2
+    if stage.data == "rollout" and job.engine.kind == "hf":
+        _fits(found, f"{stage.name} rollout", job.engine.device, student.parameters * width + cache, "engine.slots")
+    sizes = sorted(
+        (shape.parameters * (2 if job.teachers[name].dtype == "bfloat16" else 4) for name, shape in teachers.items()
+         if shape is not None and name in job.teachers_of(stage)), reverse=True,
+    )  # fmt: skip
+    if sizes and stage.score.engine == "hf":
+        need = sum(sizes[: stage.score.max_resident])
+        _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
+    _fits(
+        found, f"{stage.name} train", stage.train.device, TRAINED * student.parameters // job.scale.ranks, "scale.ranks"
+    )
+
+
+def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
+    try:
+        where = resolve_device(device)
+    except MopdError as error:
+        finding = Finding(f"{'engine' if 'rollout' in what else what.split()[-1]}.device", str(error))
+        if finding not in found.findings:
+            found.findings.append(finding)
+        return
+    free = available_memory() if where == "cpu" else free_memory(where)
+    found.memory[what] = f"{_size(need)} on {where}, {_size(free)} free"
+    if need > free:
+        problem = f"{what} needs about {_size(need)} on {where}, which has {_size(free)} free; change {key}"
+        found.findings.append(Finding(key, problem, certain=False))
+
+
+def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str, _Shape | None]) -> None:
+    """Samples and signals, hidden states, policies and checkpoints against the room beside the store."""
+    from mopd_kernels.codecs import row_bytes
+
+    total = 0
+    for stage in job.stages:
+        tokens = _most_tokens(job, stage) if stage.data == "rollout" else 0
+        signals = job.objective(stage).signals
+        bytes_each = TOKEN_BYTES + (8 * stage.score.topk if "topk" in signals else 0)
+        widest = max((s.hidden for name in job.teachers_of(stage) if (s := teachers.get(name))), default=0)
+        if "hidden" in signals and widest:
+            hidden = row_bytes(stage.score.hidden_codec, widest) * tokens
+            kept = hidden // stage.iterations if job.retain.hidden_passes or job.retain.hidden_versions else hidden
+            found.disk[f"{stage.name} hidden states"] = f"at most {_size(kept)}"
+            total += kept
+        found.disk[f"{stage.name} samples and signals"] = f"at most {_size(bytes_each * tokens)}"
+        total += bytes_each * tokens
+        if student is not None:
+            policy = student.parameters * (2 if job.student.dtype == "bfloat16" else 4)
+            weights = policy * stage.iterations + 2 * 12 * student.parameters
+            found.disk[f"{stage.name} policies and checkpoints"] = _size(weights)
+            total += weights
+    if "://" in job.store:
+        return
+    place = next(
+        folder for folder in (Path(job.store).absolute(), *Path(job.store).absolute().parents) if folder.exists()
+    )
+    free = shutil.disk_usage(place).free
+    found.disk["all"] = f"at most {_size(total)}, {_size(free)} free at {place}"
+    if total > free:
+        found.findings.append(
+            Finding(
+                "store",
+                f"may grow to {_size(total)}, {place} has {_size(free)} free; set retain.hidden_passes = 1, a smaller "
+                "score.hidden_codec or rollout.max_new_tokens, or another store",
+                certain=False,
+            )
+        )
+
+
+def _size(count: int) -> str:
+    """Bytes for people.
+
+    >>> _size(1_500_000_000)
+    '1.5 GB'
+    """
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

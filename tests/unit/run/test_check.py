@@ -1,0 +1,115 @@
+"""`mopd check`: every mistake of a job in one run, and what the job will take, before anything is made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoding import TINY
+
+from mopd_dataplane.cli import jobs
+from mopd_dataplane.errors import JobFileError
+from mopd_dataplane.job.job import Job
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.run.estimate import estimate
+
+
+def job(folder: Path, **changes: Any) -> dict[str, Any]:
+    texts = ["1 + 1 =", "12 + 30 =", "what is the sum of twelve and thirty?"]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"text": text, "answer": "2"}) + "\n" for text in texts))
+    return {
+        "name": "checked", "store": str(folder / "store"),
+        "student": {"config": TINY, "prompt_template": "Q: {prompt} A:"},
+        "domains": {"sums": {"source": str(folder / "prompts.jsonl"), "reward": "exact", "train": 3}},
+        "teachers": {"t": {"source": "student", "prompt_template": "{context}{prompt}"}}, "routing": {"sums": "t"},
+        "engine": {"slots": 4}, "rollout": {"max_prompt_tokens": 64, "max_new_tokens": 16},
+        "objectives": {"o": {"divergence": {"kind": "reverse", "signal": "hidden"}}},
+        "plan": {"batch_samples": 2, "pack_tokens": 128},
+        "stages": [{"name": "s", "objective": "o", "iterations": 3, "rollout": {"group_size": 2}}],
+        **changes,
+    }  # fmt: skip
+
+
+def check(folder: Path, content: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """What the command says, and why it refuses; empty when it does not."""
+    file = folder / "job.json"
+    file.write_text(json.dumps(content))
+    refusal = ""
+    try:
+        jobs.check(str(file), as_json=True)
+    except JobFileError as error:
+        refusal = str(error)
+    assert not (folder / "store").exists(), "nothing is written"
+    return json.loads(capsys.readouterr().out), refusal
+
+
+def test_what_a_job_takes_is_said_and_templates_are_shown_on_its_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, refusal = check(tmp_path, job(tmp_path), capsys)
+    assert (said["findings"], refusal) == ([], "")
+    assert said["prompts"]["sums"]["student reads"] == "'<s>Q: 1 + 1 = A:' (14 tokens)"
+    assert said["prompts"]["sums"]["t reads"].startswith("'<s>1 + 1 ='")
+    assert said["prompts"]["sums"]["longest"] == "44 tokens, of 3 prompts"
+    assert said["tokens"] == {"s": "3 x 6 samples, at most 288 tokens"}
+    assert set(said["memory"]) == {"s rollout", "s score", "s train"}
+
+
+def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    given = job(tmp_path, work=str(tmp_path / "file"), load={"cache_dir": str(tmp_path / "file")})
+    given["engine"] = {"kind": "vllm"}
+    given["student"]["prompt_template"] = "nothing of the prompt"
+    given["domains"] |= {
+        "gone": {"source": str(tmp_path / "gone.jsonl"), "reward": "exact"},
+        "short": given["domains"]["sums"] | {"train": 9},
+        "judged": given["domains"]["sums"] | {"reward": "nowhere:nothing"},
+    }
+    given["teachers"] = {
+        "t": {"source": str(tmp_path / "missing")},
+        "u": {"source": "acme/nobody"},
+        "v": {"source": "student", "prompt_template": "nor here"},
+    }
+    given["routing"] = {"sums": "t", "gone": "u", "short": "v", "judged": "v"}
+    given["train"] = {"device": "cuda"}
+    said, refusal = check(tmp_path, given, capsys)
+    keys = {finding["key"] for finding in said["findings"] if finding["certain"]}
+    assert keys == {
+        "work", "load.cache_dir", "engine.kind", "student.prompt_template", "domains.gone", "domains.short",
+        "domains.judged.reward", "teachers.t.source", "teachers.u.source", "teachers.v.prompt_template", "train.device",
+    }  # fmt: skip
+    assert all(key in refusal for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"rollout": {"max_prompt_tokens": 20, "max_new_tokens": 16}}, "rollout.max_prompt_tokens"),
+        ({"rollout": {"max_new_tokens": 490}}, "stages.s.rollout.max_new_tokens"),
+        ({"plan": {"batch_samples": 2, "pack_tokens": 32}}, "stages.s.plan.pack_tokens"),
+        ({"student": {"config": TINY | {"hidden_size": 32768, "vocab_size": 10**7}}}, "scale.ranks"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_key_and_refuses_nothing(
+    changes: dict[str, Any], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said, refusal = check(tmp_path, job(tmp_path, **changes), capsys)
+    assert not refusal
+    assert key in {finding["key"] for finding in said["findings"]}
+    assert not any(finding["certain"] for finding in said["findings"])
+
+
+def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> None:
+    from mopd_dataplane.job.job import check_job
+    from mopd_dataplane.models.hf import load_model
+
+    folder = make_student(Student(config=TINY), tmp_path / "model", seed=0)
+    given = job(tmp_path, student={"path": str(folder)})
+    checked: Job = check_job(given, where="test")
+    found = estimate(checked, {"sums": load_prompts("sums", checked.domains["sums"])})
+    stored = sum(weight.numel() for weight in load_model(folder).state_dict().values())
+    assert found.models["student"] == f"{stored / 1e9:.3g} B parameters" == found.models["t"]
