@@ -54,7 +54,7 @@ class Student(Section):
     path: str = ""
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub, as `Qwen/Qwen3-0.6B`."""
     revision: str = ""
-    """Of a name on the hub: branch, tag or commit. The store keeps the commit that was found when it was made."""
+    """Branch, tag or commit of a name on the hub. The store keeps the commit that was found when it was made."""
     config: dict[str, Any] = {}
     """transformers config with `model_type`, for a model initialised at random from `seed`."""
     gguf: typing.Annotated[str, AfterValidator(_check_package)] = ""
@@ -116,7 +116,7 @@ class Teacher(Section):
     """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), a folder, or a name on
     the hub."""
     revision: str = ""
-    """Of a name on the hub, as for the student."""
+    """Branch, tag or commit of a name on the hub, as for the student."""
     blend: dict[str, float] = {}
     """Instead of a source: other teachers with weights that sum to 1. Its logits are the weighted sum of theirs, so
     reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).

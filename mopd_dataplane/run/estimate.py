@@ -35,7 +35,7 @@ SHOWN = 600
 TRAINED = 16
 """Bytes a parameter takes in training: float32 weight, gradient and two optimizer moments."""
 TOKEN_BYTES = 13
-"""Of a sampled token in the store: id, log-prob, mask, teacher log-prob."""
+"""A sampled token in the store: id, log-prob, mask, teacher log-prob."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ def _budget(job: Job, domain: str) -> int:
 
 
 def _samples(job: Job, stage: Stage) -> int:
-    """Of one iteration."""
+    """Samples of one iteration."""
     every = sum(job.domains[name].train for name in job.domains_of(stage))
     if stage.data != "rollout":
         return min(stage.examples or every, every)
