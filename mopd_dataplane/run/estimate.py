@@ -57,7 +57,7 @@ class _Shape:
     parameters: int
     hidden: int
     kv_bytes: int
-    """Of one token's keys and values, in bfloat16."""
+    """Bytes of one token's keys and values in bfloat16."""
     context: int
 
 
