@@ -41,7 +41,7 @@ _NAMES = {new: old for old, new in FORMAT_1_NAMES.items()} | {"topk_source": "su
 """Column of format 2 -> its name in format 1, in the tables where it was called so."""
 _EPOCH = b"mopd:epoch:"
 _ROWS, _BYTES = 1 << 16, 64 << 20
-"""Of one commit."""
+"""Bounds of one commit of copied rows."""
 
 
 def open_source(folder: Path) -> dict[str, int]:
