@@ -394,19 +394,9 @@ class Store:
         self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
     ) -> None:
         """Record a decision or measurement once under its name."""
-        self._insert(
-            "events",
-            [
-                {
-                    "event_id": event_id,
-                    "stage": stage,
-                    "kind": kind,
-                    "iteration": iteration,
-                    "value": value,
-                    "detail": json.dumps(detail, sort_keys=True),
-                }
-            ],
-        )
+        names = ("event_id", "stage", "kind", "iteration", "value", "detail")
+        values = (event_id, stage, kind, iteration, value, json.dumps(detail, sort_keys=True))
+        self._insert("events", [dict(zip(names, values, strict=True))])
 
     def add_plan(self, plan: PlanWindow) -> None:
         """Record a window before it is used; MismatchError when the window was planned otherwise before."""
@@ -435,9 +425,8 @@ class Store:
         tables = {name: self._table(name) for name in self.names()}
         if tag is not None:
             return snapshots.pin(self._place, tables, tag)
-        taken, handles = snapshots.take_snapshot(self._place, tables)
-        self._taken.append(handles)
-        return taken
+        self._taken.append((taken := snapshots.take_snapshot(self._place, tables))[1])
+        return taken[0]
 
     def pin(self, snapshot: Snapshot, tag: str) -> None:
         """Pin a snapshot that was taken without a tag; nothing happens when the tag is taken.
@@ -459,12 +448,7 @@ class Store:
         return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
 
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
-        """Merge small files, drop versions that are more than a day old and that no snapshot pins; no row changes.
-
-        now: drop every version that no snapshot pins and no process of this machine has open, however young (in a
-        folder; on an object store nobody can tell who reads). Returns, per table, files_merged, versions_dropped,
-        bytes_freed, bytes (on disk now), and kept: why data stays that the newest version does not need, and its bytes.
-        """
+        """Merge small files and drop old versions; see maintain.compact."""
         return maintain.compact(self._place, {name: self._table(name) for name in self.names()}, now=now)
 
     # -- inside ----------------------------------------------------------------------------------------------------

@@ -58,10 +58,12 @@ def _needed(dataset: lance.LanceDataset, sizes: Mapping[str, int]) -> int:
 
 
 def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> dict[str, dict[str, Any]]:
-    """Merge the small files of every table but the hidden states, then drop old versions; see Store.compact.
+    """Merge small files, drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
 
-    Rows keep their ids, and what they say. Hidden states are left as they are, because merging would rewrite every
-    byte of them for nothing.
+    now: drop every version that no snapshot pins and no process of this machine has open, however young (in a folder;
+    on an object store nobody can tell who reads). Returns, per table, files_merged, versions_dropped, bytes_freed,
+    bytes (on disk now), and kept: why data stays that the newest version does not need, and its bytes.
+    Files of hidden states are not merged: that would rewrite every byte of them for nothing.
     """
     return {name: dict(_tidy(place, table, now)) for name, table in tables.items()}
 
