@@ -1,15 +1,17 @@
-"""Does an interruption make samples shorter? Seven ways to treat one, on a deterministic engine.
+"""Does an interruption make samples shorter? Eight ways to treat one, on a deterministic engine.
 
     A  uninterrupted                 the reference
     B  log resume                    what this project does: the product's own run_rollout, killed and run again
     C  naive restart                 from the prompt, with fresh noise
     D  restart with equal noise      from the prompt, with the sample's own noise
     E  drop and replace              a new sample of another prompt takes the slot
-    F  reseeded stateful noise       resume, but the noise starts over at its beginning
+    F  resume, replayed noise        a stateful generator seeded again: the same noise from its beginning
     G  first finished                a batch takes whoever ends first and drops the rest
+    H  resume, fresh noise           from the prefix, with noise that no token has met
 
 With interruptions at rate h per token, restarting with fresh noise accepts length l with density f(l) exp(-h l): the
-sample is tilted towards short. B and D must equal A token for token; C, E and G must come out short, F long. The tilt
+sample is tilted towards short. B and D must equal A token for token; C, E and G must come out short, F long, since
+replayed noise repeats what did not end the sample; H is another draw of the same law. The tilt
 that C shows must be the one the theory predicts (maximum-likelihood estimate within 20 % of h), at every dose, and the
 samples shorter the higher the dose.
 """
@@ -40,8 +42,9 @@ ARMS = {
     "C": "naive restart",
     "D": "restart, equal noise",
     "E": "drop and replace",
-    "F": "reseeded noise",
+    "F": "resume, replayed noise",
     "G": "first finished",
+    "H": "resume, fresh noise",
 }
 DOSES = (0.1, 0.25, 0.5)
 """Interruptions per sample of mean length (h times the mean) at which arm C is measured."""
@@ -82,6 +85,8 @@ def measure(
         "F": list(bench.interrupted(hazard, restart=False, fresh=False)),
         "G": bench.first_finished(whole),
     }
+    doses = {str(each): _restarted(bench, whole, each / lengths.mean(), seed) for each in DOSES}
+    arms["H"] = list(bench.interrupted(hazard, restart=False, fresh=True))
     if plot is not None:
         draw_plot(arms, plot)
     return {
@@ -90,7 +95,7 @@ def measure(
         "seed": seed,
         "mean_length": float(lengths.mean()),
         "arms": {name: _verdict(name, arm, whole, hazard, seed) for name, arm in arms.items()},
-        "doses": {str(each): _restarted(bench, whole, each / lengths.mean(), seed) for each in DOSES},
+        "doses": doses,
     }
 
 
@@ -133,9 +138,10 @@ class _Bench:
         return [_response(s.tokens[s.prompt_len :], s.logprobs) for s in ordered if s.logprobs is not None]
 
     def interrupted(self, hazard: float, *, restart: bool, fresh: bool) -> list[Response]:
-        """Arms C, D, F: every token may be followed by an interruption; the sample then starts over, or its noise does.
+        """Arms C, D, F, H: an interruption may follow every token; the sample then starts over, or its noise does.
 
-        C: restart, fresh noise. D: restart, same noise. F: keep the prefix, noise from its beginning.
+        C: restart, fresh noise. D: restart, same noise. F: keep the prefix, noise from its beginning. H: keep the
+        prefix, fresh noise.
         """
         answers: dict[int, Response] = {}
         attempts = [self._request(i, self._key(i)) for i in range(self._samples)]
@@ -157,7 +163,7 @@ class _Bench:
                     attempts[i] = self._request(i, key)
                 else:
                     prefixes[i].append(Response(response.tokens[:cut], response.bits[: 4 * cut]))
-                    attempts[i] = self._continued(i, _joined(prefixes[i]))
+                    attempts[i] = self._continued(i, _joined(prefixes[i]), key)
             todo = again
         return [answers[i] for i in range(self._samples)]
 
@@ -190,11 +196,12 @@ class _Bench:
     def _request(self, ordinal: int, key: int) -> Request:
         return Request(uid=str(ordinal), prompt_ids=_ids(str(ordinal)), key=key, max_new_tokens=MAX_NEW)
 
-    def _continued(self, ordinal: int, so_far: Response) -> Request:
-        """Continue with noise from position 0: the prefix moves into the prompt. The chain looks two tokens back."""
+    def _continued(self, ordinal: int, so_far: Response, key: int) -> Request:
+        """Continue with the key's noise from position 0: the prefix moves into the prompt, whose last two tokens are
+        all that the chain looks at."""
         prompt = np.concatenate([_ids(str(ordinal)), np.array(so_far.tokens, np.int32)])
         left = MAX_NEW - len(so_far.tokens)
-        return Request(uid=str(ordinal), prompt_ids=prompt, key=self._key(ordinal), max_new_tokens=left)
+        return Request(uid=str(ordinal), prompt_ids=prompt, key=key, max_new_tokens=left)
 
 
 class _Killed(BaseException):

@@ -27,6 +27,8 @@ def test_resume_is_exact_and_the_controls_are_rejected(tmp_path: Path, monkeypat
     assert arms["F"]["p_value"] < 0.01
     assert arms["F"]["difference_percent"] > 10
     assert arms["F"]["equivalence"]["p_value"] > 0.5
+    assert abs(arms["H"]["difference_percent"]) < 15, "another draw of the same law"
+    assert arms["H"]["identical"] < 250
     assert 0.4 < arms["C"]["tilt_over_hazard"] < 2
     assert {name for name, arm in arms.items() if arm["prompts_lost"]} == {"E", "G"}
     low, middle, high = (found["doses"][dose]["difference_percent"] for dose in ("0.1", "0.25", "0.5"))
