@@ -1,4 +1,4 @@
-"""Row 19 of the fault list: one bit flips in any file of a real store; the audit names it, or nothing that is read has changed."""
+"""Row 19 of the fault list: one bit flips in any file of a real store; the audit names it, or readers see no change."""
 
 from __future__ import annotations
 
