@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def measure(vocab: int, slots: int, *, model: Path | None = None) -> dict[str, A
         for cut, (top_k, top_p) in CUTS.items():
             settings = (np.ones(slots), np.full(slots, top_k), np.full(slots, top_p))
             for name, sampler in SAMPLERS.items():
-                spent = _processor_s(lambda s=sampler, g=settings: _draw(s, logits, g, keys, next(positions)))
+                spent = _processor_s(partial(_draw, sampler, logits, settings, keys, next(positions)))
                 turns.setdefault("/".join(filter(None, (name, cut))), []).append(spent)
         if step is not None:
             turns.setdefault("step", []).append(_processor_s(step))
