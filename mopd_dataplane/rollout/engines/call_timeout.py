@@ -56,7 +56,7 @@ class CallTimeout:
     def stop(self) -> None:
         """No more calls."""
         self._ended.set()
-        self._clock.join()
+        self._clock.join(timeout=GRACE_S)
         if self._interrupts:
             signal.signal(signal.SIGALRM, self._before)
             self._interrupts = False

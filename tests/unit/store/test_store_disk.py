@@ -31,11 +31,11 @@ def sound(store: Store, count: int) -> None:
 
 def test_file_size_limit_then_room_again(store: Store, start_child: Start, answer_of: Answer) -> None:
     store.commit_samples([build.sample(0)], writer="w")
-    said = answer_of(start_child(store.uri, "--samples", 0, 8, "--response", 200_000, "--file-limit", 300_000))
+    said = answer_of(start_child(store.uri, "--samples", 1, 8, "--response", 200_000, "--file-limit", 300_000))
     assert said["error"] == "ResourceError"
     assert "file size limit" in said["message"]
     sound(store, 1)
-    assert answer_of(start_child(store.uri, "--samples", 0, 8, "--response", 200_000)) == {"inserted": 7}
+    assert answer_of(start_child(store.uri, "--samples", 1, 8, "--response", 200_000)) == {"inserted": 7}
     sound(store, 8)
 
 
