@@ -15,7 +15,7 @@ PANEL = "Answers"
 COLUMNS = {
     "teacher": "teacher",
     "accuracy": "acc.",
-    "support": "log p",
+    "mean_logprob": "log p",
     "reverse_kl": "KL",
     "entropy": "entropy",
     "overlap": "overlap",

@@ -30,7 +30,7 @@ def test_every_teacher_judges_every_domain_as_scoring_did(finished_job: Path, mo
     }
     accuracy = {
         (row["policy"], row["domain"]): row["accuracy"]
-        for row in store.sql("select policy, domain, avg(reward) accuracy from evals group by 1, 2").to_pylist()
+        for row in store.sql("select policy, domain, avg(correct::int) accuracy from evals group by 1, 2").to_pylist()
     }
     for row in rows:
         assert 0 < row["reverse_kl"] < np.inf
@@ -39,7 +39,7 @@ def test_every_teacher_judges_every_domain_as_scoring_did(finished_job: Path, mo
             assert row["answers"] == stored[row["domain"]]["answers"]
             assert row["tokens"] == stored[row["domain"]]["tokens"]
             # Batches of another shape round differently in float32.
-            assert row["support"] == pytest.approx(stored[row["domain"]]["support"], abs=1e-4)
+            assert row["mean_logprob"] == pytest.approx(stored[row["domain"]]["support"], abs=1e-4)
     shown = mopd("teachers", job, "--stage", "student").stdout
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert [line for line in shown.splitlines() if line in ("sums", "words")] == ["sums", "words"]
