@@ -26,8 +26,8 @@ LIST_OVERHEAD = 1.06
 """Bytes on disk over bytes of the lists: offsets, uid, statistics."""
 LOG_BYTES = 17
 """A decoded token in the token log: its share of a step record."""
-OBJECTS_PER_COMMIT = 6
-"""Data file, transaction and manifest, of the payload table and of the metadata table: one PUT each."""
+OBJECTS_PER_COMMIT = 8
+"""Data file, transaction, manifest and acknowledgement, of the payload and of the metadata table: one PUT each."""
 READS_PER_ROW = 3.1
 """Range reads of one sample's token lists (Lance 2.0 lists, measured)."""
 RANGE_BYTES = 4 << 20

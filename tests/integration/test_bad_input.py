@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import open_store
+from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.sealed_json import seal, unseal
 
 ONE_STAGE = """
@@ -54,7 +55,7 @@ def test_a_newer_store_is_not_touched(finished_job: Path, tmp_path: Path, write_
     mark = unseal((store / "store.json").read_bytes(), "store.json")
     (store / "store.json").write_bytes(seal({**mark, "format_version": 99}))
     before = sorted(store.rglob("*"))
-    refused(mopd("run", write_job(tmp_path), check=False), 2, "format version 99", "this version reads 1")
+    refused(mopd("run", write_job(tmp_path), check=False), 2, "format version 99", "this version reads 2")
     refused(mopd("store", "info", store, check=False), 2, "format version 99")
     assert sorted(store.rglob("*")) == before
 
@@ -74,6 +75,7 @@ def test_teacher_with_another_tokenizer(finished_job: Path, tmp_path: Path, writ
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (stranger / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_checksums(stranger, identities=True)
     job = write_job(tmp_path, extra=ONE_STAGE.replace("{rollout}", ""))
     rule = 'routing = {{ sums = "stranger", words = "words" }}'.format()
     text = job.read_text().replace('name = "again"', f'name = "again"\n{rule}')
@@ -92,6 +94,7 @@ def test_nan_from_an_engine(finished_job: Path, tmp_path: Path, write_job: Calla
     broken = load_file(weights)
     broken["lm_head.weight"] = torch.full_like(broken["lm_head.weight"], float("nan"))
     save_file(broken, weights, metadata={"format": "pt"})
+    write_checksums(weights.parent, identities=True)
     job = write_job(tmp_path, extra=ONE_STAGE.replace("{rollout}", ""))
     refused(mopd("rollout", job, "--stage", "again", check=False), 6, "nothing", "written")
     assert samples_of(store, "again") == 0

@@ -15,7 +15,7 @@ from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.pipeline import run_job
 
 JOBS = Path(__file__).parents[2] / "jobs"
-RECIPES = sorted(file.parent.name for file in JOBS.glob("*/job.toml") if load_job(file).source)
+RECIPES = sorted(file.parent.name for file in JOBS.glob("*/job.toml") if (file.parent / "full.toml").exists())
 SMALLER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
 

@@ -158,7 +158,7 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"support": "student"}, "4 of the student, 4 of the teacher"), ({"k": 2}, "2 of the teacher, 4 of")],
+    [({"topk_source": "student"}, "4 of the student, 4 of the teacher"), ({"k": 2}, "2 of the teacher, 4 of")],
 )
 def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, change, said):
     lengths = lengths_of(12, mean_log=3.0, shortest=4, longest=40)

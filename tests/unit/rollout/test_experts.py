@@ -162,7 +162,7 @@ def test_a_polite_stop_loses_none_with_and_without_saved_keys(
     roll: Callable[..., Any], shelf: Any, mixture: Path, tmp_path: Path, kv_bytes: int
 ) -> None:
     """Against one forward pass over each whole sample; sampling masks come along."""
-    record = sections.Rollout(max_new_tokens=16, top_k=8, record=("support", "experts"))
+    record = sections.Rollout(max_new_tokens=16, top_k=8, record=("sampling_mask", "experts"))
     settings: dict[str, Any] = {
         "rollout": record, "count": 10, "wal": sections.Wal(kv_bytes=kv_bytes),
         "render": lambda prompt: [ord(c) % 90 + 4 for c in prompt.text],

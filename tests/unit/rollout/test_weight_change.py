@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
@@ -188,6 +189,7 @@ def second_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     draw = torch.Generator().manual_seed(5)
     changed = {name: value + 0.02 * torch.randn(value.shape, generator=draw) for name, value in weights.items()}
     save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    write_checksums(folder, identities=True)
     return folder
 
 

@@ -83,7 +83,7 @@ def test_figures_are_those_of_the_teachers_own_logits(student: TeacherForward, f
     said = [logprobs(model, answer) for answer in given]
     written = [torch.from_numpy(answer.student.tokens[answer.student.masked]) for answer in given]
     support = [rows.gather(1, ids[:, None])[:, 0] for rows, ids in zip(said, written, strict=True)]
-    assert found.support == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
+    assert found.mean_logprob == pytest.approx(float(torch.cat(support).mean()), abs=1e-5)
     entropy = torch.cat([-(rows.exp() * rows).sum(1) for rows in said])
     assert found.entropy == pytest.approx(float(entropy.mean()), abs=1e-5)
     means = np.array([float(values.mean()) for values in support])
