@@ -41,6 +41,7 @@ smollm2: $(INSTALLED)  ## a real language model: on-policy context distillation 
 
 test: $(INSTALLED)  ## the tests
 	$(BIN)/python -m pytest -q --durations=10 $(WORKERS)
+	$(BIN)/python -m pytest -q -m device tests/unit/test_devices.py tests/unit/train/test_train_device.py
 	$(BIN)/python -m pytest -q tests/kernels  # by itself: Triton's interpreter is chosen when triton is first imported
 
 test-slow: $(INSTALLED)  ## tests that take minutes each

@@ -29,6 +29,8 @@ from mopd_dataplane.score.teacher_forward import TeacherForward
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentTopk
 
+pytestmark = pytest.mark.device
+
 CLOSE = {"rtol": 0, "atol": 2e-5}
 """The stand-in computes attention by torch's plain formula, the CPU by its fused kernel: float32 rounding apart."""
 

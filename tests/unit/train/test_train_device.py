@@ -27,6 +27,8 @@ from mopd_dataplane.train.run import full_weights
 from mopd_dataplane.train.spec import HeadFile, Window
 from mopd_dataplane.train.student import load_student
 
+pytestmark = pytest.mark.device
+
 WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=1, policy_version=2)
 FULL = Objective(
     divergence=DivergenceTerm(kind="reverse", signal="hidden"),
