@@ -61,7 +61,7 @@ def test_on_policy_every_ratio_is_one_with_the_kept_sets_and_is_not_without(trai
     loss = ObjectiveLoss(Objective(policy_gradient=PolicyGradientTerm()), temperature=TEMPERATURE)
     with torch.no_grad():
         kept = student(batch, lambda hidden, head: loss.logprob(hidden, head, batch))
-        everything = dataclasses.replace(batch, support=None)
+        everything = dataclasses.replace(batch, sampling_mask=None)
         unaware = student(everything, lambda hidden, head: loss.logprob(hidden, head, everything))
         plain = student(batch, lambda h, head: token_logprob(h, head, batch.targets, temperature=TEMPERATURE))
     torch.testing.assert_close((kept - batch.sampler_logprobs).exp(), torch.ones_like(kept), atol=1e-4, rtol=0)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from commandline import ENVIRONMENT, command
 
 from mopd_dataplane import open_store
@@ -98,6 +99,7 @@ READ_BACK = {
 MUST = {name for name, why in READ_BACK.items() if why in ("what is stored", "rewards", "the step's figures")}
 
 
+@pytest.mark.slow
 def test_a_job_runs_on_its_accelerator_in_every_process(tmp_path: Path, write_job: Callable[..., Path]) -> None:
     job, said = write_job(tmp_path, JOB), tmp_path / "said"
     said.mkdir()

@@ -79,7 +79,13 @@ def test_a_support_is_the_softmax_over_its_columns(case, softcap):
     upstream = torch.randn(2, case.rows, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     ours, theirs = (leaves(inputs.student_hidden, inputs.student_head) for _ in range(2))
     found = token_logprob(
-        *ours, inputs.token_ids, temperature=0.7, softcap=softcap, support=support, return_entropy=True, logit_rows=4
+        *ours,
+        inputs.token_ids,
+        temperature=0.7,
+        softcap=softcap,
+        sampling_mask=support,
+        return_entropy=True,
+        logit_rows=4,
     )
     sum((value * factor).sum() for value, factor in zip(found, upstream, strict=True)).backward()
 
@@ -102,7 +108,7 @@ def test_a_column_outside_the_support_has_no_gradient_however_large_its_logit():
     support[support == 5] = 6
     ids = support[:, 0].clone()
     hidden, head, bias = leaves(inputs.student_hidden, inputs.student_head, bias)
-    token_logprob(hidden, head, ids, bias=bias, support=support).sum().backward()
+    token_logprob(hidden, head, ids, bias=bias, sampling_mask=support).sum().backward()
     assert float(head.grad[5].abs().sum()) == float(bias.grad[5]) == 0
     assert bool(torch.isfinite(hidden.grad).all())
     assert float(hidden.grad.abs().sum()) > 0
@@ -111,16 +117,16 @@ def test_a_column_outside_the_support_has_no_gradient_however_large_its_logit():
 @pytest.mark.parametrize(
     ("support", "message"),
     [
-        (torch.full((9, 1), 611), "support holds id 611, the vocabulary has 611"),
-        (torch.full((9, 2), 610), "of row 0 is not in its support"),
-        (torch.zeros(9, 2), r"support must be int32 or int64 \[N, U\], got torch.float32"),
-        (torch.zeros(8, 2, dtype=torch.int64), r"support has shape \[8, 2\], expected 9 rows"),
+        (torch.full((9, 1), 611), "sampling_mask holds id 611, the vocabulary has 611"),
+        (torch.full((9, 2), 610), "of row 0 is not in its sampling_mask"),
+        (torch.zeros(9, 2), r"sampling_mask must be int32 or int64 \[N, U\], got torch.float32"),
+        (torch.zeros(8, 2, dtype=torch.int64), r"sampling_mask has shape \[8, 2\], expected 9 rows"),
     ],
 )
 def test_a_support_that_does_not_fit_is_refused(support, message):
     inputs = make_inputs(CASE)
     with pytest.raises(ValueError, match=message):
-        token_logprob(inputs.student_hidden, inputs.student_head, inputs.token_ids, support=support)
+        token_logprob(inputs.student_hidden, inputs.student_head, inputs.token_ids, sampling_mask=support)
 
 
 def test_frozen_head_scales_the_gradient_it_took_in_the_forward_pass():

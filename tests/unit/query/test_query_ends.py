@@ -65,6 +65,7 @@ def questions(store: Store) -> list[str]:
     return asked
 
 
+@pytest.mark.slow
 def test_every_question_ends_with_0(store: Store) -> None:
     asked = questions(store)
     assert len(asked) > 60
