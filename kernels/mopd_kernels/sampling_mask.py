@@ -25,7 +25,8 @@ def check_sampling_mask(sampling_mask: Tensor | None, token_ids: Tensor, columns
     check_rows(len(token_ids), token_ids.device, sampling_mask=sampling_mask)
     if sampling_mask.dim() != 2 or sampling_mask.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"sampling_mask must be int32 or int64 [N, U], got {sampling_mask.dtype} of shape {list(sampling_mask.shape)}"
+            "sampling_mask must be int32 or int64 [N, U], "
+            f"got {sampling_mask.dtype} of shape {list(sampling_mask.shape)}"
         )
     if not sampling_mask.numel():
         return None
@@ -36,7 +37,8 @@ def check_sampling_mask(sampling_mask: Tensor | None, token_ids: Tensor, columns
         if not bool(held.all()):
             row = int(held.int().argmin())
             raise ValueError(
-                f"token id {int(token_ids[row])} of row {row} is not in its sampling_mask: a token comes from its own set"
+                f"token id {int(token_ids[row])} of row {row} is not in its sampling_mask: "
+                "a token comes from its own set"
             )
     return sampling_mask
 
