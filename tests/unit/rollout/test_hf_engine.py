@@ -63,22 +63,22 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_settings(tiny_model: Pa
         np.testing.assert_allclose(logprobs, picked.numpy(), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kept", [1, 7, 29])
-def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, reference: dict[str, Answer], masks: int) -> None:
+@pytest.mark.parametrize("length", [1, 7, 29])
+def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, reference: dict[str, Answer], length: int) -> None:
     engine = HfEngine(tiny_model, slots=5)
     for request in make_requests(40):
         tokens, logprobs, _ = reference[request.uid]
-        if len(tokens) <= masks:
+        if len(tokens) <= length:
             continue
-        prefix = np.array(tokens[:masks], np.int32)
+        prefix = np.array(tokens[:length], np.int32)
         resumed = Request(
             uid=request.uid, prompt_ids=request.prompt_ids, prefix_ids=prefix, key=request.key, max_new_tokens=30
         )
         rescored = engine.admit([(0, resumed)])[0]
-        np.testing.assert_allclose(rescored, logprobs[max(0, masks - 16) : masks], atol=TOLERANCE)
+        np.testing.assert_allclose(rescored, logprobs[max(0, length - 16) : length], atol=TOLERANCE)
         output = engine.step()
-        assert output.positions.tolist() == [masks]
-        assert output.token_ids.tolist() == [tokens[masks]]
+        assert output.positions.tolist() == [length]
+        assert output.token_ids.tolist() == [tokens[length]]
         engine.release(0)
 
 
