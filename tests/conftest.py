@@ -26,7 +26,7 @@ DOMAINS = ("chain_sum", "spell_backward", "number_sorting")
 CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n", "\x1b", "é"]
 HOSTILE = "\x1b[31mred\x1b[0m <script>alert(1)</script> [bold]x[/bold] $a_b$ é"
 TOKENIZER = "0123456789abcdef"
-GENERATIONS = 4
+ITERATIONS = 4
 STEPS = 6
 """Training steps of one iteration."""
 
@@ -45,6 +45,17 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.Fuse()
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch on one thread: a reduction over several may round in another order."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +102,7 @@ def make_demo(root: Path, *, prompts: int, seed: int = 0) -> Store:
     store.add_prompts(questions)
     for domain in DOMAINS:
         store.add_teacher(_teacher(root, domain))
-    for iteration in range(GENERATIONS):
+    for iteration in range(ITERATIONS):
         _iteration(store, [p for p in questions if p.split == "train"], iteration, noise)
     _evaluate(store, [p for p in questions if p.split == "eval"], noise)
     return store
@@ -194,7 +205,7 @@ def _evaluate(store: Store, questions: list[Prompt], noise: np.random.Generator)
     rates = {("base", version): dict.fromkeys(DOMAINS, 0.25) for version in (0, 1)}
     for domain in DOMAINS:
         rates[f"sft-{domain}", 1] = {other: 0.97 if other == domain else 0.1 for other in DOMAINS}
-    for version in range(1, GENERATIONS + 1):
+    for version in range(1, ITERATIONS + 1):
         rates["student", version] = dict.fromkeys(DOMAINS, 0.25 + 0.17 * version)
     for (policy, version), rate in rates.items():
         store.add_evals([_answer(q, policy, version, rate[q.domain], noise) for q in questions])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.engines.engine import Engine, Request, check_step
+from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput, check_step
+from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.sampling import sample_key
 
 Answer = tuple[list[int], list[float], int]
@@ -87,3 +91,17 @@ class Shelf:
         self.offered += len(samples)
         for sample in samples:
             self.samples.setdefault(sample.uid, sample)
+
+
+class Preempted(HfEngine):
+    """Gets a real SIGTERM at its n-th step; the rollout ends politely after it."""
+
+    def __init__(self, folder: Path, *, at: int, **settings: Any) -> None:
+        super().__init__(folder, **settings)
+        self._left = at
+
+    def step(self) -> StepOutput:
+        self._left -= 1
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().step()

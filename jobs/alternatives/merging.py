@@ -18,13 +18,13 @@ Weights = dict[str, Tensor]
 def average(base: Path, specialists: Sequence[Path], scale: float, out: Path) -> None:
     """The mean of the specialists' weights. scale: unused, 1."""
     changes = [_change(base, folder) for folder in specialists]
-    _write(base, {name: sum(c[name] for c in changes) / len(changes) for name in changes[0]}, out)  # type: ignore[misc]
+    _write(base, {name: _sum(changes, name) / len(changes) for name in changes[0]}, out)
 
 
 def task_arithmetic(base: Path, specialists: Sequence[Path], scale: float, out: Path) -> None:
     """base + scale * sum of (specialist - base)."""
     changes = [_change(base, folder) for folder in specialists]
-    _write(base, {name: scale * sum(c[name] for c in changes) for name in changes[0]}, out)  # type: ignore[misc]
+    _write(base, {name: scale * _sum(changes, name) for name in changes[0]}, out)
 
 
 def ties(base: Path, specialists: Sequence[Path], scale: float, out: Path) -> None:
@@ -44,6 +44,10 @@ def ties(base: Path, specialists: Sequence[Path], scale: float, out: Path) -> No
 def _change(base: Path, folder: Path) -> Weights:
     first, second = (load_file(path / "model.safetensors") for path in (base, folder))
     return {name: second[name].float() - weight.float() for name, weight in first.items()}
+
+
+def _sum(changes: Sequence[Weights], name: str) -> Tensor:
+    return torch.stack([change[name] for change in changes]).sum(0)
 
 
 def _trimmed(change: Weights) -> Weights:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -98,11 +99,11 @@ def _domains(look: _Look, store: Store | None) -> None:
         missing = store is None or not store.has_prompts(name)
         loaded = None
         if domain.source != "store" and missing:
-            loaded = look.at(f"domains.{name}", lambda name=name, domain=domain: load_prompts(name, domain))  # type: ignore[misc]
+            loaded = look.at(f"domains.{name}", partial(load_prompts, name, domain))
             look.prompts[name] = loaded or []
         if not _is_verified(look.job, name):
             continue
-        look.at(f"domains.{name}.reward", lambda domain=domain: resolve_reward(domain.reward))  # type: ignore[misc]
+        look.at(f"domains.{name}.reward", partial(resolve_reward, domain.reward))
         if domain.reward == "reasoning-gym" and loaded and not loaded[0].verifier_data:
             look.findings.append(
                 Finding(
@@ -198,7 +199,7 @@ def _packages(look: _Look) -> None:
             )
     for key, folder in (("work", job.work), ("load.cache_dir", job.load.cache_dir)):
         if folder:
-            look.at(key, lambda folder=folder: _check_folder(folder))  # type: ignore[misc]
+            look.at(key, partial(_check_folder, folder))
 
 
 def _check_folder(folder: str) -> None:

@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -134,7 +135,7 @@ class ObjectFiles:
 
         for name in names:
             try:
-                self._call(name, lambda name=name: obstore.delete(self._store, name))  # type: ignore[misc]
+                self._call(name, partial(obstore.delete, self._store, name))
             except FileNotFoundError:
                 continue
 

@@ -208,19 +208,19 @@ class _Hook(torch._C._acc.PrivateUse1Hooks):  # type: ignore[name-defined,misc]
         return True
 
 
-_library: torch.library.Library | None = None
+_dispatch: torch.library.Library | None = None
 
 
 def register() -> None:
     """Make the device known to torch; once a process."""
-    global _library
-    if _library is not None:
+    global _dispatch
+    if _dispatch is not None:
         return
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend(NAME, backend_module=backend, hook=_Hook())
-    _library = torch.library.Library("_", "IMPL")
-    _library.fallback(_fallback, "PrivateUse1")
+    _dispatch = torch.library.Library("_", "IMPL")
+    _dispatch.fallback(_fallback, "PrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("_copy_from", _copy_from, "PrivateUse1")
     _kept.append(aten)

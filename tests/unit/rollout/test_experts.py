@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding import TINY, make_requests
+from decoding import TINY, Preempted, make_requests
 
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import EngineError, MismatchError
@@ -143,20 +141,6 @@ def test_a_sample_that_died_anywhere_goes_on_with_the_same_experts(
         assert ahead, "some death left experts of a step without the step"
 
 
-class Preempted(HfEngine):
-    """Gets a real SIGTERM at its n-th step; the rollout ends politely after it."""
-
-    def __init__(self, folder: Path, *, at: int) -> None:
-        super().__init__(folder, slots=4)
-        self._left = at
-
-    def step(self) -> StepOutput:
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().step()
-
-
 @pytest.mark.parametrize("kv_bytes", [1 << 30, 0])
 def test_a_polite_stop_loses_none_with_and_without_saved_keys(
     roll: Callable[..., Any], shelf: Any, mixture: Path, tmp_path: Path, kv_bytes: int
@@ -168,7 +152,7 @@ def test_a_polite_stop_loses_none_with_and_without_saved_keys(
         "render": lambda prompt: [ord(c) % 90 + 4 for c in prompt.text],
     }  # fmt: skip
     for at in (3, 5, 0):
-        engine = Preempted(mixture, at=at)
+        engine = Preempted(mixture, at=at, slots=4)
         if at:
             with pytest.raises(KeyboardInterrupt):
                 roll(shelf, engine=engine, **settings)

@@ -64,7 +64,9 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_settings(tiny_model: Pa
 
 
 @pytest.mark.parametrize("length", [1, 7, 29])
-def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, reference: dict[str, Answer], length: int) -> None:
+def test_a_prefix_continues_as_if_never_interrupted(
+    tiny_model: Path, reference: dict[str, Answer], length: int
+) -> None:
     engine = HfEngine(tiny_model, slots=5)
     for request in make_requests(40):
         tokens, logprobs, _ = reference[request.uid]

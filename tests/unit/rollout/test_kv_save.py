@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from decoding import Preempted
 
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
-from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.runner import SAVED, RolloutReport
 
 Roll = Callable[..., RolloutReport]
 COUNT = 40
 
-
-class Preempted(HfEngine):
-    """Gets a real SIGTERM at its n-th step; the rollout ends politely after it."""
-
-    def __init__(self, folder: Path, *, at: int) -> None:
-        super().__init__(folder, slots=16)
-        self._left = at
-
-    def step(self) -> StepOutput:
-        self._left -= 1
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().step()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -50,7 +27,7 @@ def rolled(roll: Roll, tiny_model: Path, tmp_path: Path) -> Callable[..., Any]:
     """rolled(shelf, name, at=…): a rollout of the tiny model, stopped at a step, or run to its end."""
 
     def rolling(shelf: Any, name: str, *, at: int = 0, kv_bytes: int = 1 << 30) -> RolloutReport | None:
-        engine = Preempted(tiny_model, at=at)
+        engine = Preempted(tiny_model, at=at, slots=16)
         settings: dict[str, Any] = {
             "engine": engine, "count": COUNT, "home": tmp_path / name, "wal": sections.Wal(kv_bytes=kv_bytes),
             "render": lambda prompt: engine.tokenizer.encode(prompt.text),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from decoding import Preempted
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
@@ -25,13 +26,7 @@ SHARE = 0.3
 LENGTH = 24
 TOLERANCE = 2e-5
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -144,21 +139,8 @@ def test_a_polite_stop_keeps_the_cache_of_both_models(
 ) -> None:
     """Every bit of the uninterrupted run; a cache of one model only would be another distribution."""
 
-    class Preempted(HfEngine):
-        left = 0
-
-        def step(self) -> Any:
-            self.left -= 1
-            if self.left == 0:
-                import os
-                import signal
-
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().step()
-
     def rolled(store: Any, name: str, at: int) -> None:
-        engine = Preempted(tiny_model, slots=8, partner=Partner(teacher, SHARE))
-        engine.left = at
+        engine = Preempted(tiny_model, at=at, slots=8, partner=Partner(teacher, SHARE))
         given = {"engine": engine, "home": tmp_path / name, "wal": sections.Wal()}
         roll(store, render=lambda prompt: engine.tokenizer.encode(prompt.text), **given)
 

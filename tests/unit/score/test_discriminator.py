@@ -23,13 +23,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 SETTINGS = sections.Discriminator(learning_rate=3e-3, batch_pairs=16)
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
