@@ -74,6 +74,7 @@ ARMS: dict[str, Arm] = {
     "teacher-forward": Arm("forward KL on the teachers' answers", ("teacher-forward",), FACTORS),
     "gkd": Arm("GKD: half the teachers' answers, half its own, JSD", ("gkd",), FACTORS),
     "mopd-sampled": Arm("MOPD, sampled tokens", ("mopd-sampled",), FACTORS),
+    "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",), FACTORS),
     "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",), FACTORS),
     "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",), FACTORS),
 }  # fmt: skip

@@ -136,6 +136,7 @@ EXAMPLES: dict[str, str] = {
     "objectives.NAME.policy_gradient.reference": '"base"',
     "objectives.NAME.policy_gradient.student_logprob": '"current"',
     "objectives.NAME.policy_gradient.advantage_clip": "1.0",
+    "objectives.NAME.policy_gradient.baseline": '"hidden"',
     "objectives.NAME.policy_gradient.discount": "0.95",
     "objectives.NAME.policy_gradient.own_token": "false",
     "objectives.NAME.policy_gradient.length_normalised": "true",

@@ -38,6 +38,9 @@ class PolicyGradientTerm(Section):
     """Which student log-prob the advantage subtracts."""
     advantage_clip: float = Field(default=0.0, ge=0)
     """Symmetric bound on the per-token advantage; 0 is none."""
+    baseline: Literal["none", "hidden", "topk"] = "none"
+    """Add the reverse KL at the token's position to its log-ratio, so that the mean over tokens is 0 there: less noise,
+    the same mean gradient. `hidden` takes it from stored hidden states, `topk` from stored top-k log-probs."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """gamma: discounted sum of later log-ratios."""
     own_token: bool = True
@@ -61,6 +64,11 @@ class PolicyGradientTerm(Section):
     def _sum_has_terms(self) -> PolicyGradientTerm:
         if not self.own_token and not self.discount:
             raise ValueError("own_token = false leaves nothing to sum at discount = 0; give a discount above 0")
+        if self.baseline != "none" and (self.discount or not self.teacher_coef):
+            raise ValueError(
+                f"baseline = {self.baseline!r} is the mean of one token's log-ratio to the teacher: it goes with "
+                f"discount = 0, found {self.discount:g}, and a teacher_coef other than 0, found {self.teacher_coef:g}"
+            )
         return self
 
 
@@ -151,6 +159,7 @@ class Objective(Section):
         kinds = []
         if self.policy_gradient and self.policy_gradient.teacher_coef:
             kinds.append("logprob")
+            kinds += [self.policy_gradient.baseline] if self.policy_gradient.baseline != "none" else []
         if self.divergence:
             kinds.append(self.divergence.signal)
             kinds += ["hidden"] if self.divergence.topk_agreement else []

@@ -16,6 +16,8 @@ from typing import Any
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
+RESULTS = ":(top,exclude)jobs/*/results"
+"""Files of figures: writing one does not change what it was measured with."""
 PACKAGES = ("mopd-dataplane", "torch", "transformers", "tokenizers", "pylance", "numpy", "reasoning-gym")
 
 
@@ -50,11 +52,13 @@ def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
 
 
 def commit() -> str:
-    """Commit of the checkout this package runs from, with `+` behind it when files differ; empty outside of git."""
+    """Commit of the checkout this package runs from, with `+` behind it when files but RESULTS differ; empty outside of git."""
     folder = Path(__file__).parent
     try:
         found = _git(folder, "rev-parse", "HEAD").strip()[:12]
-        return found + ("+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ":/").strip() else "")
+        return found + (
+            "+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ":/", RESULTS).strip() else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
 

@@ -6,8 +6,10 @@
           (j > t, as gamma^(j - t - 1), without own_token; over their number when length_normalised)
 
 pi_S is the sampler (Thinking Machines) or the current policy (MiMo, arXiv 2601.02780 eq. 8); lambda other than 1 is
-ExOPD (arXiv 2602.12125). Each g_t is clipped to +-advantage_clip before it is discounted. Tool and prompt tokens have
-no g and stay out of the loss, but they do count in the distance j - t, as in the tinker cookbook.
+ExOPD (arXiv 2602.12125). With a baseline, KL(pi | pi_T) of the position is added to g_t, which makes its mean over
+tokens 0 and leaves the mean gradient as it is: what is added does not depend on the token. Each g_t is clipped to
++-advantage_clip before it is discounted. Tool and prompt tokens have no g and stay out of the loss, but they do count
+in the distance j - t, as in the tinker cookbook.
 """
 
 from __future__ import annotations
@@ -32,10 +34,16 @@ class TokenAdvantage:
     """[M] f32; the kernel adds teacher_coef * clip(target - log pi_current)."""
 
 
-def token_advantage(term: PolicyGradientTerm, batch: MicroBatch, current: Tensor | None = None) -> TokenAdvantage:
+def token_advantage(
+    term: PolicyGradientTerm,
+    batch: MicroBatch,
+    current: Tensor | None = None,
+    reverse_kl: Tensor | None = None,
+) -> TokenAdvantage:
     """Advantage of every trained token.
 
-    current: [M] log-probs under the policy being trained, needed only for a discounted gap to it.
+    current: [M] log-probs under the policy being trained, needed only for a discounted gap to it. reverse_kl: [M] f32,
+    nat, KL(student, teacher) at each token's position: the baseline of a term that has one.
     Raises MismatchError when teacher or reference log-probs are missing.
     """
     constant = None
@@ -44,6 +52,8 @@ def token_advantage(term: PolicyGradientTerm, batch: MicroBatch, current: Tensor
     if not term.teacher_coef:
         return TokenAdvantage(torch.zeros_like(batch.sampler_logprobs) if constant is None else constant, None)
     target = _target(term, batch)
+    if reverse_kl is not None:
+        target = target + reverse_kl
     if term.student_logprob == "current" and not term.discount:
         return TokenAdvantage(constant, target)
     student = batch.sampler_logprobs if current is None else current

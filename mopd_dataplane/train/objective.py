@@ -78,7 +78,9 @@ class ObjectiveLoss:
     @property
     def needs_head(self) -> bool:
         """Whether a micro-batch is judged through its teacher's LM head."""
-        term = self.objective.divergence
+        policy, term = self.objective.policy_gradient, self.objective.divergence
+        if policy is not None and policy.baseline == "hidden":
+            return True
         return term is not None and (term.signal == "hidden" or term.topk_agreement > 0)
 
     @property
@@ -138,7 +140,9 @@ class ObjectiveLoss:
         if objective.policy_gradient is not None:
             term = objective.policy_gradient
             weights = self._weights(term.normaliser, batch, totals)
-            loss = loss + term.weight * self._policy(term, hidden, head, batch, weights, proximal_logprobs, sums)
+            baseline = self._baseline(term, hidden, head, batch, teacher_head)
+            value = self._policy(term, hidden, head, batch, weights, proximal_logprobs, baseline, sums)
+            loss = loss + term.weight * value
         if objective.divergence is not None:
             divergence_term = objective.divergence
             weights = self._weights(divergence_term.normaliser, batch, totals)
@@ -167,6 +171,19 @@ class ObjectiveLoss:
         """u of a teacher's tokens at a step of the stage."""
         return float(weight_at(self.objective.teacher_weights.get(teacher, 1.0), step))
 
+    @torch.no_grad()
+    def _baseline(
+        self, term: PolicyGradientTerm, hidden: Tensor, head: Head, batch: MicroBatch, teacher: Head | None
+    ) -> Tensor | None:
+        """[M] f32: KL(student, teacher) at each position, from what the term says; None without a baseline."""
+        if term.baseline == "none":
+            return None
+        if term.baseline == "hidden":
+            teacher, states = _teacher_states(batch, teacher)
+            return divergence(hidden, head, states, teacher, temperature=self._temperature)
+        ids, logprobs = _topk(batch)
+        return topk_divergence(hidden, head, ids, logprobs, mode="tail", temperature=self._temperature)
+
     def _policy(
         self,
         term: PolicyGradientTerm,
@@ -175,13 +192,14 @@ class ObjectiveLoss:
         batch: MicroBatch,
         weights: Tensor,
         proximal: Tensor | None,
+        baseline: Tensor | None,
         sums: TermSums,
     ) -> Tensor:
         current = None
         if term.discount and term.student_logprob == "current":
             with torch.no_grad():
                 current = self.logprob(hidden, head, batch)
-        advantage = token_advantage(term, batch, current)
+        advantage = token_advantage(term, batch, current, baseline)
         if term.correction == "none":
             old, sampler = batch.sampler_logprobs, None
         elif term.clip is None:
@@ -267,6 +285,11 @@ def _teacher_states(batch: MicroBatch, teacher: Head | None) -> tuple[Head, Tens
     return teacher, decode(encoded, batch.hidden_codec, teacher.weight.shape[1], teacher.weight.dtype)
 
 
+def _topk(batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """The teacher's stored tokens and their log-probs, both [M, K]."""
+    return _present(batch.topk_ids, "top-k token ids"), _present(batch.topk_logprobs, "top-k log-probs")
+
+
 def _overlap(
     term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, teacher: Head | None, sums: TermSums
 ) -> None:
@@ -289,8 +312,7 @@ def _topk_divergence(
     rows = topk_divergence(
         hidden,
         head,
-        _present(batch.topk_ids, "top-k token ids"),
-        _present(batch.topk_logprobs, "top-k log-probs"),
+        *_topk(batch),
         mode=term.topk_mode,
         kind=term.form_kind,
         beta=term.beta,

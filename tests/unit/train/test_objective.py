@@ -242,6 +242,62 @@ def test_extrapolation_moves_past_the_teacher(case: Case, student: Any) -> None:
     case.same(case.loss(policy_gradient(student_logprob=student, extrapolation=1.25, reference="base")), wanted)
 
 
+def with_teacher(case: Case, baseline: str) -> tuple[MicroBatch, Head, Tensor]:
+    """A batch with both kinds of signals, its teacher's head, and KL(student, teacher) at each position."""
+    states, head = torch.randn(len(case.batch.targets), D), Head(torch.randn(V, D))
+    ids, logprobs = topk_logprobs(states, head, 4)
+    batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32", topk_ids=ids, topk_logprobs=logprobs)
+    own = (case.hidden @ case.weight.T).log_softmax(-1).detach().double()
+    judged = (states @ head.weight.T).log_softmax(-1).double()
+    if baseline == "topk":
+        own, judged = (
+            torch.cat([picked, (1 - picked.exp().sum(-1, keepdim=True)).log()], -1)
+            for picked in (own.gather(1, ids.long()), judged.gather(1, ids.long()))
+        )
+    return batch, head, (own.exp() * (own - judged)).sum(-1).float()
+
+
+@pytest.mark.parametrize("baseline", ["hidden", "topk"])
+@pytest.mark.parametrize("student", ["sampler", "current"])
+def test_a_baseline_adds_the_reverse_kl_of_the_position_before_the_clip(
+    case: Case, student: Any, baseline: Any
+) -> None:
+    b, head, kl = with_teacher(case, baseline)
+    before = b.sampler_logprobs if student == "sampler" else case.logprob.detach()
+    advantage = (b.teacher_logprobs - before + kl).clamp(-0.8, 0.8)
+    wanted = -((case.logprob - b.sampler_logprobs).exp() * advantage).sum() / case.totals.loss_tokens
+    objective = policy_gradient(student_logprob=student, baseline=baseline, advantage_clip=0.8)
+    case.same(case.loss(objective, b, teacher_head=head), wanted)
+    assert objective.signals == ("logprob", baseline)
+
+
+@pytest.mark.parametrize("baseline", ["none", "hidden", "topk"])
+def test_the_mean_over_all_tokens_is_the_gradient_of_exact_reverse_kl_with_and_without_a_baseline(
+    case: Case, baseline: Any
+) -> None:
+    """Every token of the vocabulary in turn. A sampler that gave each of them log-prob 0 makes the ratio pi(token)."""
+    b, head, _ = with_teacher(case, "hidden")
+    judged = (b.hidden.view(torch.float32) @ head.weight.T).log_softmax(-1)
+    objective = policy_gradient(student_logprob="current", baseline=baseline, normaliser="sum")
+    total = torch.zeros(())
+    for token in range(V):
+        batch = dataclasses.replace(
+            b, targets=torch.full_like(b.targets, token), sampler_logprobs=torch.zeros(len(b.targets)),
+            teacher_logprobs=judged[:, token],
+        )  # fmt: skip
+        total = total + case.loss(objective, batch, teacher_head=head)
+    own = (case.hidden @ case.weight.T).log_softmax(-1)
+    wanted = (own.exp() * (own - judged)).sum()
+    for found, exact in zip(case.gradients(total), case.gradients(wanted), strict=True):
+        torch.testing.assert_close(found, exact, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("wrong", [{"discount": 0.9}, {"teacher_coef": 0.0, "reward_coef": 1.0}])
+def test_a_baseline_of_one_token_is_refused_where_it_is_none(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="goes with discount = 0"):
+        PolicyGradientTerm(baseline="hidden", **wrong)
+
+
 @pytest.mark.parametrize("student", ["sampler", "current"])
 def test_discount_sums_later_gaps_of_the_same_sequence_only(case: Case, student: Any) -> None:
     b, gamma = case.batch, 0.7
