@@ -52,13 +52,15 @@ def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
 
 
 def commit() -> str:
-    """Commit of the checkout this package runs from, with `+` behind it when files but RESULTS differ; empty outside of git."""
+    """Commit of the checkout this package runs from; empty outside of git.
+
+    With `+` behind it when files other than RESULTS differ from it.
+    """
     folder = Path(__file__).parent
     try:
         found = _git(folder, "rev-parse", "HEAD").strip()[:12]
-        return found + (
-            "+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ":/", RESULTS).strip() else ""
-        )
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", ":/", RESULTS).strip()
+        return found + ("+" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return ""
 
