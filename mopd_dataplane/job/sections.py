@@ -425,7 +425,8 @@ class Train(Section):
     """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
     changes the loss."""
     checkpoint_steps: int = Field(default=50, ge=1)
-    """Optimizer steps between checkpoints: the most that a kill costs."""
+    """Optimizer steps between checkpoints inside a window; one is also written behind every window. A kill costs the
+    steps since the last: at most so many, or those of a window."""
     freeze_head: bool = False
     """Train everything but the LM head."""
     gradient_checkpointing: bool = False

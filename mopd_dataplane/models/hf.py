@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.base.file_checksums import check_folder, write_checksums
+from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 _BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 """Keys of config.json that say nothing about the shape of the weights."""
+_TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
+_tokenizers: dict[tuple[tuple[str, str], ...], PreTrainedTokenizerBase] = {}
+"""Those that this process has opened, by the names and digests of their files: opening one takes up to a second."""
 
 
 def file_digest(path: Path) -> str:
@@ -65,15 +68,22 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of a local model folder; never asks the network."""
+    """Tokenizer of a local model folder; never asks the network.
+
+    Folders whose files beside the weights are the same, such as the versions of a policy, share one object: leave it as
+    it is.
+    """
     from transformers import AutoTokenizer
 
     _require_sound(folder)
-    with _opening(folder, "tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    return tokenizer
+    files = sorted(file for file in Path(folder).iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
+    content = tuple((file.name, file_digest(file)) for file in files if file.name != CHECKSUMS)
+    if content not in _tokenizers:
+        with _opening(folder, "tokenizer"):
+            _tokenizers[content] = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+    return _tokenizers[content]
 
 
 def check_model_folder(folder: str | Path) -> None:

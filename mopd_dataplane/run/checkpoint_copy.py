@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.run.work_folder import Work
-from mopd_dataplane.train.checkpoint import name_newest, newest_checkpoint
+from mopd_dataplane.train.checkpoint import latest_checkpoint, name_newest, newest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
 
 KEEP = 2
@@ -54,6 +54,11 @@ class StoredCheckpoints:
         except DeadlineError as failure:
             return f"the checkpoint stays on this node for now: {failure}"
         return ""
+
+    def windows_done(self) -> int:
+        """Windows that no kill can make this stage train again: those before the newest checkpoint's position."""
+        newest = latest_checkpoint(self.folder)
+        return newest[0].window if newest else 0
 
     def _local(self) -> str:
         """Name of the newest complete checkpoint here; names sort by step."""

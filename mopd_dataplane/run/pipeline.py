@@ -98,6 +98,7 @@ def run_in_turn(run: Run, stage: Stage) -> None:
 def run_window(run: Run, stage: Stage, window: int, training: Training) -> None:
     """One round of data, signals, plan and training; leaves policy version `window + 1`."""
     produce(run, stage, window)
+    training.settle()
     score(run, stage, iteration=stage.iteration_of(window))
     training.train(plan_window(run, stage, window, iteration=stage.iteration_of(window)))
 

