@@ -96,8 +96,9 @@ format: $(INSTALLED)  ## let ruff rewrite what it can
 schemas: $(INSTALLED)  ## write schemas/*/v2.json from tables.py
 	$(BIN)/python -m mopd_dataplane.store.schemas schemas
 
-docs: $(INSTALLED)  ## write docs/cli.md and docs/job.md from the help texts and the sections of a job file
+docs: $(INSTALLED)  ## write docs/cli.md, docs/fields.md and docs/job.md from help texts, fields and sections of a job file
 	$(BIN)/python -m mopd_dataplane.cli.reference > docs/cli.md
+	$(BIN)/python -m mopd_dataplane.cli.reference fields > docs/fields.md
 	$(BIN)/python -m mopd_dataplane.job.reference docs/job.md
 
 $(SITE_VENV)/installed: pyproject.toml constraints.txt

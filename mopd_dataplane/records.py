@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.fields import FIELDS, SIGNALS
+
 FINISH_REASONS = ("stop", "length", "reference", "abandoned", "unknown")
 RESUME_KINDS = ("none", "exact", "statistical")
-SIGNAL_KINDS = ("logprob", "topk", "hidden")
+SIGNAL_KINDS = tuple(dict.fromkeys(row.table.removeprefix(SIGNALS) for row in FIELDS if row.table.startswith(SIGNALS)))
 FORMAT_1_NAMES = {
     "run": "stage",
     "generation": "iteration",
@@ -119,6 +121,8 @@ class Sample:
     experts: NDArray[np.int16] | None = None
     """[L - 1, W] expert ids, over all layers, of every token but the last, which nothing read; None when not recorded.
     """
+    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Recorded fields of fields.py that have no attribute here, by name."""
     turns: int = 1
     finish_reason: str
     """One of FINISH_REASONS."""
@@ -164,6 +168,8 @@ class Signal:
     topk_source: str = "teacher"
     """Whose top-k the ids are: teacher or student."""
     hidden: NDArray[np.uint8] | None = None
+    extra: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Fields of fields.py that have no attribute here, by name."""
     mean_reverse_kl: float | None = None
     """Mean over loss tokens of sampler log-prob minus teacher log-prob (k1 estimate of reverse KL)."""
 
@@ -283,6 +289,8 @@ class Pack:
     hidden: Any | None = None
     """[M, row_bytes] uint8, codec bytes in the order of loss-masked positions"""
     hidden_codec: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Fields of fields.py that have no attribute here, by name."""
 
     @property
     def position_ids(self) -> Any:

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
+
+from mopd_dataplane import fields
 
 FORMAT_VERSION = 2
 DATA_STORAGE_VERSION = "2.2"
@@ -30,6 +33,22 @@ def _field(name: str, kind: pa.DataType, doc: str, *, null: bool = False, unit: 
 def _blob(name: str, doc: str) -> pa.Field:
     """A Lance blob column (large bytes read by range); declared without importing lance."""
     return pa.field(name, pa.large_binary(), nullable=False, metadata={"doc": doc, "unit": "bytes", "blob": "v2"})
+
+
+def _fields(table: str) -> list[pa.Field]:
+    """Columns of the per-token fields of a table (fields.py): lists, but for blobs."""
+    return [
+        _blob(field.column, field.doc)
+        if field.blob
+        else _field(
+            field.column,
+            pa.list_(pa.field("item", pa.from_numpy_dtype(np.dtype(field.dtype)), nullable=False)),
+            field.doc,
+            null=field.null,
+            unit=field.unit,
+        )
+        for field in fields.of_table(table)
+    ]
 
 
 ROW_CRC = _field("row_crc", pa.uint32(), "crc32c over the row's other columns; how: store/row_checksums.py")
@@ -134,47 +153,9 @@ SAMPLES = TableSpec(
 )
 
 TOKENS = TableSpec(
-    "tokens",
+    fields.TOKENS,
     "One row is the per-token payload of a sample.",
-    pa.schema(
-        [
-            _field("uid", _STRING, "sample it belongs to"),
-            _field("tokens", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[L] prompt then response"),
-            _field(
-                "logprobs",
-                pa.list_(pa.field("item", pa.float32(), nullable=False)),
-                "[R] sampler log-prob as sampled; 0 where loss_mask is 0; null when not sampled or not recorded",
-                null=True,
-                unit="nat",
-            ),
-            _field("loss_mask", pa.list_(pa.field("item", pa.uint8(), nullable=False)), "[R] 1 where the policy wrote"),
-            _field(
-                "version_starts",
-                pa.list_(pa.field("item", pa.int32(), nullable=False)),
-                "[spans] response position where each policy version starts",
-            ),
-            _field("versions", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[spans] policy versions"),
-            _field(
-                "sampling_mask_sizes",
-                pa.list_(pa.field("item", pa.int32(), nullable=False)),
-                "[M] ids that top-k and top-p kept for each loss token; 0 where nothing was cut; null if not recorded",
-                null=True,
-                unit="ids",
-            ),
-            _field(
-                "sampling_mask_ids",
-                pa.list_(pa.field("item", pa.int32(), nullable=False)),
-                "[sum of sampling_mask_sizes] those ids, token after token; null if not recorded",
-                null=True,
-            ),
-            _field(
-                "experts",
-                pa.list_(pa.field("item", pa.int16(), nullable=False)),
-                "[(L - 1) * W] expert ids of every token but the last: layers in order, the chosen of each; or null",
-                null=True,
-            ),
-        ]
-    ),
+    pa.schema([_field("uid", _STRING, "sample it belongs to"), *_fields(fields.TOKENS)]),
     key=("uid",),
     heavy=True,
     storage=LIST_STORAGE_VERSION,
@@ -208,61 +189,30 @@ TEACHERS = TableSpec(
     key=("name",),
 )
 
-SIGNAL_LOGPROB = TableSpec(
-    "signals/*/logprob",
-    "One row is the teacher's log-prob of each sampled token of a sample.",
-    pa.schema(
-        [
-            _field("uid", _STRING, "sample it speaks of"),
-            _field(
-                "logprob",
-                pa.list_(pa.field("item", pa.float32(), nullable=False)),
-                "[R] teacher log-prob; 0 where loss_mask is 0",
-                unit="nat",
-            ),
-        ]
-    ),
-    key=("uid",),
-    heavy=True,
-    storage=LIST_STORAGE_VERSION,
-)
 
-SIGNAL_TOPK = TableSpec(
-    "signals/*/topk",
+def signal_spec(kind: str, doc: str, *header: pa.Field) -> TableSpec:
+    """Table of a kind of signal: the sample's uid, what describes the arrays, then the arrays (fields.py)."""
+    columns = [_field("uid", _STRING, "sample it speaks of"), *header, *_fields(fields.SIGNALS + kind)]
+    blob = any(field.blob for field in fields.of_signal(kind))
+    storage = DATA_STORAGE_VERSION if blob else LIST_STORAGE_VERSION
+    return TableSpec(fields.SIGNALS + kind, doc, pa.schema(columns), key=("uid",), heavy=True, storage=storage)
+
+
+SIGNAL_LOGPROB = signal_spec("logprob", "One row is the teacher's log-prob of each sampled token of a sample.")
+
+SIGNAL_TOPK = signal_spec(
+    "topk",
     "One row is the teacher's top-k at each loss-masked position of a sample.",
-    pa.schema(
-        [
-            _field("uid", _STRING, "sample it speaks of"),
-            _field("k", pa.int16(), "K"),
-            _field("topk_source", _STRING, "teacher or student: whose top-k the ids are"),
-            _field("ids", pa.list_(pa.field("item", pa.int32(), nullable=False)), "[M * K] token ids"),
-            _field(
-                "logprobs",
-                pa.list_(pa.field("item", pa.float32(), nullable=False)),
-                "[M * K] teacher log-probs",
-                unit="nat",
-            ),
-        ]
-    ),
-    key=("uid",),
-    heavy=True,
-    storage=LIST_STORAGE_VERSION,
+    _field("k", pa.int16(), "K"),
+    _field("topk_source", _STRING, "teacher or student: whose top-k the ids are"),
 )
 
-SIGNAL_HIDDEN = TableSpec(
-    "signals/*/hidden",
+SIGNAL_HIDDEN = signal_spec(
+    "hidden",
     "One row is the teacher's last hidden states at each loss-masked position of a sample.",
-    pa.schema(
-        [
-            _field("uid", _STRING, "sample it speaks of"),
-            _field("codec", _STRING, "fp32, bf16, int8, fp8 or mxfp4"),
-            _field("rows", pa.int32(), "M"),
-            _field("row_bytes", pa.int32(), "bytes of one position under the codec", unit="bytes"),
-            _blob("hidden", "[M, row_bytes] codec bytes, one contiguous run per position"),
-        ]
-    ),
-    key=("uid",),
-    heavy=True,
+    _field("codec", _STRING, "fp32, bf16, int8, fp8 or mxfp4"),
+    _field("rows", pa.int32(), "M"),
+    _field("row_bytes", pa.int32(), "bytes of one position under the codec", unit="bytes"),
 )
 
 SCORES = TableSpec(
@@ -442,7 +392,9 @@ TABLES: dict[str, TableSpec] = {
 }
 """The fixed tables, in the order of the flow."""
 
-SIGNALS: dict[str, TableSpec] = {"logprob": SIGNAL_LOGPROB, "topk": SIGNAL_TOPK, "hidden": SIGNAL_HIDDEN}
+SIGNALS: dict[str, TableSpec] = {
+    spec.name.removeprefix(fields.SIGNALS): spec for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN)
+}
 """One dataset per (teacher, kind), at signals/<teacher>/<kind>."""
 
 

@@ -16,13 +16,14 @@ from mopd_dataplane.bench.load import HIDDEN_SPEC, SPEC, deliver, hidden_store, 
 from mopd_dataplane.bench.peers import PEERS, write_work
 from mopd_dataplane.bench.synthetic import STAGE
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.load.payload import PLAIN
 from mopd_dataplane.store.dataset import Store
 
 SAME_PACKS = 4
 """Trainers that need the same packs, for memory."""
 MODULES = {"memmap": "torch", "memmap-plain": "torch", "transferqueue": "transfer_queue"}
 """Module a peer needs, where its name is another."""
-FIELDS = ("tokens", "logprobs", "loss_mask")
+FIELDS = PLAIN
 """What a sample's record holds: nine bytes a token."""
 
 

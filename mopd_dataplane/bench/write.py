@@ -19,8 +19,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.records import Sample, Signal, Teacher
-from mopd_dataplane.store.arrow_rows import PAYLOAD, sample_rows, token_rows
+from mopd_dataplane.store.arrow_rows import sample_rows, token_rows
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.tables import SAMPLES
 
@@ -97,7 +98,7 @@ def _token_speed(folder: Path) -> tuple[float, float]:
         return [bench_sample(i, TOKEN_RESPONSE) for i in range(number * TOKEN_BATCH, (number + 1) * TOKEN_BATCH)]
 
     def arrays(samples: list[Sample]) -> Iterator[NDArray[Any]]:
-        return (getattr(sample, name) for sample in samples for name in PAYLOAD)
+        return (getattr(sample, name) for sample in samples for name in column_names(PAYLOAD))
 
     speeds = _in_turn(folder, batch, lambda samples: store.commit_samples(samples, writer="bench"), arrays)
     shutil.rmtree(folder / "tokens")

@@ -1,16 +1,22 @@
-"""docs/cli.md from the command tree: `python -m mopd_dataplane.cli.reference > docs/cli.md` (or `make docs`).
+"""docs/cli.md from the command tree, docs/fields.md from the registry of per-token fields (`make docs`).
 
-Reads the same help texts that `--help` prints, so the page cannot say anything else; a test compares the two.
+    python -m mopd_dataplane.cli.reference > docs/cli.md
+    python -m mopd_dataplane.cli.reference fields > docs/fields.md
+
+Reads the help texts that `--help` prints and the fields that the code reads; a test compares page and source.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import typer
 
 from mopd_dataplane.cli.app import app
+from mopd_dataplane.fields import FIELDS, Field
 
 _HEAD = """# The command line
 
@@ -31,6 +37,24 @@ Answers go to stdout, progress and notes to stderr; with `--json` stdout is exac
 """
 
 
+_FIELDS_HEAD = """# Per-token fields
+
+Every array that is stored for each token, or that a pack carries, is one row of `mopd_dataplane/fields.py`; this page
+is made from it (`make docs`). Columns and schemas, checks, checksums, the layout of a slot, how a pack is cut, what a
+micro-batch carries, import and export follow from the row. A record keeps a field as an attribute where its class
+declares one, else in `extra` by its name.
+
+Axes: **token** all tokens of a sample; **read** all but the last; **response** those after the prompt; **trained**
+those with `loss_mask` 1; **ragged** several for each trained token; **span** one for each stretch of one policy
+version; **sample** and **bound** one for each sample of a pack. A field of some tokens has a value for every token of a
+pack, 0 or its blank where the store has none. Packs carry a record where `LoadSpec.recorded` names it and some sample
+of the window has it, and a signal where `LoadSpec.signals` names it.
+
+| field | where: table, column | axis | dtype | in a pack | record | meaning |
+|---|---|---|---|---|---|---|
+"""
+
+
 def reference() -> str:
     """The whole page."""
     root: Any = typer.main.get_command(app)
@@ -38,6 +62,18 @@ def reference() -> str:
     index = "\n".join(f"- [`{' '.join(path)}`](#{'-'.join(path)}): {_first(command)}" for path, command in commands)
     common = "## Options of `mopd` itself\n\n" + _options(root)
     return "\n\n".join([_HEAD.strip(), index, common, *(_section(path, c) for path, c in commands)]) + "\n"
+
+
+def fields_page() -> str:
+    """The page of per-token fields."""
+    return _FIELDS_HEAD + "".join(f"| {' | '.join(_cells(field))} |\n" for field in FIELDS)
+
+
+def _cells(field: Field) -> list[str]:
+    where = f"`{field.table}`, `{field.column}`" if field.table else "made by the loader"
+    width = f", `{field.width}` each" if field.width else ""
+    packed = f"`{field.pack}`: {field.pack_axis}{width}"
+    return [f"`{field.name}`", where, field.axis, np.dtype(field.dtype).name, packed, field.record, field.doc]
 
 
 def _leaves(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -78,4 +114,4 @@ def _options(command: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(fields_page() if sys.argv[1:] == ["fields"] else reference(), end="")

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
-from mopd_dataplane.interchange.formats import QUESTION_FIELDS, SAMPLE_FIELDS
+from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.tables import SAMPLES, TOKENS
@@ -32,7 +32,7 @@ def _type_of(name: str) -> pa.DataType:
     return stored.schema.field(name).type
 
 
-PAYLOAD_FIELDS = ("domain", "iteration", "turns", "prompt_len", "tokens", "logprobs", "loss_mask")
+PAYLOAD_FIELDS = ("domain", "iteration", "turns", "prompt_len", *PLAIN_FIELDS)
 SCHEMA = pa.schema(
     [
         *((name, _type_of(name)) for name in SAMPLE_FIELDS),

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mopd_dataplane.errors import InputError
+from mopd_dataplane.fields import PAYLOAD, RECORDED
 from mopd_dataplane.interchange.row_files import Fields, check_unicode, floats, integer, integers, number, text
 from mopd_dataplane.records import FORMAT_1_NAMES
-from mopd_dataplane.store.arrow_rows import RECORDED
 
 Messages = list[dict[str, Any]]
 
@@ -214,9 +214,11 @@ _TEXTS = (
 )  # fmt: skip
 _WHOLES = ("group_index", "writer_seq", "top_k", "interruptions")
 _REALS = ("temperature", "top_p")
-_LISTS = ("version_starts", "versions", *RECORDED)
-SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *_LISTS)
-"""What a plain row may say of its sample besides tokens, domain, iteration and turns."""
+_LISTS = (*(field for field in PAYLOAD if field.axis == "span"), *RECORDED)
+SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *(field.name for field in _LISTS))
+"""What a plain row may say of its sample besides PLAIN_FIELDS, domain, iteration and turns."""
+PLAIN_FIELDS = tuple(field.name for field in PAYLOAD if field.axis != "span")
+"""Fields that it says with the length of its prompt."""
 QUESTION_FIELDS = ("split", "effort", "source", "teacher_context", "verifier_data")
 """What a plain row may say of its prompt besides text, answer and domain."""
 
@@ -235,9 +237,12 @@ def _stated(fields: Fields, place: str) -> dict[str, Any]:
         (_TEXTS, lambda name: text(fields, name, place)),
         (_WHOLES, lambda name: integer(fields, name, place)),
         (_REALS, lambda name: number(fields, name, place)),
-        (_LISTS, lambda name: integers(fields[name], name, place)),
     )
-    return {name: read(name) for names, read in readers for name in names if fields.get(name) is not None}
+    stated = {name: read(name) for names, read in readers for name in names if fields.get(name) is not None}
+    for listed in _LISTS:
+        if (given := fields.get(listed.name)) is not None:
+            stated[listed.name] = (floats if listed.is_float else integers)(given, listed.name, place)
+    return stated
 
 
 def _prompt(fields: Fields, name: str, place: str, *, optional: bool = False) -> str | Messages | None:

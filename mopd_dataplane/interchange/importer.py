@@ -13,10 +13,11 @@ import numpy as np
 
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.fields import RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
 from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.store.arrow_rows import RECORDED, check_sample, sample_crc
+from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.sample_values import log_probs, other_content, whole_numbers
 
@@ -237,7 +238,7 @@ def _converted(
         loss_mask=mask,
         version_starts=np.array(given.get("version_starts", [0]), np.int32),
         versions=np.array(given.get("versions", [row.iteration]), np.int32),
-        **_recorded(row, len(tokens), vocabulary),
+        **_recorded(row, len(tokens), mask, vocabulary),
         turns=row.turns,
         finish_reason=given.get("finish_reason", "unknown"),
         interruptions=given.get("interruptions", 0),
@@ -266,24 +267,36 @@ def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
     return ids
 
 
-def _recorded(row: Row, length: int, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Sampling masks and experts as Sample has them; what the row does not state is left out."""
-    given = {name: np.array(row.sample[name], np.int64) for name in RECORDED if name in row.sample}
-    if "sampling_mask_ids" in given and given["sampling_mask_ids"].max(initial=0) >= vocabulary.size:
+def _recorded(row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Recorded fields as Sample has them; what the row does not state is left out."""
+    stated = [field for field in RECORDED if field.name in row.sample]
+    return arguments(Sample, {field.name: _array(field, row, length, mask, vocabulary) for field in stated})
+
+
+def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """A recorded field of a row of `length` tokens, in its dtype; of fields with several values a place, [places, W].
+
+    mask: [R] loss mask. Raises InputError for an id outside the vocabulary or no whole number of values a place,
+    MismatchError for a value outside the field's range.
+    """
+    given = np.array(row.sample[field.name], np.float64 if field.is_float else np.int64)
+    if field.token_ids and given.max(initial=0) >= vocabulary.size:
         raise InputError(
-            f"{row.place}: sampling_mask_ids holds {given['sampling_mask_ids'].max()}, "
-            f"the tokenizer has {vocabulary.size} ids; "
+            f"{row.place}: {field.name} holds {given.max()}, the tokenizer has {vocabulary.size} ids; "
             "give the right one"
         )
-    if "experts" in given:
-        experts, read = given["experts"], length - 1
-        if not read or len(experts) % read or experts.max(initial=0) > np.iinfo(np.int16).max:
+    if field.values is not None:
+        whole_numbers(given, *field.values, field.name)
+    if field.width:
+        axes = {"token": length, "read": length - 1, "response": len(mask), "trained": int(mask.sum())}
+        places = axes[field.axis]
+        if not places or len(given) % places:
             raise InputError(
-                f"{row.place}: experts has {len(experts)} values up to {experts.max(initial=0)}; expected as many for "
-                f"each of {read} tokens, all but the last, and none over {np.iinfo(np.int16).max}"
+                f"{row.place}: {field.name} has {len(given)} values up to {given.max(initial=0)}; expected as many "
+                f"for each of {places} places"
             )
-        given["experts"] = experts.reshape(read, -1)
-    return {name: value.astype(np.int16 if name == "experts" else np.int32) for name, value in given.items()}
+        given = given.reshape(places, -1)
+    return given.astype(field.dtype)
 
 
 def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:

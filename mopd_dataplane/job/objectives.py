@@ -5,7 +5,7 @@ Formulas and sources: docs/objectives.md. `train/objective.py` computes them.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -21,6 +21,9 @@ sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` 
 
 class PolicyGradientTerm(Section):
     """Score-function term: advantage times log-prob of the sampled token."""
+
+    recorded: ClassVar[tuple[str, ...]] = ("sampling_mask", "experts")
+    """What it reads of what is recorded of some samples only (fields.RECORDS)."""
 
     weight: float = 1.0
     """Factor of this term in the sum of the terms."""
@@ -164,6 +167,11 @@ class Objective(Section):
             kinds.append(self.divergence.signal)
             kinds += ["hidden"] if self.divergence.topk_agreement else []
         return tuple(dict.fromkeys(kinds))
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """What packs carry of what is recorded of some samples only (fields.RECORDS)."""
+        return self.policy_gradient.recorded if self.policy_gradient else ()
 
     @property
     def needs_rewards(self) -> bool:

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Literal, overload
 
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
+from mopd_dataplane.fields import arguments
 from mopd_dataplane.load import pinned
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
 from mopd_dataplane.load.slot_layout import Field, arrays_of, read_header, slot_crc
@@ -180,7 +181,12 @@ class LoaderClient:
             arrays: dict[str, Any] = {field.name: slot.torch_view(field) for field in header.fields}
         else:
             arrays = arrays_of(slot.memory, header.fields)
-        return Pack(index=header.pack, teacher=str(entry["teacher"]), hidden_codec=str(entry["codec"]), **arrays)
+        return Pack(
+            index=header.pack,
+            teacher=str(entry["teacher"]),
+            hidden_codec=str(entry["codec"]),
+            **arguments(Pack, arrays),
+        )
 
     def _release(self, leases: list[_Lease], *, tell: bool) -> None:
         """Give leases back. The loader is told now, or with the last pack of those it lent together."""

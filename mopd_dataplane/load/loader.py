@@ -326,7 +326,7 @@ class Loader:
             return True
         for ordinal, pack in enumerate(self._packs(group, source, group.next_step)):
             fields, nbytes = source.fields(pack)
-            in_lists = sum(field.nbytes for field in fields if field.name != UNCHECKED)
+            in_lists = sum(field.nbytes for field in fields if field.name not in UNCHECKED)
             place = (source, group.next_step, ordinal, pack)
             group.items.append(Item(group.prefetch, *place, set(group.consumers), fields, nbytes, in_lists))
         group.next_step += 1

@@ -16,15 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.fields import PAYLOAD, RECORDED, REFERENCE, Field, of_signal
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.lists import Lists
     from mopd_dataplane.store.reading import SignalReader, TokenReader
 
-PAYLOAD = ("tokens", "logprobs", "loss_mask")
-VERSIONS = ("version_starts", "versions")
-SUPPORT = ("sampling_mask_sizes", "sampling_mask_ids")
-EXPERTS = ("experts",)
+PLAIN = tuple(field.column for field in PAYLOAD if field.axis != "span")
+"""Columns of `tokens` that every pack needs."""
+VERSIONS = tuple(field.column for field in PAYLOAD if field.axis == "span")
+"""Columns that it needs where the policy changed in the middle of a response."""
 
 Arrays = dict[str, Any]
 Wanted = Mapping[tuple[str, str], tuple["SignalReader", NDArray[np.int64]]]
@@ -53,20 +54,20 @@ class Payload:
     def __init__(
         self, tokens: TokenReader, placed: Placed, signals: Wanted, *, recorded: Sequence[str], verify: bool
     ) -> None:
-        """Look them up. recorded: columns beside PAYLOAD that the packs carry."""
+        """Look them up. recorded: columns beside PLAIN that the packs need."""
         self._placed = placed
         rows, first, places = np.unique(placed.rows, return_index=True, return_inverse=True)
-        lists = tokens.lists(rows, placed.lengths[first], (*PAYLOAD, *recorded), verify=verify)
+        lists = tokens.lists(rows, placed.lengths[first], (*PLAIN, *recorded), verify=verify)
         self._lists = {name: column.at(places) for name, column in lists.items()}
-        self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PAYLOAD)
+        self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PLAIN)
         ends = placed.firsts + placed.lengths
         responses, sampled = (ends - column.lengths for column in (self._masks, self._logprobs))
         self._wrong_tokens = np.flatnonzero(self._tokens.lengths != placed.lengths)
         self._wrong_masks = np.flatnonzero(responses < placed.firsts)
         self._wrong_logprobs = np.flatnonzero((self._logprobs.lengths > 0) & (sampled != responses))
-        longest = int(placed.lengths.max(initial=0))
-        self._no_mask = np.zeros(longest, np.uint8).data
-        self._no_logprobs = np.zeros(longest, np.float32).data
+        self._longest = int(placed.lengths.max(initial=0))
+        self._blanks = {dtype: np.zeros(self._longest, dtype).data for dtype in ("|u1", "<f4")}
+        """Zeros of a dtype, for the prompts."""
         self._firsts, self._responses, self._sampled = placed.firsts.tolist(), responses.tolist(), sampled.tolist()
         if "versions" in recorded:
             self._place_versions(responses)
@@ -106,8 +107,10 @@ class Payload:
             self._refuse(place, f"{self._logprobs.lengths[place]} log-probs", self._masks.lengths[place])
         out["cu_seqlens"][:-1], out["cu_seqlens"][-1] = self._placed.firsts[part], len(out["tokens"])
         self._tokens.copy(part, self._firsts[part], out["tokens"].data)
-        _copy_after(self._no_mask, self._masks, part, self._firsts, self._responses, out["loss_mask"].data)
-        _copy_after(self._no_logprobs, self._logprobs, part, self._firsts, self._sampled, out["sampler_logprobs"].data)
+        _copy_after(self._blanks["|u1"], self._masks, part, self._firsts, self._responses, out["loss_mask"].data)
+        _copy_after(
+            self._blanks["<f4"], self._logprobs, part, self._firsts, self._sampled, out["sampler_logprobs"].data
+        )
 
     def fill_versions(self, part: slice, out: Arrays) -> None:
         """Write the spans of one policy version; the first of a sample covers its prompt too.
@@ -121,64 +124,100 @@ class Payload:
         out["version_starts"][:] = self._version_starts[spans]
         out["versions"][:] = self._versions[spans]
 
-    def fill_support(self, part: slice, announced: NDArray[np.int64], out: Arrays) -> None:
-        """Write the sampling masks of a pack, token after token; a sample without any was drawn from everything.
+    def fill_recorded(self, field: Field, part: slice, out: NDArray[Any], announced: Sequence[int]) -> None:
+        """Write a field that some samples have; where one has none, blanks.
 
-        announced: [S] ids of each sample as its metadata says. Raises DamagedError when the payload says otherwise.
+        out: [T] or [T, width] for an axis of tokens, [M] or [M, width] for trained tokens, [values] for a ragged field.
+        announced: [S] values of each sample of a ragged field, as its metadata says; else not looked at. Raises
+        DamagedError when the payload says otherwise.
         """
-        sizes, ids = (self._lists[name] for name in SUPPORT)
-        begin = first = 0
-        for place, length in zip(range(part.start, part.stop), announced.tolist(), strict=True):
-            own = sizes.array(place)
+        if field.axis == "ragged":
+            self._fill_ragged(field, part, announced, out)
+        elif field.axis == "trained":
+            self._fill_trained(field, part, out)
+        else:
+            self._fill_tokens(field, part, out)
+
+    def _fill_tokens(self, field: Field, part: slice, out: NDArray[Any]) -> None:
+        """[T] or [T, width]: a value of every token that the field speaks of."""
+        lists, width = self._lists[field.column], out.shape[1] if out.ndim == 2 else 1
+        begins = self._responses[part] if field.axis == "response" else self._firsts[part]
+        places = {
+            "token": self._placed.lengths[part],
+            "read": self._placed.lengths[part] - 1,
+            "response": self._masks.lengths[part],
+        }[field.axis]
+        out[:] = field.blank
+        wanted, found = places * width, lists.lengths[part]
+        for place in np.flatnonzero((found != 0) & (found != wanted)):
+            self._refuse(part.start + place, f"{found[place]} values of {field.name}", wanted[place])
+        lists.copy(part, [begin * width for begin in begins], out.reshape(-1).data)
+
+    def _fill_trained(self, field: Field, part: slice, out: NDArray[Any]) -> None:
+        """[M] or [M, width], sample after sample."""
+        lists, flat = self._lists[field.column], out.reshape(-1)
+        width = out.shape[1] if out.ndim == 2 else 1
+        begin = 0
+        for place in range(part.start, part.stop):
+            own = lists.array(place)
             if own is None or not len(own):
                 mask = self._masks.array(place)
-                own = np.zeros(0 if mask is None else int(mask.sum()), np.int32)
-            if ids.lengths[place] != length or own.sum() != length:
-                self._refuse(place, f"{ids.lengths[place]} kept ids", length)
-            out["sampling_mask_sizes"][begin : begin + len(own)] = own
-            ids.copy(slice(place, place + 1), [first], out["sampling_mask_ids"].data)
-            begin, first = begin + len(own), first + length
-        if begin != len(out["sampling_mask_sizes"]):
-            found = f"with the samples after it {begin} sampling masks"
-            self._refuse(part.start, found, len(out["sampling_mask_sizes"]))
+                own = np.full(0 if mask is None else int(mask.sum()) * width, field.blank, flat.dtype)
+            if begin + len(own) > len(flat):
+                self._refuse(place, f"{begin + len(own)} values of {field.name} with those before it", len(flat))
+            flat[begin : begin + len(own)] = own
+            begin += len(own)
+        if begin != len(flat):
+            self._refuse(part.start, f"with the samples after it {begin} values of {field.name}", len(flat))
 
-    def fill_experts(self, part: slice, out: NDArray[np.int16]) -> None:
-        """Write the expert ids of every token [T, W]; -1 at the last of each sample and where none are recorded.
+    def _fill_ragged(self, field: Field, part: slice, announced: Sequence[int], out: NDArray[Any]) -> None:
+        """As many values for each trained token as the field of sizes says."""
+        lists = self._lists[field.column]
+        sizes = next(self._lists[other.column] for other in RECORDED if other.name == field.sizes)
+        first = 0
+        for place, length in zip(range(part.start, part.stop), announced, strict=True):
+            own = sizes.array(place)
+            if lists.lengths[place] != length or (0 if own is None else own.sum()) != length:
+                self._refuse(place, f"{lists.lengths[place]} values of {field.name}", length)
+            lists.copy(slice(place, place + 1), [first], out.data)
+            first += length
 
-        Raises DamagedError when there are not W ids for each token.
-        """
-        experts, width = self._lists["experts"], out.shape[1]
-        out[:] = -1
-        wanted = (self._placed.lengths[part] - 1) * width
-        for place in np.flatnonzero((experts.lengths[part] != 0) & (experts.lengths[part] != wanted)):
-            self._refuse(part.start + place, f"{experts.lengths[part][place]} expert ids", wanted[place])
-        experts.copy(part, [first * width for first in self._firsts[part]], out.reshape(-1).data)
+    def fill_reference(self, teacher: str, part: slice, out: Arrays) -> None:
+        """Write the log-probs of the reference policy, which are the log-prob signal of a teacher."""
+        [field] = of_signal("logprob")
+        self.fill_responses(teacher, "logprob", field, part, out[REFERENCE])
 
-    def fill_logprobs(self, teacher: str, part: slice, out: NDArray[np.float32]) -> None:
-        """Write one teacher's log-probs at token positions; 0 on prompts.
+    def fill_responses(self, teacher: str, kind: str, field: Field, part: slice, out: NDArray[Any]) -> None:
+        """Write a field of one teacher's signal, a value for each response token, at token positions; 0 on prompts.
 
         Raises DamagedError when there are not as many as response tokens.
         """
-        logprobs = self._signals[teacher, "logprob"]["logprob"]
-        for place in np.flatnonzero(logprobs.lengths[part] != self._masks.lengths[part]) + part.start:
-            self._refuse(place, f"{logprobs.lengths[place]} log-probs of {teacher!r}", self._masks.lengths[place])
-        _copy_after(self._no_logprobs, logprobs, part, self._firsts, self._responses, out.data)
+        lists = self._signals[teacher, kind][field.column]
+        for place in np.flatnonzero(lists.lengths[part] != self._masks.lengths[part]) + part.start:
+            self._refuse(place, f"{lists.lengths[place]} {field.name} of {teacher!r}", self._masks.lengths[place])
+        blank = self._blanks.setdefault(field.dtype, np.zeros(self._longest, field.dtype).data)
+        _copy_after(blank, lists, part, self._firsts, self._responses, out.data)
 
-    def fill_topk(self, teacher: str, part: slice, out: Arrays) -> None:
-        """Write one teacher's top-k ids and log-probs, sample after sample.
+    def fill_signal(self, teacher: str, kind: str, part: slice, out: Arrays) -> None:
+        """Write one teacher's signal of a kind in lists: at token positions with 0 on prompts, or of the trained
+        tokens, sample after sample.
 
-        Raises DamagedError when there are not k for each trained token of the pack.
+        Raises DamagedError when there is not a value, or a row of them, for each token that it speaks of.
         """
-        signal = self._signals[teacher, "topk"]
-        for name, field in (("ids", "topk_ids"), ("logprobs", "topk_logprobs")):
-            ends, target = np.cumsum(signal[name].lengths[part]), out[field].reshape(-1)
+        signal = self._signals[teacher, kind]
+        for field in of_signal(kind):
+            if field.axis == "response":
+                self.fill_responses(teacher, kind, field, part, out[field.pack])
+                continue
+            lists, target = signal[field.column], out[field.pack].reshape(-1)
+            ends = np.cumsum(lists.lengths[part])
             if ends[-1] != len(target):
-                row, found = self._placed.rows[part.start], f"{ends[-1]:,} top-k {name} of teacher {teacher!r}"
+                row, found = self._placed.rows[part.start], f"{ends[-1]:,} {field.name} of teacher {teacher!r}"
                 raise DamagedError(
                     f"the pack of sample row {row} has {found}, its metadata says {len(target):,}; run "
                     "`mopd store verify`"
                 )
-            signal[name].copy(part, (ends - signal[name].lengths[part]).tolist(), target.data)
+            lists.copy(part, (ends - lists.lengths[part]).tolist(), target.data)
 
     def _refuse(self, place: int, found: str, announced: int) -> NoReturn:
         raise DamagedError(

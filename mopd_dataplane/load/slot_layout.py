@@ -1,6 +1,6 @@
 """The fields of a pack inside a slot: a header, a table of fields, then the arrays at 64-byte boundaries.
 
-    header   magic, format, number of fields, generation, pack, crc32c of all that follows it but `hidden`
+    header   magic, format, number of fields, generation, pack, crc32c of all that follows it but blobs
     field    name, dtype, shape, offset
 
 A slot describes itself, so a reader needs nothing but the slot and the generation it was promised.
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.fields import DTYPES, FIELDS
 
 HEADER = struct.Struct("<4sHHQqII")
 FIELD = struct.Struct("<32sIQQQ4x")
@@ -27,9 +28,8 @@ MAGIC = b"MOPS"
 FORMAT = 3
 HEADER_BYTES = 64
 FIELD_BYTES = FIELD.size
-DTYPES = ("<i2", "<i4", "<i8", "<f4", "|u1")
-UNCHECKED = "hidden"
-"""The last field, left out of the slot's checksum: it has its own in the store and is far larger than the rest."""
+UNCHECKED = frozenset(field.pack for field in FIELDS if field.blob)
+"""Last fields, left out of the slot's checksum: they have their own in the store and are far larger than the rest."""
 _KIND = {name: np.dtype(name) for name in DTYPES}
 _SIZE = {name: kind.itemsize for name, kind in _KIND.items()}
 
@@ -110,7 +110,7 @@ def read_header(memory: memoryview) -> Header:
 def slot_crc(memory: memoryview, fields: tuple[Field, ...]) -> int:
     """crc32c over the field table and the fields up to UNCHECKED, what lies between them included: one call."""
     last = fields[-1]
-    end = last.offset if last.name == UNCHECKED else last.offset + last.nbytes
+    end = last.offset if last.name in UNCHECKED else last.offset + last.nbytes
     return crc32c(np.frombuffer(memory, np.uint8, count=end - HEADER_BYTES, offset=HEADER_BYTES))
 
 

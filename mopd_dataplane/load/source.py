@@ -16,12 +16,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from mopd_dataplane import fields as per_token
 from mopd_dataplane.errors import DamagedError, MismatchError
-from mopd_dataplane.load.payload import EXPERTS, SUPPORT, VERSIONS, Payload, Placed
+from mopd_dataplane.load.payload import VERSIONS, Payload, Placed
 from mopd_dataplane.load.slot_layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.group_advantages import Outcomes, group_outcomes
 from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -47,13 +49,23 @@ class WindowSource:
         self._sizes = np.diff(plan.pack_starts)
         """[packs] samples of each pack."""
         self._firsts = _starts_in_packs(self.lengths, plan.pack_starts)
-        self._support_lens = self._support() if spec.support else None
-        self._experts_width = self._width_of_experts() if spec.experts else 0
+        self._counts: dict[str, NDArray[np.int64]] = {}
+        """[samples] values of each sample, of the ragged fields that packs carry."""
+        self._widths: dict[str, int] = {}
+        """Values at one place, of the recorded fields that have several."""
+        self._recorded = [
+            field for record in per_token.RECORDS if record in spec.recorded for field in self._held(record)
+        ]
+        """Recorded fields that packs carry."""
         self._outcomes = self._rewards() if spec.rewards else None
+        self._listed = [kind for kind in spec.signals if not any(field.blob for field in per_token.of_signal(kind))]
+        """Kinds of signals that lie in lists."""
         self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
         self._tokens = store.token_reader(rows, plan.snapshot)
         self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
+        self._carried = self._carried_fields()
+        """Fields of the packs, in the order of their slots."""
         self._payload: Payload | None = None
         """What was looked up last, kept for the packs that come next."""
         self._parts: dict[int, slice] = {}
@@ -83,51 +95,43 @@ class WindowSource:
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Where each array of the pack goes in a slot, and the bytes it takes."""
-        tokens, trained, spans, mask_ids = self._sums[pack]
+        sums = self._sums[pack]
         sequences = int(self.plan.pack_starts[pack + 1] - self.plan.pack_starts[pack])
-        shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-            "tokens": ("<i4", (tokens,)),
-            "cu_seqlens": ("<i4", (sequences + 1,)),
-            "loss_mask": ("|u1", (tokens,)),
-            "sampler_logprobs": ("<f4", (tokens,)),
-            "sample_rows": ("<i8", (sequences,)),
-            "version_starts": ("<i4", (spans,)),
-            "versions": ("<i4", (spans,)),
-            "rewards": ("<f4", (sequences,)),
-            "advantages": ("<f4", (sequences,)),
-        }
-        if self._support_lens is not None:
-            shapes["sampling_mask_sizes"] = ("<i4", (trained,))
-            shapes["sampling_mask_ids"] = ("<i4", (mask_ids,))
-        if self._experts_width:
-            shapes["experts"] = ("<i2", (tokens, self._experts_width))
-        if "logprob" in self._spec.signals:
-            shapes["teacher_logprobs"] = ("<f4", (tokens,))
-        if self._spec.reference:
-            shapes["reference_logprobs"] = ("<f4", (tokens,))
-        if "topk" in self._spec.signals:
-            width = self._topk[self.teacher(pack)]
-            shapes["topk_ids"] = ("<i4", (trained, width))
-            shapes["topk_logprobs"] = ("<f4", (trained, width))
-        if self._hidden is not None:
-            shapes["hidden"] = ("|u1", (trained, self._hidden.row_bytes(self.teacher(pack))))
+        counts = {**sums, "sample": sequences, "bound": sequences + 1}
+        shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for field in self._carried:
+            count = counts[field.name if field.axis == "ragged" else field.pack_axis]
+            shape = (count, self._width(field, pack)) if field.width else (count,)
+            shapes[field.pack] = (field.dtype, shape)
         return plan_fields(shapes)
 
+    def _carried_fields(self) -> list[per_token.Field]:
+        """Those that the spec asks for, as far as the window has them."""
+        made = [field for field in per_token.FIELDS if not field.table and field.name != per_token.REFERENCE]
+        signals = [field for kind in self._spec.signals for field in per_token.of_signal(kind)]
+        reference = [per_token.BY_NAME[per_token.REFERENCE]] if self._spec.reference else []
+        return sorted([*per_token.PAYLOAD, *made, *self._recorded, *reference, *signals], key=lambda field: field.blob)
+
+    def _width(self, field: per_token.Field, pack: int) -> int:
+        """Values at one place of a field of a pack."""
+        if field.blob and self._hidden is not None:
+            return self._hidden.row_bytes(self.teacher(pack))
+        return self._widths[field.name] if field.record else self._topk[self.teacher(pack)]
+
     @cached_property
-    def _sums(self) -> list[list[int]]:
-        """[packs] tokens, trained tokens, spans of one policy version and kept ids of each pack."""
-        counts = [self.lengths, self.loss_tokens, self._version_spans]
-        counts.append(np.zeros_like(self.lengths) if self._support_lens is None else self._support_lens)
+    def _sums(self) -> list[dict[str, int]]:
+        """[packs] tokens, trained tokens, spans of one policy version, and values of each ragged field."""
+        counts = {"token": self.lengths, "trained": self.loss_tokens, "span": self._version_spans, **self._counts}
         starts = self.plan.pack_starts[:-1]
-        sums: list[list[int]] = np.stack([np.add.reduceat(count, starts) for count in counts], axis=1).tolist()
-        return sums
+        sums = np.stack([np.add.reduceat(count, starts) for count in counts.values()], axis=1).tolist()
+        return [dict(zip(counts, row, strict=True)) for row in sums]
 
     @cached_property
     def largest_pack_bytes(self) -> int:
         """Bytes of a slot that holds any pack of the window."""
         starts = self.plan.pack_starts
         counts = [self.lengths, self.loss_tokens, self.lengths + self.loss_tokens, self.lengths + self._version_spans]
-        counts += [] if self._support_lens is None else [self._support_lens]
+        counts += self._counts.values()
         measures = [np.diff(starts), *(np.add.reduceat(count, starts[:-1]) for count in counts)]
         heaviest = {int(np.argmax(measure)) for measure in measures}
         spare = FIELD_BYTES * len(self.fields(0)[0])
@@ -179,16 +183,12 @@ class WindowSource:
         placed = Placed(
             self.plan.sample_rows[places], self._firsts[places], self.lengths[places], self._version_spans[places]
         )
-        recorded = [
-            *(VERSIONS if self._changes else ()),
-            *(SUPPORT if self._support_lens is not None else ()),
-            *(EXPERTS if self._experts_width else ()),
-        ]
+        recorded = [*(VERSIONS if self._changes else ()), *per_token.column_names(self._recorded)]
         return Payload(self._tokens, placed, signals, recorded=recorded, verify=self._spec.verify)
 
     def _judges(self, teacher: str) -> list[tuple[str, str]]:
         """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""
-        own = [(teacher, kind) for kind in self._spec.signals if kind != "hidden"]
+        own = [(teacher, kind) for kind in self._listed]
         reference = (self._spec.reference, "logprob")
         return [*own, reference] if self._spec.reference and reference not in own else own
 
@@ -211,18 +211,16 @@ class WindowSource:
             payload.fill_versions(part, out)
         else:
             out["version_starts"][:], out["versions"][:] = out["cu_seqlens"][:-1], self._first_versions[span]
-        if self._support_lens is not None:
-            payload.fill_support(part, self._support_lens[span], out)
-        if self._experts_width:
-            payload.fill_experts(part, out["experts"])
+        for field in self._recorded:
+            announced = self._counts[field.name][span].tolist() if field.name in self._counts else []
+            payload.fill_recorded(field, part, out[field.pack], announced)
         out["sample_rows"][:] = self._rows(pack)
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
-        for name, judge in (("teacher_logprobs", teacher), ("reference_logprobs", self._spec.reference)):
-            if name in out:
-                payload.fill_logprobs(judge, part, out[name])
-        if "topk_ids" in out:
-            payload.fill_topk(teacher, part, out)
+        if self._spec.reference:
+            payload.fill_reference(self._spec.reference, part, out)
+        for kind in self._listed:
+            payload.fill_signal(teacher, kind, part, out)
         if self._hidden is not None:
             self._hidden.fill(teacher, self._rows(pack), out["hidden"].reshape(-1))
 
@@ -236,26 +234,37 @@ class WindowSource:
         versions = self._store.read_tokens(rows, ["versions"], snapshot)["versions"]
         return np.asarray(pc.list_value_length(versions).to_numpy().astype(np.int64))
 
-    def _support(self) -> NDArray[np.int64] | None:
-        """Kept ids of each sample; None when no sample of the window has any."""
-        if not self._store.has_column("samples", "sampling_mask_len", self.plan.snapshot):
-            return None
-        metadata = self._store.take_samples(self.plan.sample_rows, ["sampling_mask_len"], self.plan.snapshot)
-        lengths: NDArray[np.int64] = metadata["sampling_mask_len"].fill_null(0).to_numpy().astype(np.int64)
-        return lengths if lengths.any() else None
+    def _held(self, record: str) -> list[per_token.Field]:
+        """Fields of one record that packs carry: all of them where some sample of the window has it, else none.
 
-    def _width_of_experts(self) -> int:
-        """Expert ids of one token; 0 when no sample of the window has any. Raises MismatchError for more than one W."""
-        if not self._store.has_column("samples", "experts_width", self.plan.snapshot):
-            return 0
-        metadata = self._store.take_samples(self.plan.sample_rows, ["experts_width"], self.plan.snapshot)
-        widths = metadata["experts_width"].drop_null().unique().to_pylist()
-        if len(widths) > 1:
-            raise MismatchError(
-                f"samples of one window have {' and '.join(map(str, sorted(widths)))} expert ids a token: two models "
-                "wrote them; plan each model's samples in a stage of their own"
-            )
-        return int(widths[0]) if widths else 0
+        Raises MismatchError for more than one width.
+        """
+        some = [field for field in per_token.RECORDED if field.record == record]
+        for field in some:
+            if not self._store.has_column(per_token.TOKENS, field.column, self.plan.snapshot):
+                return []
+            if field.count:
+                lengths = self._of_samples(field.count).fill_null(0).to_numpy().astype(np.int64)
+                if not lengths.any():
+                    return []
+                self._counts[field.name] = lengths
+            if field.width:
+                widths = self._of_samples(field.width).drop_null().unique().to_pylist()
+                if len(widths) > 1:
+                    raise MismatchError(
+                        f"samples of one window have {' and '.join(map(str, sorted(widths)))} values of {field.name} a "
+                        "token: two models wrote them; plan each model's samples in a stage of their own"
+                    )
+                if not widths or not widths[0]:
+                    return []
+                self._widths[field.name] = int(widths[0])
+        return some
+
+    def _of_samples(self, column: str) -> pa.ChunkedArray:
+        """A column of `samples`, for the samples of the window; nulls where the snapshot does not have it yet."""
+        if not self._store.has_column("samples", column, self.plan.snapshot):
+            return pa.chunked_array([pa.nulls(len(self.plan.sample_rows), SAMPLES.schema.field(column).type)])
+        return self._store.take_samples(self.plan.sample_rows, [column], self.plan.snapshot)[column]
 
     def _rewards(self) -> Outcomes:
         table = self._store.table("rewards", ["sample_row", "verifier", "reward"], snapshot=self.plan.snapshot)

@@ -24,10 +24,9 @@ class LoadSpec(Section):
     """Teacher whose log-probs are the reference policy's; empty for none."""
     rewards: bool = False
     """Whether packs carry outcome rewards and group-relative advantages."""
-    support: bool = False
-    """Whether packs carry the sampling masks of their tokens, where a sample of the window has them."""
-    experts: bool = False
-    """Whether packs carry the recorded experts of their tokens, where a sample of the window has them."""
+    recorded: tuple[str, ...] = ()
+    """What packs carry of what is recorded of some samples only (fields.RECORDS: sampling_mask, experts), where a
+    sample of the window has it."""
     reward_std: bool = False
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
@@ -64,8 +63,7 @@ class LoadSpec(Section):
             topk_source=topk_source if "topk" in objective.signals else "",
             reference=gradient.reference if gradient else "",
             rewards=objective.needs_rewards,
-            support=gradient is not None,
-            experts=gradient is not None,
+            recorded=objective.recorded,
             verifier=verifier,
             reward_std=bool(gradient and gradient.reward_std),
             slots=load.slots,

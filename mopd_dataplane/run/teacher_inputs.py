@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.prompts import render
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows
@@ -18,7 +19,7 @@ from mopd_dataplane.score.scorer import PromptRenderer, Scorable
 def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
     """Rows of `samples` as a teacher takes them."""
     metadata = run.store.take_samples(rows, ["uid", "prompt_id", "prompt_len", "temperature"])
-    payload = run.store.read_tokens(rows, columns=["tokens", "logprobs", "loss_mask", "version_starts", "versions"])
+    payload = run.store.read_tokens(rows, columns=column_names(PAYLOAD))
     for place, row in enumerate(rows.tolist()):
         logprobs = payload["logprobs"][place]
         yield Scorable(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,13 +14,18 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import InputError, MismatchError, nearest
+from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, value
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
-from mopd_dataplane.store.sample_values import check_values
+from mopd_dataplane.store.sample_values import check_values, whole_numbers
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
 
-PAYLOAD = ("tokens", "logprobs", "loss_mask", "version_starts", "versions")
-RECORDED = ("sampling_mask_sizes", "sampling_mask_ids", "experts")
-"""Columns of `tokens` in the order of payload_crc; those of RECORDED have no part in it where they are null."""
+PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
+    "token": lambda sample: (len(sample.tokens), "tokens"),
+    "read": lambda sample: (max(len(sample.tokens) - 1, 0), "tokens but the last"),
+    "response": lambda sample: (sample.response_len, "response tokens"),
+    "trained": lambda sample: (sample.loss_tokens, "loss tokens"),
+}
+"""Places of a sample along an axis, and what they are called."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -79,22 +84,32 @@ def check_sample(sample: Sample) -> None:
         )
     if starts[-1] > max(length - 1, 0):
         raise MismatchError(f"{where}: a version span starts at {starts[-1]}, past the {length} response tokens")
-    for name, value, allowed in (
+    for name, said, allowed in (
         ("finish_reason", sample.finish_reason, FINISH_REASONS),
         ("resume", sample.resume, RESUME_KINDS),
     ):
-        if value not in allowed:
-            raise MismatchError(f"{where}: {name} {value!r}: {nearest(value, allowed)}")
-    _check_support(sample, where)
-    experts, read = sample.experts, max(len(sample.tokens) - 1, 0)
-    if experts is not None and (experts.ndim != 2 or len(experts) != read or (experts < 0).any()):
-        raise MismatchError(
-            f"{where}: experts has shape {list(experts.shape)}; a row of ids, at least 0, for each of the "
-            f"{len(sample.tokens)} tokens but the last"
-        )
+        if said not in allowed:
+            raise MismatchError(f"{where}: {name} {said!r}: {nearest(said, allowed)}")
+    _check_sampling_masks(sample, where)
+    for field in RECORDED:
+        if field.axis in PLACES and (array := value(sample, field.name)) is not None:
+            _check_recorded(sample, field, array, where)
+    for name in sample.extra:
+        if name not in {field.name for field in RECORDED}:
+            raise MismatchError(f"{where}: extra has {name!r}: {nearest(name, [field.name for field in RECORDED])}")
 
 
-def _check_support(sample: Sample, where: str) -> None:
+def _check_recorded(sample: Sample, field: Field, array: NDArray[Any], where: str) -> None:
+    """Raise MismatchError unless there is a value, or a row of them, for each place of the field's axis."""
+    count, places = PLACES[field.axis](sample)
+    shape = f"{where}: {field.name} has shape {list(array.shape)}; a {'row' if field.width else 'value'}"
+    if array.ndim != (2 if field.width else 1) or len(array) != count:
+        raise MismatchError(f"{shape} for each of {count} {places}")
+    if field.values is not None:
+        whole_numbers(array.reshape(-1), *field.values, f"{where}: {field.name}")
+
+
+def _check_sampling_masks(sample: Sample, where: str) -> None:
     sizes, ids = sample.sampling_mask_sizes, sample.sampling_mask_ids
     if sizes is None and ids is None:
         return
@@ -115,20 +130,17 @@ def _check_support(sample: Sample, where: str) -> None:
 
 def sample_crc(sample: Sample) -> int:
     """payload_crc of the arrays of a sample, in the dtypes they are stored in."""
-    arrays = [_typed(getattr(sample, name), name) for name in (*PAYLOAD, *RECORDED)]
-    return tokens_crc(arrays)
+    return tokens_crc([_typed(value(sample, field.name), field) for field in (*PAYLOAD, *RECORDED)])
 
 
 def tokens_crc(arrays: Sequence[NDArray[Any] | None]) -> int:
-    """payload_crc of the columns PAYLOAD and RECORDED of one row of `tokens`."""
+    """payload_crc of one row of `tokens`: columns of PAYLOAD, then those of RECORDED that are not null."""
     fixed = len(PAYLOAD)
     return payload_crc(*arrays[:fixed], *(array for array in arrays[fixed:] if array is not None))
 
 
-def _typed(array: NDArray[Any] | None, column: str) -> NDArray[Any] | None:
-    if array is None:
-        return None
-    return np.asarray(array, TOKENS.schema.field(column).type.value_type.to_pandas_dtype()).reshape(-1)
+def _typed(array: NDArray[Any] | None, field: Field) -> NDArray[Any] | None:
+    return None if array is None else np.asarray(array, field.dtype).reshape(-1)
 
 
 def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
@@ -148,8 +160,9 @@ def list_views(column: pa.ChunkedArray) -> list[NDArray[Any] | None]:
 def token_rows(samples: Sequence[Sample]) -> pa.Table:
     """Rows of `tokens`."""
     columns = {"uid": pa.array([sample.uid for sample in samples], pa.string())}
-    for name in (*PAYLOAD, *RECORDED):
-        columns[name] = list_column([_typed(getattr(s, name), name) for s in samples], TOKENS.schema.field(name).type)
+    for field in (*PAYLOAD, *RECORDED):
+        kind = TOKENS.schema.field(field.column).type
+        columns[field.column] = list_column([_typed(value(sample, field.name), field) for sample in samples], kind)
     return pa.table(columns, schema=TOKENS.schema)
 
 
@@ -169,15 +182,26 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
                 "total_len": len(sample.tokens),
                 "loss_tokens": sample.loss_tokens,
                 "mean_logprob": mean,
-                "experts_width": None if sample.experts is None else sample.experts.shape[1],
                 "version_spans": len(sample.versions),
-                "sampling_mask_len": None if sample.sampling_mask_ids is None else len(sample.sampling_mask_ids),
+                **_recorded_sizes(sample),
                 "payload_row": payload_row,
                 "payload_crc": crc,
                 "schema_version": FORMAT_VERSION,
             }
         )
     return to_rows(SAMPLES, records)
+
+
+def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
+    """Columns of `samples` that say how large recorded fields are; null where they are not recorded."""
+    sizes: dict[str, int | None] = {}
+    for field in RECORDED:
+        array = value(sample, field.name)
+        if field.width:
+            sizes[field.width] = None if array is None else array.shape[1]
+        if field.count:
+            sizes[field.count] = None if array is None else len(array)
+    return sizes
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from lance.file import LanceFileReader
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.fields import PAYLOAD
 from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.lists import FileLists, HeldLists, Lists, OpenFiles, Piece
 
@@ -36,7 +37,7 @@ _COUNTS = re.compile(r"null_offset_adjustment:\s*(\d+),\s*num_items:\s*(\d+),?\s
 """What differs from page to page, and ends the encoding."""
 _ELEMENTS = re.compile(_ENCODING % (_FLAT % r"(?P<bits>\d+)"))
 _END = np.dtype("<u8")
-SHORT = ("version_starts", "versions")
+SHORT = frozenset(field.column for field in PAYLOAD if field.axis == "span")
 """Columns of a few elements a row: those of many rows are read at once."""
 GAP = 512
 """List ends, or elements of SHORT columns, that are read for nothing rather than with a read more."""

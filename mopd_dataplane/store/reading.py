@@ -14,17 +14,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.errors import DamagedError, UnknownNameError
+from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names, of_signal
 from mopd_dataplane.store import lance_errors
-from mopd_dataplane.store.arrow_rows import PAYLOAD, RECORDED, list_views, tokens_crc
+from mopd_dataplane.store.arrow_rows import list_views, tokens_crc
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.listfiles import Checksum, ListFiles
 from mopd_dataplane.store.lists import HeldLists, Lists
 from mopd_dataplane.store.row_ids import row_ids
-
-LISTS = {"logprob": ["logprob"], "topk": ["ids", "logprobs"]}
-"""Payload columns of the kinds that lie in lists, in the order of their checksum."""
-HEADERS = {"logprob": ["uid"], "topk": ["uid", "k"], "hidden": ["uid", "codec", "rows", "row_bytes"]}
 
 ROWS_OF_A_FILE = 64
 """Rows wanted of each file on average that are worth a read of their own."""
@@ -111,7 +108,7 @@ def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
 
 def _checked(tokens: lance.LanceDataset) -> list[str]:
     """Columns that the checksum is over; a version of the table from before RECORDED has only the others."""
-    return [name for name in (*PAYLOAD, *RECORDED) if name in tokens.schema.names]
+    return [name for name in column_names((*PAYLOAD, *RECORDED)) if name in tokens.schema.names]
 
 
 def _crcs_of(payload: pa.Table) -> list[int]:
@@ -144,9 +141,9 @@ def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: Array
 def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, verify: bool) -> list[Any]:
     """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
     rows = found["payload_row"].to_pylist()
-    header = take_rows(dataset, rows, HEADERS[kind])
+    header = take_rows(dataset, rows, header_columns(dataset, kind))
     check_echo(dataset.uri, found, header)
-    if kind == "hidden" and FREED in (codecs := header["codec"].to_pylist()):
+    if "codec" in header.column_names and FREED in (codecs := header["codec"].to_pylist()):
         raise UnknownNameError(
             f"{dataset.uri}: the hidden states of sample {header['uid'][codecs.index(FREED)]} have served and were "
             "freed; score it under another teacher name, or read a snapshot that was pinned before"
@@ -154,11 +151,16 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
     flat = _flat_arrays(dataset, kind, rows)
     if verify:
         check_crcs(dataset.uri, found, [payload_crc(*arrays) for arrays in flat])
-    if kind == "logprob":
-        return [values for (values,) in flat]
-    widths = header["k" if kind == "topk" else "row_bytes"].to_pylist()
-    shaped = [tuple(part.reshape(-1, w) for part in parts) for parts, w in zip(flat, widths, strict=True)]
-    return shaped if kind == "topk" else [states for (states,) in shaped]
+    shaped = []
+    for field, arrays in zip(of_signal(kind), zip(*flat, strict=True), strict=True):
+        widths = header[field.width].to_pylist() if field.width else []
+        shaped.append([a.reshape(-1, w) for a, w in zip(arrays, widths, strict=True)] if widths else list(arrays))
+    return shaped[0] if len(shaped) == 1 else list(zip(*shaped, strict=True))
+
+
+def header_columns(dataset: lance.LanceDataset, kind: str) -> list[str]:
+    """Columns of a kind of signal beside its payload: whose it is, and what describes the arrays."""
+    return [name for name in dataset.schema.names if name not in column_names(of_signal(kind))]
 
 
 class ListReader:
@@ -248,10 +250,10 @@ class SignalReader:
         self._found = found
         self._checked = np.zeros(len(sample_rows), bool)
         """[n] whether the row it is said to lie in is known to be its own."""
-        self._lists = ListReader(dataset, LISTS[kind], lambda arrays: payload_crc(*arrays))
+        self._lists = ListReader(dataset, column_names(of_signal(kind)), lambda arrays: payload_crc(*arrays))
 
     def lists(self, sample_rows: NDArray[np.int64], *, verify: bool) -> dict[str, Lists]:
-        """Columns LISTS[kind] of some of the samples, in the asked order; raises DamagedError as Store.read_signal."""
+        """Payload columns of some of the samples, in the asked order; raises DamagedError as Store.read_signal."""
         at = np.searchsorted(self._sample_rows, sample_rows)
         found, dataset = self._found.take(pa.array(at)), self._lists.dataset
         rows = found["payload_row"].to_numpy()
@@ -278,13 +280,15 @@ def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> 
 
 def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[tuple[Any, ...]]:
     """Per row the payload arrays of a kind, one-dimensional, in the order of their checksum."""
-    if kind != "hidden":
-        payload = take_payload(dataset, rows, LISTS[kind])
-        return list(zip(*(list_views(payload[name]) for name in LISTS[kind]), strict=True))
-    header, reader = take_rows(dataset, rows, HEADERS[kind]), HiddenReader(dataset)
+    fields = of_signal(kind)
+    if not any(field.blob for field in fields):
+        payload = take_payload(dataset, rows, column_names(fields))
+        return list(zip(*(list_views(column) for column in payload.columns), strict=True))
+    [field] = fields
+    header, reader = take_rows(dataset, rows, header_columns(dataset, kind)), HiddenReader(dataset)
     reader.locate(rows)
     states = []
-    for row, count, width in zip(rows, header["rows"].to_pylist(), header["row_bytes"].to_pylist(), strict=True):
+    for row, count, width in zip(rows, header["rows"].to_pylist(), header[field.width].to_pylist(), strict=True):
         buffer = np.empty(count * width, np.uint8)
         reader.read_into(row, 0, buffer.data)
         states.append((buffer,))

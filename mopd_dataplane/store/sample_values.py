@@ -13,19 +13,17 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.fields import IDS, INT32, PAYLOAD
 from mopd_dataplane.records import Sample
 
 _FEW = 4096
 """uids that are asked for by name; for more, all of them are read."""
-INT32 = (-(1 << 31), (1 << 31) - 1)
 INT64 = (-(1 << 63), (1 << 63) - 1)
 LOWEST = float(np.finfo(np.float32).min)
 """Lowest log-prob that a column of float32 can hold."""
-_IDS = (0, INT32[1])
-_ARRAYS = {"tokens": _IDS, "loss_mask": (0, 1), "version_starts": _IDS, "versions": INT32}
 _WHOLES = {
-    "group_index": _IDS, "iteration": INT32, "writer_seq": INT64, "top_k": _IDS, "prompt_len": _IDS, "turns": _IDS,
-    "interruptions": _IDS,
+    "group_index": IDS, "iteration": INT32, "writer_seq": INT64, "top_k": IDS, "prompt_len": IDS, "turns": IDS,
+    "interruptions": IDS,
 }  # fmt: skip
 
 
@@ -65,8 +63,9 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
 def check_values(sample: Sample) -> None:
     """Raise MismatchError, or EngineError for log-probs, for a value that no sample can have."""
     where = f"sample {sample.uid!s:.40}"
-    for name, (low, high) in _ARRAYS.items():
-        whole_numbers(getattr(sample, name), low, high, f"{where}: {name}")
+    for field in PAYLOAD:
+        if field.values is not None:
+            whole_numbers(getattr(sample, field.name), *field.values, f"{where}: {field.name}")
     for name, (low, high) in _WHOLES.items():
         value = getattr(sample, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:

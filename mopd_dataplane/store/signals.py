@@ -13,27 +13,25 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.fields import SIGNALS, Field, of_signal, value
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import list_column, to_rows
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import signal_crcs, take_offsets
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.table import Table
-from mopd_dataplane.tables import SCORES, SIGNAL_LOGPROB, SIGNAL_TOPK
+from mopd_dataplane.tables import SCORES
 
 
 def signal_crc(signal: Signal) -> int:
     """payload_crc over the arrays of the kind, in stored dtypes."""
-    if signal.kind == "logprob":
-        return payload_crc(_as(signal.logprob, np.float32))
-    if signal.kind == "topk":
-        return payload_crc(_as(signal.topk_ids, np.int32), _as(signal.topk_logprobs, np.float32))
-    return payload_crc(_as(signal.hidden, np.uint8))
+    return payload_crc(*(_typed(signal, field).reshape(-1) for field in of_signal(signal.kind)))
 
 
-def _as(array: NDArray[Any] | None, dtype: type[np.generic]) -> NDArray[Any]:
+def _typed(signal: Signal, field: Field) -> NDArray[Any]:
+    array = value(signal, field.name)
     assert array is not None  # check_signal has seen it
-    return np.ascontiguousarray(array, dtype)
+    return np.ascontiguousarray(array, field.dtype)
 
 
 def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int) -> None:
@@ -42,64 +40,44 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
     Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8.
     """
     where = f"signal {signal.kind!r} of sample {signal.uid}"
-    fields = {"logprob": ("logprob",), "topk": ("topk_ids", "topk_logprobs"), "hidden": ("hidden",)}
-    if signal.kind != kind or kind not in fields:
+    if signal.kind != kind or kind not in SIGNAL_KINDS:
         raise MismatchError(f"{where}: committed as {kind!r}; kinds: {', '.join(SIGNAL_KINDS)}")
-    arrays = [getattr(signal, name) for name in fields[kind]]
-    length = response_len if kind == "logprob" else loss_tokens
-    for name, array in zip(fields[kind], arrays, strict=True):
+    widths: dict[str, tuple[str, int]] = {}
+    for field in of_signal(kind):
+        array, length = value(signal, field.name), response_len if field.axis == "response" else loss_tokens
         if array is None:
-            raise MismatchError(f"{where}: {name} is missing")
-        if array.ndim != (1 if kind == "logprob" else 2) or len(array) != length:
-            raise MismatchError(f"{where}: {name} has shape {array.shape}, expected {length} rows")
-    if kind == "topk" and arrays[0].shape != arrays[1].shape:
-        raise MismatchError(f"{where}: ids {arrays[0].shape} and logprobs {arrays[1].shape} differ in shape")
-    if kind != "hidden" and not np.isfinite(arrays[-1]).all():
-        raise EngineError(f"{where}: log-probs hold NaN or infinity; the teacher's logits are not to be trusted")
-    if kind == "hidden" and arrays[0].dtype != np.uint8:
-        raise MismatchError(f"{where}: hidden is {arrays[0].dtype}, expected the codec's bytes as uint8")
+            raise MismatchError(f"{where}: {field.name} is missing")
+        if array.ndim != (2 if field.width else 1) or len(array) != length:
+            raise MismatchError(f"{where}: {field.name} has shape {array.shape}, expected {length} rows")
+        if field.is_float and not np.isfinite(array).all():
+            raise EngineError(
+                f"{where}: {field.name} holds NaN or infinity; the teacher's logits are not to be trusted"
+            )
+        if field.blob and array.dtype != field.dtype:
+            raise MismatchError(f"{where}: {field.name} is {array.dtype}, expected the codec's bytes as uint8")
+        if field.width:
+            first, width = widths.setdefault(field.width, (field.name, array.shape[1]))
+            if width != array.shape[1]:
+                raise MismatchError(f"{where}: {first} has {width} values a row and {field.name} {array.shape[1]}")
 
 
 def payload_table(table: Table, signals: Sequence[Signal]) -> pa.Table:
     """Rows of signals/<teacher>/<kind>."""
-    uids = pa.array([signal.uid for signal in signals], pa.string())
-    if table.spec is SIGNAL_LOGPROB:
-        kind = SIGNAL_LOGPROB.schema.field("logprob").type
-        return pa.table({"uid": uids, "logprob": list_column([s.logprob for s in signals], kind)}, schema=table.schema)
-    if table.spec is SIGNAL_TOPK:
-        return _topk_rows(table, uids, signals)
-    return _hidden_rows(table, uids, signals)
-
-
-def _topk_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.Table:
-    ids = [_as(signal.topk_ids, np.int32) for signal in signals]
-    logprobs = [_as(signal.topk_logprobs, np.float32) for signal in signals]
-    return pa.table(
-        {
-            "uid": uids,
-            "k": pa.array([array.shape[1] for array in ids], pa.int16()),
-            "topk_source": pa.array([signal.topk_source for signal in signals]),
-            "ids": list_column([array.reshape(-1) for array in ids], SIGNAL_TOPK.schema.field("ids").type),
-            "logprobs": list_column(
-                [array.reshape(-1) for array in logprobs], SIGNAL_TOPK.schema.field("logprobs").type
-            ),
-        },
-        schema=table.schema,
-    )
-
-
-def _hidden_rows(table: Table, uids: pa.Array, signals: Sequence[Signal]) -> pa.Table:
-    hidden = [_as(signal.hidden, np.uint8) for signal in signals]
-    return pa.table(
-        {
-            "uid": uids,
-            "codec": pa.array([signal.codec for signal in signals]),
-            "rows": pa.array([array.shape[0] for array in hidden], pa.int32()),
-            "row_bytes": pa.array([array.shape[1] for array in hidden], pa.int32()),
-            "hidden": blob_column([array.reshape(-1) for array in hidden]),
-        },
-        schema=table.schema,
-    )
+    kind = table.spec.name.removeprefix(SIGNALS)
+    arrays = {field: [_typed(signal, field) for signal in signals] for field in of_signal(kind)}
+    columns: dict[str, Any] = {}
+    for field, own in arrays.items():
+        flat = [array.reshape(-1) for array in own]
+        listed = table.spec.schema.field(field.column).type
+        columns[field.column] = blob_column(flat) if field.blob else list_column(flat, listed)
+        if field.width:
+            columns[field.width] = [array.shape[1] for array in own]
+        if "rows" in table.schema.names:
+            columns["rows"] = [len(array) for array in own]
+    for name in table.schema.names:
+        if name not in columns:
+            columns[name] = [getattr(signal, name) for signal in signals]
+    return pa.table({name: columns[name] for name in table.schema.names}, schema=table.schema)
 
 
 def blob_column(payloads: Sequence[NDArray[np.uint8]]) -> pa.ChunkedArray:
@@ -193,5 +171,4 @@ def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
 
 
 def _bytes(signal: Signal) -> int:
-    arrays = (signal.logprob, signal.topk_ids, signal.topk_logprobs, signal.hidden)
-    return sum(array.nbytes for array in arrays if array is not None)
+    return sum(_typed(signal, field).nbytes for field in of_signal(signal.kind))

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.fields import BATCH_ROWS, FIELDS, arguments, value
 from mopd_dataplane.train.microbatch import MicroBatch
 
-TRAINED_TOKEN_FIELDS = (
-    "targets", "sequence", "position", "sampler_logprobs", "policy_versions", "sampling_mask", "teacher_logprobs",
-    "reference_logprobs", "topk_ids", "topk_logprobs", "hidden",
-)  # fmt: skip
+_MADE = ("targets", "sequence", "position", "policy_versions", "sampling_mask")
+TRAINED_TOKEN_FIELDS = (*_MADE, *(field.pack for field in BATCH_ROWS if field.axis != "sample"))
 """Fields of a MicroBatch with one row per trained token, besides `predictors`."""
+BODY_FIELDS = tuple(field for field in FIELDS if field.batch == "body")
+"""Fields of a MicroBatch with one row for each place of the forward pass."""
 
 
 def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
@@ -42,17 +43,19 @@ def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
     share = (width + padding) // members
     first = member * share
     mine = (batch.predictors >= first) & (batch.predictors < first + share)
-    rows = {name: getattr(batch, name) for name in TRAINED_TOKEN_FIELDS}
-    cut: dict[str, Any] = {name: None if value is None else value[mine] for name, value in rows.items()}
-    if batch.experts is not None:
-        cut["experts"] = torch.nn.functional.pad(batch.experts, (0, 0, 0, padding), value=-1)[first : first + share]
+    rows = {name: value(batch, name) for name in TRAINED_TOKEN_FIELDS}
+    cut: dict[str, Any] = {name: row[mine] for name, row in rows.items() if row is not None}
+    for field in BODY_FIELDS:
+        if (whole := value(batch, field.pack)) is not None:
+            behind = (0, 0) * (whole.ndim - 1) + (0, padding)
+            cut[field.pack] = torch.nn.functional.pad(whole, behind, value=field.blank)[first : first + share]
     return replace(
         batch,
         input_ids=torch.nn.functional.pad(batch.input_ids, (0, padding))[:, first : first + share],
         position_ids=torch.nn.functional.pad(batch.position_ids, (0, padding))[:, first : first + share],
         sequence_lengths=lengths,
         predictors=batch.predictors[mine] - first,
-        **cut,
+        **arguments(MicroBatch, cut),
     )
 
 

@@ -8,13 +8,14 @@ at column t - 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.fields import FIELDS, arguments, value
 from mopd_dataplane.records import Pack
 
 Layout = Literal["packed", "rows"]
@@ -68,15 +69,18 @@ class MicroBatch:
     hidden: Tensor | None = None
     """[M, row_bytes] uint8"""
     hidden_codec: str = ""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """Fields of fields.py that have no attribute here, by their name in a pack."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """This micro-batch on a device."""
         if device.type == "cpu":
             return self
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in values.items():
-            if torch.is_tensor(value):
-                values[name] = value.to(device, non_blocking=True)
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        for name, given in values.items():
+            if torch.is_tensor(given):
+                values[name] = given.to(device, non_blocking=True)
+        values["extra"] = {name: given.to(device, non_blocking=True) for name, given in self.extra.items()}
         return MicroBatch(**values)
 
 
@@ -104,21 +108,23 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
     position_ids[row, column] = positions
     trained_sequence = sequence[mask]
 
-    def trained(name: str) -> Tensor | None:
-        values = [part.field(name) for part in parts]
-        return None if values[0] is None else torch.cat(values)[mask]  # type: ignore[arg-type]
-
     def joined(name: str) -> Tensor | None:
         values = [part.field(name) for part in parts]
         if values[0] is None:
             return None
         return values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type]
 
-    topk_ids = joined("topk_ids")
-    experts = joined("experts")
-    if experts is not None:
-        recorded, experts = experts, torch.full((height * width, experts.shape[1]), -1, dtype=torch.int16)
-        experts[row * width + column] = recorded
+    carried: dict[str, Any] = {}
+    for entry in FIELDS:
+        if not entry.batch or (own := joined(entry.pack)) is None:
+            continue
+        if entry.batch == "body":
+            whole = torch.full((height * width, *own.shape[1:]), entry.blank, dtype=own.dtype)
+            whole[row * width + column] = own
+            own = whole
+        elif entry.pack_axis == "token":
+            own = own[mask]
+        carried[entry.pack] = own.long() if entry.token_ids else own
     return MicroBatch(
         teacher=packs[0].teacher,
         input_ids=input_ids,
@@ -128,20 +134,12 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         targets=tokens[mask],
         sequence=trained_sequence,
         position=positions[mask],
-        sampler_logprobs=_required(trained("sampler_logprobs")),
-        policy_versions=_required(trained("policy_versions")).long(),
+        policy_versions=torch.cat([part.policy_versions for part in parts])[mask],
         loss_counts=torch.bincount(trained_sequence, minlength=len(lengths)),
-        advantages=_required(joined("advantages")),
-        rewards=_required(joined("rewards")),
         tokens=len(tokens),
-        experts=experts,
         sampling_mask=_padded(joined("sampling_mask_sizes"), joined("sampling_mask_ids")),
-        teacher_logprobs=trained("teacher_logprobs"),
-        reference_logprobs=trained("reference_logprobs"),
-        topk_ids=None if topk_ids is None else topk_ids.long(),
-        topk_logprobs=joined("topk_logprobs"),
-        hidden=joined("hidden"),
         hidden_codec=packs[0].hidden_codec,
+        **arguments(MicroBatch, carried),
     )
 
 
@@ -162,14 +160,10 @@ class _PackView:
         self._pack = pack
         self.tokens = torch.as_tensor(pack.tokens).long()
         self.positions = torch.as_tensor(pack.position_ids).long()
+        self.policy_versions = torch.as_tensor(pack.policy_versions).long()
         self.mask = torch.as_tensor(pack.loss_mask).bool()
         self.lengths = torch.as_tensor(pack.cu_seqlens).long().diff()
 
     def field(self, name: str) -> Tensor | None:
-        value = getattr(self._pack, name)
-        return None if value is None else torch.as_tensor(value)
-
-
-def _required(value: Tensor | None) -> Tensor:
-    assert value is not None
-    return value
+        array = value(self._pack, name)
+        return None if array is None else torch.as_tensor(array)

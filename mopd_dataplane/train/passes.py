@@ -13,12 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mopd_dataplane import fields
 from mopd_dataplane.records import Pack
-
-_PER_TOKEN = ("tokens", "loss_mask", "sampler_logprobs", "experts", "teacher_logprobs", "reference_logprobs")
-_PER_TRAINED_TOKEN = ("sampling_mask_sizes", "topk_ids", "topk_logprobs", "hidden")
-_PER_SAMPLE = ("sample_rows", "rewards", "advantages")
-_PER_SPAN = ("version_starts", "versions")
 
 
 class Piece(NamedTuple):
@@ -69,16 +65,18 @@ def samples_of(pack: Pack, first: int, last: int) -> Pack:
     start, stop = int(bounds[first]), int(bounds[last])
     before = int(pack.loss_mask[:start].sum())
     trained = slice(before, before + int(pack.loss_mask[start:stop].sum()))
-    axes = {
-        **dict.fromkeys(_PER_TOKEN, slice(start, stop)),
-        **dict.fromkeys(_PER_TRAINED_TOKEN, trained),
-        **dict.fromkeys(_PER_SAMPLE, slice(first, last)),
-        **dict.fromkeys(_PER_SPAN, slice(*np.searchsorted(np.asarray(pack.version_starts), (start, stop)).tolist())),
-    }
-    if pack.sampling_mask_sizes is not None:
-        begin = int(pack.sampling_mask_sizes[: trained.start].sum())
-        axes["sampling_mask_ids"] = slice(begin, begin + int(pack.sampling_mask_sizes[trained].sum()))
-    arrays = {name: getattr(pack, name) for name in axes}
-    views: dict[str, Any] = {name: None if array is None else array[axes[name]] for name, array in arrays.items()}
+    spans = slice(*np.searchsorted(np.asarray(pack.version_starts), (start, stop)).tolist())
+    axes = {"token": slice(start, stop), "trained": trained, "sample": slice(first, last), "span": spans}
+    views: dict[str, Any] = {}
+    for field in fields.FIELDS:
+        array = fields.value(pack, field.pack)
+        if array is None or field.axis == "bound":
+            continue
+        if field.axis == "ragged":
+            sizes = fields.value(pack, fields.BY_NAME[field.sizes].pack)
+            begin = int(sizes[: trained.start].sum())
+            views[field.pack] = array[begin : begin + int(sizes[trained].sum())]
+        else:
+            views[field.pack] = array[axes[field.pack_axis]]
     views["version_starts"] = views["version_starts"] - start
-    return replace(pack, cu_seqlens=bounds[first : last + 1] - start, **views)
+    return replace(pack, cu_seqlens=bounds[first : last + 1] - start, **fields.arguments(Pack, views))

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MopdError
+from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.decode import Numbers
@@ -64,7 +65,7 @@ def read_payload(store: Store, row: dict[str, Any], snapshot: Snapshot) -> Paylo
     """Arrays of the sample of a row of the index, checked against their checksum. Raises DamagedError."""
     names = store.dataset("tokens", snapshot).schema.names
     sizes = MASK_SIZES if MASK_SIZES in names else None
-    columns = ["tokens", "logprobs", "loss_mask", "version_starts", "versions", *([sizes] if sizes else [])]
+    columns = [*column_names(PAYLOAD), *([sizes] if sizes else [])]
     found = store.read_tokens([row["sample_row"]], columns, snapshot, verify=True)
     kept = found[sizes] if sizes else None
     return Payload(

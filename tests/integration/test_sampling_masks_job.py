@@ -12,8 +12,8 @@ import pytest
 import torch
 from mopd_kernels import token_logprob
 
+from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names
 from mopd_dataplane.job.objectives import Objective, PolicyGradientTerm
-from mopd_dataplane.load.payload import PAYLOAD, SUPPORT
 from mopd_dataplane.records import Pack
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.microbatch import build
@@ -21,6 +21,7 @@ from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.student import load_student
 
+MASKS = tuple(field for field in RECORDED if field.record == "sampling_mask")
 TEMPERATURE = 0.9
 CUT = f'temperature = {TEMPERATURE}\ntop_p = 0.7\ntop_k = 12\nrecord = ["sampling_mask"]'
 
@@ -39,7 +40,9 @@ def trained(
 
 def as_pack(store: Store, row: int) -> Pack:
     metadata = store.take_samples([row]).to_pylist()[0]
-    payload = {name: np.array(v) for name, v in store.read_tokens([row], (*PAYLOAD, *SUPPORT)).to_pylist()[0].items()}
+    payload = {
+        name: np.array(v) for name, v in store.read_tokens([row], column_names(PAYLOAD + MASKS)).to_pylist()[0].items()
+    }
     total, prompt = metadata["total_len"], metadata["prompt_len"]
     return Pack(
         index=0, teacher="", tokens=payload["tokens"], cu_seqlens=np.array([0, total]),

@@ -18,7 +18,7 @@ import typer
 
 from mopd_dataplane import Store
 from mopd_dataplane.cli.app import app
-from mopd_dataplane.cli.reference import reference
+from mopd_dataplane.cli.reference import fields_page, reference
 from mopd_dataplane.job.reference import page as job_page
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +58,10 @@ def words_of(command: str) -> list[str]:
 def test_the_reference_page_is_what_help_says() -> None:
     stored = (ROOT / "docs" / "cli.md").read_text()
     assert stored == reference(), "run: make docs"
+
+
+def test_the_page_of_fields_is_what_the_registry_says() -> None:
+    assert (ROOT / "docs" / "fields.md").read_text() == fields_page(), "run: make docs"
 
 
 def test_the_job_page_is_what_the_sections_say() -> None:

@@ -246,7 +246,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {**GOOD, "experts": [1, 2, 3]},
         "experts has 3 values up to 3; expected as many for each",
     ),
-    "an expert that none is": ({**GOOD, "experts": [40000, 2]}, "none over 32767"),
+    "an expert that none is": ({**GOOD, "experts": [40000, 2]}, "allowed: 0 to 32767"),
     "prompt longer than all": ({"tokens": [1], "prompt_len": 2}, "prompt_len is 2"),
     "a known prompt's name": ({**GOOD, "prompt_id": "taken"}, "'taken' is the name of another prompt"),
     "fields of fields": ({**GOOD, "question_fields": [1]}, "expected an object"),

@@ -99,11 +99,11 @@ def test_a_payload_of_another_length_than_its_metadata_is_damage(source):
     ("reader", "column", "said"),
     [
         (TokenReader, "logprobs", r"row \d+ has \d+ log-probs, its metadata says \d+; run `mopd store verify`"),
-        (SignalReader, "logprob", r"row \d+ has \d+ log-probs of 'adder', its metadata says \d+"),
+        (SignalReader, "logprob", r"row \d+ has \d+ logprob of 'adder', its metadata says \d+"),
         (
             SignalReader,
             "ids",
-            r"the pack of sample row \d+ has [\d,]+ top-k ids of teacher 'adder', its metadata says [\d,]+; run `mopd",
+            r"the pack of sample row \d+ has [\d,]+ topk_ids of teacher 'adder', its metadata says [\d,]+; run `mopd",
         ),
     ],
 )

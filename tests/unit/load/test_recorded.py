@@ -112,7 +112,7 @@ def test_metadata_that_counts_other_ids_is_damage(tmp_path: Path) -> None:
     rows[2]["sampling_mask_len"] += 1
     replace_rows(f"{store.uri}/samples", pa.Table.from_pylist(rows, schema=store.dataset("samples").schema))
     source = WindowSource(Store.open(store.uri), _at(source.plan, Store.open(store.uri)), ASKS)
-    with pytest.raises(DamagedError, match=r"sample row 2 has \d+ kept ids, its metadata says"):
+    with pytest.raises(DamagedError, match=r"sample row 2 has \d+ values of sampling_mask_ids, its metadata says"):
         packs(source)
 
 
@@ -185,11 +185,14 @@ def test_every_token_that_was_read_has_its_experts(tmp_path: Path) -> None:
 
 
 def test_samples_of_two_models_in_one_window_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(MismatchError, match="6 and 8 expert ids a token: two models"):
+    with pytest.raises(MismatchError, match="6 and 8 values of experts a token: two models"):
         opened(tmp_path, [with_experts(0), with_experts(1, width=8)])
 
 
-@pytest.mark.parametrize(("column", "said"), [("experts", r"\d+ expert ids"), ("sampling_mask_ids", r"\d+ kept ids")])
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [("experts", r"\d+ values of experts"), ("sampling_mask_ids", r"\d+ values of sampling_mask_ids")],
+)
 def test_lists_of_another_length_than_the_metadata_says_are_damage(tmp_path: Path, monkeypatch, column, said) -> None:
     made = with_experts if column == "experts" else lambda number: sample(number, kept=True)
     source = opened(tmp_path, [made(number) for number in range(4)])

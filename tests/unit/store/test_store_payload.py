@@ -104,7 +104,7 @@ def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.Da
         ({"version_starts": np.array([0, 20]), "versions": np.array([1, 2], np.int32)}, MismatchError, "past"),
         ({"finish_reason": "stopped"}, MismatchError, "did you mean 'stop'"),
         ({"resume": "maybe"}, MismatchError, "known: exact, none, statistical"),
-        ({"experts": np.zeros((25, 4), np.int16)}, MismatchError, r"experts has shape \[25, 4\]; a row of ids"),
+        ({"experts": np.zeros((25, 4), np.int16)}, MismatchError, r"experts has shape \[25, 4\]; a row for each of"),
         (
             {"sampling_mask_ids": np.zeros(3, np.int32)},
             MismatchError,

@@ -21,7 +21,7 @@ from mopd_dataplane.train.node_agent import report
 from mopd_dataplane.train.ranks import Ranks
 
 WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards"}
-CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", *TRAINED_TOKEN_FIELDS}
+CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", "extra", *TRAINED_TOKEN_FIELDS}
 
 
 def test_every_field_is_known_to_be_shared_or_whole() -> None:

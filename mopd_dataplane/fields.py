@@ -1,0 +1,198 @@
+"""The per-token fields: one row each, and nowhere else a list of them.
+
+A field is declared once, here. From its row follow its column and schema (tables.py), its checks and checksum (store/),
+how it is laid out in a slot and filled (load/), how a pack is cut and what a micro-batch carries (train/), and what an
+import and an export read and write (interchange/). A record keeps a field as an attribute where its class declares
+one of that name, and in `extra` where it does not, so that a new field needs no change of records.py.
+
+Axes, in the letters of records.py:
+    token     [L] every token of a sample          read      [L - 1] every token but the last, which nothing reads
+    response  [R] every token after the prompt     trained   [M] every token with loss_mask 1
+    ragged    as many values for each trained token as the field named by `sizes` says, token after token
+    span      a value for each stretch of one policy version
+    sample    [S] one value for each sample of a pack, made by the loader
+    bound     [S + 1] where the samples of a pack begin and end, made by the loader
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Axis = Literal["token", "read", "response", "trained", "ragged", "span", "sample", "bound"]
+
+TOKENS = "tokens"
+"""Table of what is recorded of every sample."""
+SIGNALS = "signals/*/"
+"""Tables of what teachers say; the kind of signal follows."""
+INT32 = (-(1 << 31), (1 << 31) - 1)
+IDS = (0, INT32[1])
+PACK_AXES: Mapping[str, Axis] = {"read": "token", "response": "token"}
+"""Axis in a pack, where it is another than in the store: a value for every token of the pack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One array of a sample, of a signal or of a pack.
+
+    Example: Field(name="entropy", dtype="<f4", axis="response", table=TOKENS, record="entropy", null=True, doc="…").
+    """
+
+    name: str
+    """Attribute, or key of `extra`, in records.Sample or records.Signal; at most 24 bytes."""
+    dtype: str
+    """numpy name, little endian, such as <f4."""
+    axis: Axis
+    doc: str
+    unit: str = ""
+    table: str = ""
+    """TOKENS, SIGNALS + kind, or empty: not stored, the loader makes it."""
+    column: str = ""
+    """Column of the table; by default the name."""
+    pack: str = ""
+    """Name in records.Pack; by default the name."""
+    null: bool = False
+    """May be null in the store."""
+    record: str = ""
+    """What a loader is asked for to get it (LoadSpec.recorded); empty for what every pack carries."""
+    width: str = ""
+    """Column that says how many values lie at each place of the axis: of `samples` for a field of TOKENS, else of the
+    signal's own table. Empty: one value."""
+    sizes: str = ""
+    """Ragged: name of the field that says how many values each trained token has."""
+    count: str = ""
+    """Ragged: column of `samples` that says how many values a sample has."""
+    blank: int = 0
+    """In a pack: the value where the store has none."""
+    values: tuple[int, int] | None = None
+    """Lowest and highest value allowed; None: any of the dtype."""
+    token_ids: bool = False
+    """Whether the values are token ids, which a vocabulary bounds."""
+    batch: Literal["rows", "body", ""] = "rows"
+    """In a micro-batch: rows of the trained tokens (of the samples, for the sample axis); a value for every place of
+    the forward pass, which the body reads; or empty, where the micro-batch makes something else of it."""
+    blob: bool = False
+    """Stored as one run of bytes, with a checksum of its own; last in a slot, whose checksum leaves it out."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "column", self.column or self.name)
+        object.__setattr__(self, "pack", self.pack or self.name)
+
+    @property
+    def pack_axis(self) -> Axis:
+        """Axis in a pack: a value for every token of the pack where the store has one for some of them."""
+        return PACK_AXES.get(self.axis, self.axis)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the values are floats."""
+        return self.dtype[1] == "f"
+
+
+FIELDS: tuple[Field, ...] = (
+    Field(
+        name="tokens", dtype="<i4", axis="token", table=TOKENS, values=IDS, token_ids=True, batch="",
+        doc="[L] prompt then response",
+    ),
+    Field(
+        name="logprobs", pack="sampler_logprobs", dtype="<f4", axis="response", table=TOKENS, null=True, unit="nat",
+        doc="[R] sampler log-prob as sampled; 0 where loss_mask is 0; null when not sampled or not recorded",
+    ),
+    Field(
+        name="loss_mask", dtype="|u1", axis="response", table=TOKENS, values=(0, 1), batch="",
+        doc="[R] 1 where the policy wrote",
+    ),
+    Field(
+        name="version_starts", dtype="<i4", axis="span", table=TOKENS, values=IDS, batch="",
+        doc="[spans] response position where each policy version starts",
+    ),
+    Field(
+        name="versions", dtype="<i4", axis="span", table=TOKENS, values=INT32, batch="", doc="[spans] policy versions"
+    ),
+    Field(
+        name="sampling_mask_sizes", dtype="<i4", axis="trained", table=TOKENS, null=True, record="sampling_mask",
+        values=IDS, batch="", unit="ids",
+        doc="[M] ids that top-k and top-p kept for each loss token; 0 where nothing was cut; null if not recorded",
+    ),
+    Field(
+        name="sampling_mask_ids", dtype="<i4", axis="ragged", table=TOKENS, null=True, record="sampling_mask",
+        sizes="sampling_mask_sizes", count="sampling_mask_len", values=IDS, token_ids=True, batch="",
+        doc="[sum of sampling_mask_sizes] those ids, token after token; null if not recorded",
+    ),
+    Field(
+        name="experts", dtype="<i2", axis="read", table=TOKENS, null=True, record="experts", width="experts_width",
+        blank=-1, values=(0, 32767), batch="body",
+        doc="[(L - 1) * W] expert ids of every token but the last: layers in order, the chosen of each; or null",
+    ),
+    Field(name="cu_seqlens", dtype="<i4", axis="bound", batch="", doc="where the samples of the pack begin and end"),
+    Field(name="sample_rows", dtype="<i8", axis="sample", batch="", doc="row id in `samples`"),
+    Field(name="rewards", dtype="<f4", axis="sample", doc="outcome reward; NaN where a sample has none"),
+    Field(name="advantages", dtype="<f4", axis="sample", doc="group-relative advantage; 0 where there is none"),
+    Field(
+        name="logprob", pack="teacher_logprobs", dtype="<f4", axis="response", table=SIGNALS + "logprob", unit="nat",
+        doc="[R] teacher log-prob; 0 where loss_mask is 0",
+    ),
+    Field(
+        name="reference_logprobs", dtype="<f4", axis="response", unit="nat",
+        doc="log-prob under the reference policy of ExOPD, from the log-prob signal of another teacher",
+    ),
+    Field(
+        name="topk_ids", column="ids", dtype="<i4", axis="trained", table=SIGNALS + "topk", width="k", token_ids=True,
+        doc="[M * K] token ids",
+    ),
+    Field(
+        name="topk_logprobs", column="logprobs", dtype="<f4", axis="trained", table=SIGNALS + "topk", width="k",
+        unit="nat", doc="[M * K] teacher log-probs",
+    ),
+    Field(
+        name="hidden", dtype="|u1", axis="trained", table=SIGNALS + "hidden", width="row_bytes", blob=True,
+        doc="[M, row_bytes] codec bytes, one contiguous run per position",
+    ),
+)  # fmt: skip
+"""Every field. The stored ones of one table are in the order of its checksum."""
+
+REFERENCE = "reference_logprobs"
+"""The field that the log-prob signal of another teacher fills."""
+DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
+"""Types that a slot may hold."""
+BATCH_ROWS = tuple(field for field in FIELDS if field.batch == "rows")
+"""Fields of which a micro-batch has rows."""
+BY_NAME = {field.name: field for field in FIELDS}
+BY_PACK = {field.pack: field for field in FIELDS}
+
+
+def of_table(table: str) -> tuple[Field, ...]:
+    """Stored fields of a table, in the order of its checksum."""
+    return tuple(field for field in FIELDS if field.table == table)
+
+
+def of_signal(kind: str) -> tuple[Field, ...]:
+    """Fields of a kind of signal, in the order of its checksum."""
+    return of_table(SIGNALS + kind)
+
+
+PAYLOAD = tuple(field for field in of_table(TOKENS) if not field.record)
+"""What every sample has."""
+RECORDED = tuple(field for field in of_table(TOKENS) if field.record)
+"""What a sample has where somebody recorded it; where it is null it has no part in the checksum."""
+RECORDS = tuple(dict.fromkeys(field.record for field in RECORDED))
+"""What a loader can be asked for, see LoadSpec.recorded."""
+
+
+def column_names(some: Iterable[Field]) -> tuple[str, ...]:
+    """Names of their columns."""
+    return tuple(field.column for field in some)
+
+
+def value(record: Any, name: str) -> Any:
+    """A field of a record: its attribute, or what its `extra` has by that name; None where it has none."""
+    return getattr(record, name) if name in type(record).__dataclass_fields__ else record.extra.get(name)
+
+
+def arguments(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by name as arguments of a record: those that its class does not declare together as `extra`."""
+    declared = record.__dataclass_fields__  # type: ignore[attr-defined]
+    own = {name: given for name, given in values.items() if name in declared}
+    extra = {name: given for name, given in values.items() if name not in declared}
+    return own | ({"extra": extra} if extra else {})
