@@ -6,16 +6,20 @@ Exit codes: 0 done · 1 audit found damage or an internal error · 2 input · 3 
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
 from mopd_dataplane import __version__
 from mopd_dataplane.base.extras import missing_package
@@ -27,6 +31,12 @@ from mopd_dataplane.errors import InputError, MopdError
 from mopd_dataplane.store.network import answering
 
 INTERRUPTED = 130
+_REFUSED = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
+}  # fmt: skip
+"""What the system says of a path that was given, not of a defect."""
+_ENDINGS = (SystemExit, GeneratorExit, BrokenPipeError, TyperException, typer.Exit, typer.Abort)
+"""How typer, and a reader that has seen enough, end a command."""
 _BY_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -43,9 +53,9 @@ class Flow(TyperGroup):
                 if interrupts or isinstance(error, KeyboardInterrupt):
                     note("interrupted; run the same command again to continue")
                     raise typer.Exit(INTERRUPTED) from None
-                known = _known(error)
-                if known is None or _debugging(ctx):
+                if isinstance(error, _ENDINGS) or _debugging(ctx):
                     raise
+                known = _known(error)
                 print_error(known, as_json="--json" in sys.argv[1:])
                 raise typer.Exit(known.exit_code) from None
 
@@ -72,12 +82,20 @@ def _recorded_interrupts() -> Iterator[list[int]]:
             signal.signal(number, _BY_DEFAULT[number])
 
 
-def _known(error: BaseException) -> MopdError | None:
-    """The error as one of this package's tree: itself, or what to install; None for a defect."""
+def _known(error: BaseException) -> MopdError:
+    """The error as one of this package's tree: itself, what to install, what the system refused, or a defect."""
     if isinstance(error, MopdError):
         return error
-    missing = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
-    return None if missing is None else InputError(missing)
+    if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)):
+        return InputError(missing)
+    if isinstance(error, OSError) and error.errno in _REFUSED and error.filename:
+        return InputError(f"{str(error.filename)[:200]}: {error.strerror}; give another place, or the right to use it")
+    trace = traceback.extract_tb(error.__traceback__)
+    where = f" at {Path(trace[-1].filename).name}:{trace[-1].lineno}" if trace else ""
+    return MopdError(
+        f"internal error: {type(error).__name__}: {str(error)[:500]}{where}; a defect of mopd: please report it with "
+        "what MOPD_DEBUG=1 shows"
+    )
 
 
 def _debugging(ctx: typer.Context) -> bool:

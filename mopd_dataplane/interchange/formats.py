@@ -15,7 +15,7 @@ from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.fields import PAYLOAD, RECORDED
-from mopd_dataplane.interchange.row_files import Fields, check_unicode, floats, integer, integers, number, text
+from mopd_dataplane.interchange.row_files import Fields, check_unicode, floats, integer, integers, number, objects, text
 from mopd_dataplane.records import FORMAT_1_NAMES
 
 Messages = list[dict[str, Any]]
@@ -181,7 +181,7 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
     mask = fields.get("loss_mask")
     reward = number(fields, "reward", place)
     rewards = {("reward", ""): reward} if reward is not None else {}
-    for entry in fields.get("rewards") or []:
+    for entry in objects(fields, "rewards", place):
         value = number(entry, "reward", place)
         if value is not None:
             rewards[text(entry, "verifier", place), text(entry, "verifier_version", place, default="")] = value

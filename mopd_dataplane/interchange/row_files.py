@@ -136,5 +136,15 @@ def floats(value: Any, name: str, place: str) -> list[float]:
     return [float(item) for item in value]
 
 
+def objects(fields: Fields, name: str, place: str) -> list[Fields]:
+    """A list of objects; missing is an empty one."""
+    value = fields.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of objects")
+    return value
+
+
 def _shown(value: Any) -> str:
     return "missing" if value is None else f"{value!r:.60}"

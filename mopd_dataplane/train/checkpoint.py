@@ -131,7 +131,8 @@ class Checkpoints:
         mine = f"shard-{self._ranks.rank + 1:05d}"
         tensors = _tensors(module, optimizer)
         if self._ranks.world == 1:  # torch's writer builds the whole file in memory before it writes a byte
-            save_file(tensors, staging / f"{mine}-model-00001-of-00001.safetensors")
+            on_host = {name: tensor.cpu() for name, tensor in tensors.items()}  # as save_file would, one by one
+            save_file(on_host, staging / f"{mine}-model-00001-of-00001.safetensors")
         else:
             _save_sharded(tensors, staging)
         measured = {file.name: measure_file(file) for file in staging.glob(f"{mine}-*.safetensors")}

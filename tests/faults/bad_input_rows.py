@@ -35,6 +35,8 @@ def become_of(words: list[str]) -> str:
             return "traceback: " + traceback.format_exc()[-800:]
     if code in (0, None):
         return f"ended with {code}: {said.getvalue()[-200:]}"
+    if "internal error" in said.getvalue():
+        return f"not foreseen: {said.getvalue()[-400:]}"
     if not said.getvalue().strip():
         return f"ended with {code} without a word"
     took, computed = time.monotonic() - began, time.process_time() - computed

@@ -89,12 +89,13 @@ READ_BACK = {
     "score/discriminator.py:<dictcomp>": "a version",
     "score/teacher_pool.py:write_head": "a head file",
     "models/hf.py:hidden_states": "transformers looks whether position ids are packed",
+    "score/discriminator.py:forward": "transformers looks whether position ids are packed",
     "train/student.py:packs_apart": "one flag when a model is loaded",
     "train/loop.py:_clip": "the gradient norm",
     "train/loop.py:over_ranks": "the step's figures",
     "train/loop.py:step": "the optimizer's own step counts",
     "train/run.py:full_weights": "a policy version",
-    "train/checkpoint.py:_write_shard": "a checkpoint",
+    "train/checkpoint.py:<dictcomp>": "a checkpoint",
 }
 MUST = {name for name, why in READ_BACK.items() if why in ("what is stored", "rewards", "the step's figures")}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,6 +70,35 @@ def test_a_full_disk_is_an_ending_whoever_met_it(error: Exception, job: Path, mo
     assert result.exit_code == 4
     assert result.stderr.startswith("error: the disk is full (")
     assert "free some space, then run again" in result.stderr.replace("\n       ", " ")
+
+
+def test_an_unforeseen_error_is_one_line_and_says_how_to_see_more(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("nobody thought of it")
+
+    monkeypatch.setattr(jobs, "load", fail)
+    result = mopd("run", job)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(
+        r"error: internal error: ZeroDivisionError: nobody thought of it at test_cli_endings\.py:\d+; a defect of "
+        r"mopd: please report it with what MOPD_DEBUG=1 shows\n",
+        result.stderr,
+    )
+    assert isinstance(mopd("--debug", "run", job).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENAMETOOLONG])
+def test_what_the_system_refuses_of_a_path_is_no_defect(
+    number: int, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), "/some/place")
+
+    monkeypatch.setattr(jobs, "load", fail)
+    result = mopd("run", job)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: /some/place: {os.strerror(number)}; ")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:

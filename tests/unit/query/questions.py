@@ -6,6 +6,7 @@ interpreter and the libraries do at the end is part of the answer.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -48,11 +49,20 @@ def ending(child: int) -> int:
     return HUNG
 
 
+def import_what_a_command_needs() -> None:
+    """Ask a store that is not there: nothing of Lance has run when the first child is forked."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(SystemExit):
+        sys.argv = ["mopd", "query", f"{store}/nowhere", "select 1"]
+        main()
+
+
+store = sys.argv[1]
+import_what_a_command_needs()
 asked: list[str] = json.load(sys.stdin)
 running: list[int] = []
 codes: list[int] = []
 for number, question in enumerate(asked):
-    process = ask(sys.argv[1], question, number)
+    process = ask(store, question, number)
     if process is None:
         main()  # raises SystemExit: the child ends here
         raise AssertionError

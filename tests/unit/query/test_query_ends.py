@@ -56,7 +56,7 @@ def questions(store: Store) -> list[str]:
         shown = [column for column in store.dataset(name).schema.names if column not in blob_columns(spec)]
         for column in ["*", *(shown if spec.heavy else [])]:
             taken = f'"{column}"' if column != "*" else column
-            other = "samples" if "uid" in shown and name != "samples" else f'"{table}"'
+            other = "samples" if key == "uid" and name != "samples" else f'"{table}"'
             asked += [
                 f'select {taken} from "{table}" limit 2',
                 f'select {taken} from "{table}" where "{key}" is not null and "{key}" > \'8\' limit 2',
@@ -65,7 +65,6 @@ def questions(store: Store) -> list[str]:
     return asked
 
 
-@pytest.mark.slow
 def test_every_question_ends_with_0(store: Store) -> None:
     asked = questions(store)
     assert len(asked) > 60
@@ -74,4 +73,4 @@ def test_every_question_ends_with_0(store: Store) -> None:
         input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     codes = json.loads(done.stdout)
-    assert dict(zip(asked, codes, strict=True)) == dict.fromkeys(asked, 0), done.stderr[-2000:]
+    assert {question: code for question, code in zip(asked, codes, strict=True) if code} == {}, done.stderr
