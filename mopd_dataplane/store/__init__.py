@@ -16,6 +16,7 @@ table.py           one dataset: read at a version, append payload, insert rows e
 keys.py            key -> row, in memory, so that an insert costs the same at any table size
 lock.py            one committer at a time on this machine
 barrier.py         a commit is durable only after its files are synced
+merge_check.py     what a merge has copied, before it is committed
 fragments.py       few files, whatever the number of commits
 arrow_rows.py      records <-> Arrow rows
 sample_values.py   values that no sample can have are refused before any cast

@@ -13,6 +13,7 @@ from lance.optimize import Compaction, CompactionOptions
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.barrier import Barrier
+from mopd_dataplane.store.merge_check import check_copies
 
 MIB = 1 << 20
 TIERS = ((4 * MIB, 64), (64 * MIB, 32), (1024 * MIB, 32))
@@ -37,7 +38,8 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
     """Merge neighbouring files smaller than `limit` bytes; how many went. The handle moves to the new version.
 
-    Rows keep their ids. Raises OSError when another commit came first; nothing has changed then.
+    Rows keep their ids. Raises OSError when another commit came first, DamagedError when a row is not as it was
+    committed or was not copied right; nothing has changed then.
     """
     sizes = _sizes(dataset.get_fragments())
     large = [number for number, size in sizes.items() if size >= limit]
@@ -54,6 +56,7 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
     if barrier is not None:
         barrier.sync_data(fragment for result in done for fragment in result.new_fragments)
     fault_point("merge.written")
+    check_copies(dataset, done)
     Compaction.commit(dataset, done)
     fault_point("merge.committed")
     return sum(result.metrics.fragments_removed for result in done)

@@ -273,6 +273,10 @@ class Table:
         try:
             merge_small(dataset, limit, self.barrier)
             drop_old(dataset)
+        except (
+            DamagedError
+        ) as error:  # what was committed is; files that are damaged stay apart until they are restored
+            warnings.warn(str(error), stacklevel=2)
         except OSError as error:
             if not is_overtaken(error):
                 raise

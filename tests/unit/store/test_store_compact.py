@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import store_builders as build
 
-from mopd_dataplane.store import maintain
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store import fragments, maintain, merge_check
 from mopd_dataplane.store.dataset import Store
 
 READER = """
@@ -113,3 +116,39 @@ def test_small_commits_take_little_more_than_their_bytes(store: Store, table: st
     sizes = maintain.file_sizes(store.dataset(table))
     held = store.table(table).nbytes
     assert sum(sizes.values()) <= 1.3 * held + (64 << 10), f"{sum(sizes.values()):,} bytes for {held:,}"
+
+
+@pytest.mark.parametrize("table", ["tokens", "samples"])
+def test_a_merge_that_copied_wrong_is_not_committed(store: Store, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(store, 0, 6)
+    before = store.dataset(table).version
+    real = merge_check.LanceFileReader.read_range
+
+    def wrong(reader: Any, start: int, count: int) -> Any:
+        rows = real(reader, start, count).to_table()
+        return SimpleNamespace(to_table=lambda: rows.set_column(0, "uid", pa.array(["0" * 32] * len(rows))))
+
+    monkeypatch.setattr(merge_check.LanceFileReader, "read_range", wrong)
+    with pytest.raises(DamagedError, match=r"a merge has copied rows wrong|is not as it was committed"):
+        store.compact()
+    monkeypatch.undo()
+    assert Store.open(store.uri).dataset(table).version == before
+    assert store.verify().ok
+
+
+def test_a_damaged_file_is_not_merged_and_commits_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(store, 0, 6)
+    [file, *_] = sorted(Path(store.uri, "samples", "data").iterdir())
+    content = file.read_bytes()
+    place = content.index(b"engine-0")
+    file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    with pytest.raises(DamagedError, match=r"is not as it was committed; its file is not merged"):
+        Store.open(store.uri).compact()
+    monkeypatch.setattr(fragments, "TIERS", ((4 << 20, 4),))
+    with pytest.warns(UserWarning, match="its file is not merged"):
+        Store.open(store.uri).commit_samples([build.sample(6)], writer="w")
+    assert [finding.table for finding in store.verify().findings] == ["samples"]
+    file.write_bytes(content)
+    assert Store.open(store.uri).compact()["samples"]["files_merged"] >= 7
+    assert Store.open(store.uri).verify().ok
+    assert Store.open(store.uri).samples().num_rows == 7

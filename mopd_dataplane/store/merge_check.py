@@ -1,0 +1,85 @@
+"""What a merge has copied, read again and compared before it is committed.
+
+A merge drops the files it replaces a day later: from then on the copy is all there is. So each copied row is compared
+with the row it was made from, and a row of metadata with its checksum too: a damaged file stays where it is, and is
+named, until somebody has restored it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
+
+import lance
+import numpy as np
+import pyarrow as pa
+from lance.file import LanceFileReader
+from lance.fragment import FragmentMetadata
+from lance.optimize import RewriteResult
+
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.row_checksums import row_crcs
+from mopd_dataplane.tables import ROW_CRC
+
+BYTES = 16 << 20
+"""Of the rows that are compared at once, about."""
+ROWS = 1 << 16
+
+
+def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> None:
+    """Raise DamagedError unless the new files of each merge hold the rows of its old ones, as they were committed."""
+    for result in done:
+        merged = {fragment.id for fragment in result.original_fragments}  # type: ignore[attr-defined]
+        old = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id in merged]
+        size = sum(data.file_size_bytes or 0 for fragment in result.new_fragments for data in fragment.files)
+        total = sum(fragment.physical_rows for fragment in result.new_fragments)
+        at_once = max(1, min(ROWS, BYTES * total // max(size, 1)))
+        with reading(dataset.uri):
+            copies = _in_parts(_copies(dataset, result.new_fragments, at_once), at_once)
+            originals = dataset.scanner(fragments=old, batch_size=at_once, scan_in_order=True).to_batches()
+            for one, other in zip_longest(_in_parts(originals, at_once), copies):
+                _compare(dataset.uri, one, other)
+
+
+def _compare(where: str, old: pa.Table | None, new: pa.Table | None) -> None:
+    if old is None or new is None or old.num_rows != new.num_rows:
+        raise DamagedError(f"{where}: a merge has lost or doubled rows; nothing was changed, run it again")
+    found = row_crcs(new)
+    if ROW_CRC.name in new.column_names:
+        committed = new[ROW_CRC.name].combine_chunks()
+        for place in np.flatnonzero(found != committed.to_numpy(zero_copy_only=False)).tolist():
+            raise DamagedError(
+                f"{where}: row {new.slice(place, 1).to_pylist()[0]!r:.120} is not as it was committed; its file is not "
+                "merged: run `mopd store verify`, and restore what it names from a copy"
+            )
+    if (found != row_crcs(old.select(new.column_names))).any():
+        raise DamagedError(f"{where}: a merge has copied rows wrong; nothing was changed, run it again")
+
+
+def _copies(
+    dataset: lance.LanceDataset, fragments: Iterable[FragmentMetadata], at_once: int
+) -> Iterator[pa.RecordBatch]:
+    """Rows of files that no version names yet."""
+    options = dataset.initial_storage_options
+    for fragment in fragments:
+        readers = [LanceFileReader(f"{dataset.uri}/data/{data.path}", options) for data in fragment.files]
+        for start in range(0, fragment.physical_rows, at_once):
+            count = min(at_once, fragment.physical_rows - start)
+            parts = [reader.read_range(start, count).to_table() for reader in readers]
+            columns = {name: part[name] for part in parts for name in part.column_names}
+            rows = pa.table({name: columns[name] for name in dataset.schema.names if name in columns})
+            yield from rows.to_batches()
+
+
+def _in_parts(batches: Iterable[pa.RecordBatch], at_once: int) -> Iterator[pa.Table]:
+    """The same rows, `at_once` in each part but the last."""
+    held: list[pa.RecordBatch] = []
+    for batch in batches:
+        held.append(batch)
+        while (count := sum(part.num_rows for part in held)) >= at_once:
+            rows = pa.Table.from_batches(held)
+            yield rows.slice(0, at_once)
+            held = rows.slice(at_once).to_batches() if count > at_once else []
+    if held:
+        yield pa.Table.from_batches(held)
