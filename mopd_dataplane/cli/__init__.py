@@ -6,7 +6,7 @@
     view.py       a store in a browser, or as files
     schema.py     what tables and columns mean
     teachers.py   teachers on the same answers
-    stores.py     store info, verify, compact
+    stores.py     store info, verify, compact, copy, upgrade
     interchange.py  import, export
     load.py       load serve
     recipes.py    the recipes, a copy of one, and what a key of a job file means

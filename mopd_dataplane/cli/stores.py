@@ -105,11 +105,35 @@ def upgrade(
     note(f"{target} is a store of today's format; {source} is as it was")
 
 
+def copy(
+    source: StoreUri,
+    target: Annotated[str, typer.Argument(metavar="DST", help="Folder or URI to make the copy in; nothing is there.")],
+    where: Annotated[
+        str, typer.Option("--where", help="Only samples that fit: a predicate over samples, \"domain = 'math'\".")
+    ] = "",
+) -> None:
+    """Copy samples with everything that speaks of them into a new store, in a folder or on an object store.
+
+    Tokens, signals, rewards and labels go with their samples; prompts whose samples all stay behind stay behind too.
+    Every checksum is compared and carried, and the copy is verified before it opens as a store. Rows are numbered anew:
+    plans, snapshots, checkpoints and the token log, which name rows, stay behind. Killed, the same line goes on.
+
+    To remove samples for good: copy those that stay, then delete the old store.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.store.copying import copy_store
+
+    for part in copy_store(open_store(source), target, where or None):
+        note(part)
+    note(f"{target} is a store; {source} is as it was")
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `store` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
     register(group, info, "mopd store info runs/quickstart")
     register(group, verify, "mopd store verify runs/quickstart --json")
     register(group, compact, "mopd store compact runs/quickstart --now")
+    register(group, copy, "mopd store copy runs/quickstart s3://bucket/math --where \"domain = 'math'\"")
     register(group, upgrade, "mopd store upgrade runs/old runs/new")
     app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

@@ -39,6 +39,7 @@ verify_rows.py     the audit of rows of metadata
 verify_pins.py     the audit of pinned versions
 verify_files.py    the audit of what lies beside the tables
 upgrade.py         tables of format 1, copied into format 2
+copying.py         samples that fit, with everything that speaks of them, in a new store
 queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
 sql.py             one read-only SQL statement at pinned versions
 views.py           what is asked most, as views and macros of that SQL

@@ -1,0 +1,310 @@
+"""Samples that fit, with everything that speaks of them, in a new store: in a folder or on an object store.
+
+    samples, tokens, signals, scores, rewards, labels    of the samples that fit
+    prompts, evals                                       all but those of prompts whose samples all stay behind
+    teachers, steps, events                              whole, with heads, policies, discriminators and the job
+
+Rows are numbered anew, so what names rows by number stays behind: plans, snapshots, checkpoints, the token log. Every
+checksum is compared with what is read, and carried; the copy is verified in full before it opens as a store. Every step
+looks at what is there first: killed anywhere, the same call goes on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import lance
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.files import fsync, publish_folder
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
+from mopd_dataplane.records import Signal, Snapshot
+from mopd_dataplane.store.artifacts import ArtifactStore
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.dataset_format import FREED, MARK
+from mopd_dataplane.store.lance_errors import is_panic
+from mopd_dataplane.store.payload import place_payload
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.reading import read_signal, signal_crcs, take_payload, take_rows, token_crcs
+from mopd_dataplane.store.row_checksums import wrong_rows
+from mopd_dataplane.store.signals import payload_table
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.upgrade import link_file
+from mopd_dataplane.store.verify import verify
+from mopd_dataplane.tables import FORMAT_VERSION, ROW_CRC, TABLES
+
+PROGRESS = "copy.json"
+"""What a target is being copied from; gone when it is whole."""
+ROWS, BYTES = 4096, 64 << 20
+"""Bounds of one commit of copied payload."""
+WEIGHTS = ("policies", "discriminators")
+_WHOLE = ("teachers", "steps", "events")
+
+
+def copy_store(source: Store, target: str, where: str | None = None) -> Iterator[str]:
+    """Copy the samples that a predicate over `samples` lets through (all without one); names each part that is done.
+
+    Raises InputError for a predicate that is none or a place that cannot be used, UnknownNameError when no sample fits,
+    MismatchError for half a copy of something else, DamagedError naming what of the source is damaged.
+    """
+    place = Place(target)
+    at = source.snapshot()
+    rows = _chosen(source, where, at)
+    _begin(source, place, where)
+    copy = _Copy(source, place, at)
+    yield f"samples: {copy.samples(rows):,}"
+    for name in source.names():
+        if name.startswith("signals/"):
+            yield f"{name}: {copy.signals(name):,}"
+    for name, count in copy.others().items():
+        yield f"{name}: {count:,}"
+    _carry_files(source, place)
+    yield "files"
+    report = verify(place, {name: Table(place, name) for name in [*TABLES, *copy.made]}, deep=True)
+    if not report.ok:
+        said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
+        raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    place.write_json(
+        MARK, {"format_version": FORMAT_VERSION, "created": now, "uuid": str(uuid.uuid4()), "copied_from": source.uuid}
+    )
+    place.remove(PROGRESS)
+    yield "verified"
+
+
+def _chosen(source: Store, where: str | None, at: Snapshot) -> NDArray[np.int64]:
+    """[n] row ids of the samples that fit."""
+    samples = source.dataset("samples", at)
+    try:
+        found = samples.to_table(columns=[], filter=where, with_row_id=True)["_rowid"].to_numpy()
+    except BaseException as error:
+        if not isinstance(error, ValueError | OSError) and not is_panic(error):
+            raise
+        raise InputError(f"filter {where!r:.200} is no predicate over samples: {error!s:.300}") from None
+    if where is not None and not len(found):
+        raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
+    return np.sort(found).astype(np.int64)
+
+
+def _begin(source: Store, place: Place, where: str | None) -> None:
+    if place.uri == source.uri or place.uri.startswith(f"{source.uri}/") or source.uri.startswith(f"{place.uri}/"):
+        raise InputError(f"{place.uri} and {source.uri} overlap; give a place of its own")
+    wanted = {"source": source.uuid, "where": where or ""}
+    begun = place.read_json(PROGRESS)
+    if begun is None:
+        if place.has(MARK) or (place.root is not None and place.root.exists() and any(place.root.iterdir())):
+            raise InputError(f"{place.uri} is not empty; give a place where nothing is")
+        place.check_new()
+        if place.root is not None:
+            place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place.admit_writer()
+        place.write_json(PROGRESS, wanted)
+    elif {name: begun[name] for name in wanted} != wanted:
+        raise MismatchError(
+            f"{place.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
+            "another place"
+        )
+    for name in TABLES:
+        Table(place, name).create()
+
+
+class _Copy:
+    """Rows on their way from a snapshot to a place."""
+
+    def __init__(self, source: Store, place: Place, at: Snapshot) -> None:
+        self._source = source
+        self._place = place
+        self._at = at
+        self._samples = Table(place, "samples")
+        self.made: list[str] = []
+        """Signals that the copy has."""
+
+    def samples(self, rows: NDArray[np.int64]) -> int:
+        """Copy samples and their tokens; how many the copy has."""
+        tokens, old = Table(self._place, "tokens"), self._source.dataset("samples", self._at)
+        lengths = take_rows(old, rows, ["total_len"])["total_len"].to_numpy().astype(np.int64)
+        for some in _parts(rows, 16 * lengths):
+            metadata = _sound("samples", take_rows(old, some, None))
+            uids = metadata["uid"].to_pylist()
+            if (self._samples.find(metadata.select(["uid"]))[0] >= 0).all():
+                continue
+            payload = self._source.read_tokens(some, snapshot=self._at, verify=True)
+            places, made = place_payload(
+                tokens, uids, metadata["payload_crc"].to_pylist(), payload.take, token_crcs,
+            )  # fmt: skip
+            tokens.make_durable(made)
+            fault_point("copy.payload")
+            self._insert(self._samples, metadata, payload_row=places)
+            fault_point("copy.samples")
+        return self._samples.open().count_rows()
+
+    def signals(self, name: str) -> int:
+        """Copy one signal of the samples that were copied; how many."""
+        _, teacher, kind = name.split("/")
+        old, scores, table = (
+            self._source.dataset(name, self._at),
+            Table(self._place, "scores"),
+            Table(self._place, name),
+        )
+        scored = self._source.table("scores", None, f"teacher = '{teacher}' AND kind = '{kind}'", self._at)
+        scored = self._of_ours(_sound("scores", scored))
+        if kind == "hidden" and scored.num_rows:  # states that were freed stay behind
+            codecs = take_rows(old, scored["payload_row"].to_numpy(), ["codec"])["codec"]
+            scored = scored.filter(pc.not_equal(codecs, FREED))
+        if not scored.num_rows:
+            return 0
+        table.create()
+        self.made.append(name)
+        for some in _parts(np.arange(scored.num_rows), scored["bytes"].to_numpy()):
+            part = scored.take(some)
+            if (scores.find(part)[0] >= 0).all():
+                continue
+            places, made = place_payload(
+                table, part["uid"].to_pylist(), part["payload_crc"].to_pylist(), _payload(old, table, kind, part),
+                lambda version, rows: signal_crcs(version, kind, rows),
+            )  # fmt: skip
+            table.make_durable(made)
+            self._insert(scores, part, sample_row=self._rows_of(part), payload_row=places)
+            fault_point("copy.signals")
+        return scored.num_rows
+
+    def others(self) -> dict[str, int]:
+        """Copy the tables without payload; how many rows each has."""
+        for name in _WHOLE:
+            self._insert(Table(self._place, name), self._all(name))
+        rewards = self._of_ours(self._all("rewards"))
+        self._insert(Table(self._place, "rewards"), rewards, sample_row=self._rows_of(rewards))
+        self._insert(Table(self._place, "labels"), self._of_ours(self._all("labels")))
+        gone = self._prompts_left_behind()
+        for name in ("prompts", "evals"):
+            rows = self._all(name)
+            self._insert(Table(self._place, name), rows.filter(pc.invert(pc.is_in(rows["prompt_id"], value_set=gone))))
+        names = [*_WHOLE, "rewards", "labels", "prompts", "evals"]
+        return {name: Table(self._place, name).open().count_rows() for name in names}
+
+    def _prompts_left_behind(self) -> pa.Array:
+        """Prompts that have samples, none of which was copied."""
+        had = self._source.table("samples", ["prompt_id"], snapshot=self._at)["prompt_id"].unique()
+        have = self._samples.open().to_table(columns=["prompt_id"])["prompt_id"].unique()
+        return had.filter(pc.invert(pc.is_in(had, value_set=have)))
+
+    def _all(self, name: str) -> pa.Table:
+        return _sound(name, self._source.table(name, snapshot=self._at))
+
+    def _of_ours(self, rows: pa.Table) -> pa.Table:
+        """Rows that speak of a sample that was copied."""
+        found, _ = self._samples.find(rows.select(["uid"]))
+        return rows.filter(pa.array(found >= 0))
+
+    def _rows_of(self, rows: pa.Table) -> NDArray[np.int64]:
+        return self._samples.find(rows.select(["uid"]))[0]
+
+    def _insert(self, table: Table, rows: pa.Table, **replaced: NDArray[np.int64]) -> None:
+        if not rows.num_rows:
+            return
+        for name, values in replaced.items():
+            rows = rows.set_column(rows.column_names.index(name), rows.schema.field(name), pa.array(values))
+        table.make_durable(table.insert(rows).dataset)
+
+
+def _parts(rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Rows in commits: at most ROWS of them, and about BYTES."""
+    first = 0
+    while first < len(rows):
+        within = int(np.searchsorted(np.cumsum(sizes[first : first + ROWS]), BYTES, side="right"))
+        yield rows[first : first + max(within, 1)]
+        first += max(within, 1)
+
+
+def _sound(name: str, rows: pa.Table) -> pa.Table:
+    """The rows, which are as they were committed. Raises DamagedError."""
+    for place, found, committed in wrong_rows(rows):
+        key = "/".join(str(rows[part][place].as_py()) for part in TABLES[name].key)
+        raise DamagedError(f"{name} {key}: row crc32c {found:08x}, committed was {committed:08x}; nothing is copied")
+    return rows.drop_columns([ROW_CRC.name])
+
+
+def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -> Callable[[list[int]], pa.Table]:
+    """Rows of a signal, their checksums compared."""
+    if kind == "hidden":
+        uids, codecs = part["uid"].to_pylist(), part["codec"].to_pylist()
+
+        def states(chosen: list[int]) -> pa.Table:
+            held = read_signal(old, kind, part.take(chosen), verify=True)
+            return payload_table(
+                table,
+                [Signal(uid=uids[i], sample_row=0, kind=kind, codec=codecs[i], hidden=bits)
+                 for i, bits in zip(chosen, held, strict=True)],
+            )  # fmt: skip
+
+        return states
+
+    def lists(chosen: list[int]) -> pa.Table:
+        some = part.take(chosen)
+        read_signal(old, kind, some, verify=True)
+        return take_payload(old, some["payload_row"].to_numpy(), old.schema.names)
+
+    return lists
+
+
+def _carry_files(source: Store, place: Place) -> None:
+    """Heads, policies, discriminators and the job."""
+    with tempfile.TemporaryDirectory(prefix="mopd-copy-") as folder:
+        for teacher in source.teachers().values():
+            _carry_file(source, place, teacher.head_file, Path(folder) / "file")
+        for name in _weights(source):
+            _carry_folder(source, place, name, Path(folder) / "folder")
+    job = source.read_json("job.json")
+    if job is not None:
+        place.write_json("job.json", {**job, "store": place.uri} if "store" in job else job)
+
+
+def _carry_file(source: Store, place: Place, name: str, scratch: Path) -> None:
+    if place.has(name) or not source._place.has(name):
+        return
+    if source.files is not None:
+        source.files.download(name, scratch)
+    file = scratch if source.files is not None else source.path(name)
+    if place.files is not None:
+        place.files.upload(name, file)
+        return
+    target = place.local(name)
+    link_file(file, target)
+    for path in (target, target.parent):
+        fsync(path)
+
+
+def _weights(source: Store) -> list[str]:
+    """Names of the folders of weights."""
+    parents = ["policies", *(f"{parent}/{stage}" for parent in WEIGHTS for stage in source._place.children(parent))]
+    if source.files is not None:
+        shelf = ArtifactStore(source.files)
+        return [f"{parent}/{name}" for parent in parents for name in shelf.names(parent)]
+    named = [f"{parent}/{name}" for parent in parents for name in source._place.children(parent)]
+    return [name for name in named if source.path(f"{name}/checksums.json").is_file()]
+
+
+def _carry_folder(source: Store, place: Place, name: str, scratch: Path) -> None:
+    if source.files is not None:
+        ArtifactStore(source.files).fetch(name, scratch)
+    folder = scratch if source.files is not None else source.path(name)
+    if place.files is not None:
+        ArtifactStore(place.files).publish(name, folder)
+        return
+    target = place.local(name)
+    if target.exists():
+        return
+    staging = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        link_file(file, staging / file.relative_to(folder))
+    publish_folder(staging, target)

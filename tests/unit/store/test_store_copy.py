@@ -1,0 +1,141 @@
+"""A copy holds the samples that fit and everything that speaks of them, and nothing of the others."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lance
+import pyarrow as pa
+import pytest
+
+from mopd_dataplane import Store
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
+from mopd_dataplane.store.copying import copy_store
+
+WHERE = "domain = 'chain_sum'"
+KILLED = """
+import os, signal, sys
+from mopd_dataplane.base import fault_points
+from mopd_dataplane.store.copying import copy_store
+from mopd_dataplane.store.dataset import Store
+fault_points.observe(lambda point: point == sys.argv[3] and os.kill(os.getpid(), signal.SIGKILL))
+list(copy_store(Store.open(sys.argv[1]), sys.argv[2], sys.argv[4]))
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Store]) -> Store:
+    return make_store(tmp_path_factory.mktemp("copies") / "source", prompts=3)
+
+
+def rows_of(store: Store, name: str) -> pa.Table:
+    """A table as plain Lance reads it, with the bytes of its blobs."""
+    dataset = lance.dataset(store._place.of(name), storage_options=store._place.storage_options or None)
+    rows = dataset.to_table()
+    if "hidden" not in rows.column_names:
+        return rows
+    blobs = dataset.take_blobs("hidden", indices=list(range(rows.num_rows)))
+    return rows.set_column(rows.column_names.index("hidden"), "hidden", pa.array([blob.readall() for blob in blobs]))
+
+
+def joined(store: Store, name: str) -> list[dict[str, object]]:
+    """Rows of a table with the uid that each row it names by number has, found by plain Lance; in order of uid."""
+    found = []
+    for row in rows_of(store, name).to_pylist():
+        for column, table in (("sample_row", "samples"), ("payload_row", _payload_of(name, row))):
+            if column in row:
+                ids = lance.dataset(
+                    store._place.of(table), storage_options=store._place.storage_options or None
+                ).to_table(columns=["uid"], with_row_id=True)
+                row[column] = dict(zip(ids["_rowid"].to_pylist(), ids["uid"].to_pylist(), strict=True))[row[column]]
+        found.append({key: value for key, value in row.items() if key != "row_crc"})
+    return sorted(found, key=str)
+
+
+def _payload_of(name: str, row: dict[str, object]) -> str:
+    return "tokens" if name == "samples" else f"signals/{row.get('teacher')}/{row.get('kind')}"
+
+
+def check(source: Store, copy: Store, chosen: set[str]) -> None:
+    assert copy.verify().ok
+    assert {row["uid"] for row in rows_of(copy, "samples").to_pylist()} == chosen
+    for name in ("samples", "scores", "rewards"):
+        assert joined(copy, name) == [row for row in joined(source, name) if row["uid"] in chosen]
+    payload = [name for name in source.names() if name == "tokens" or name.startswith("signals/")]
+    for name in [*payload, "labels"]:
+        wanted = [row for row in rows_of(source, name).to_pylist() if row["uid"] in chosen]
+        assert not wanted or sorted(rows_of(copy, name).to_pylist(), key=str) == sorted(wanted, key=str)
+    assert rows_of(copy, "plans").num_rows == 0
+    for name in ("teachers", "steps", "events"):
+        assert rows_of(copy, name).num_rows == rows_of(source, name).num_rows
+
+
+def uids(store: Store, where: str | None = None) -> set[str]:
+    return set(store.samples(["uid"], where)["uid"].to_pylist())
+
+
+def test_what_fits_is_copied_and_nothing_else(source: Store, tmp_path: Path) -> None:
+    chosen = uids(source, WHERE)
+    assert 0 < len(chosen) < len(uids(source))
+    list(copy_store(source, str(tmp_path / "copy"), WHERE))
+    copy = Store.open(tmp_path / "copy")
+    check(source, copy, chosen)
+    assert {prompt.domain for prompt in copy.prompts() if prompt.split == "train"} == {"chain_sum"}
+    others = uids(source) - chosen
+    for file in (path for path in (tmp_path / "copy").rglob("*") if path.is_file() and "policies" not in path.parts):
+        assert not any(uid.encode() in file.read_bytes() for uid in others), file
+    assert (copy.path("policies/student/v1") / "tokenizer.json").read_bytes() == (
+        source.path("policies/student/v1") / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_a_whole_store_goes_to_an_object_store_and_back(source: Store, s3: str, tmp_path: Path) -> None:
+    list(copy_store(source, s3))
+    check(source, Store.open(s3), uids(source))
+    list(copy_store(Store.open(s3), str(tmp_path / "back")))
+    check(source, Store.open(tmp_path / "back"), uids(source))
+    assert (tmp_path / "back" / "policies" / "student" / "v1" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("point", ["copy.payload", "copy.signals"])
+def test_a_copy_that_was_killed_goes_on(source: Store, tmp_path: Path, point: str) -> None:
+    target = str(tmp_path / "copy")
+    done = subprocess.run([sys.executable, "-c", KILLED, source.uri, target, point, WHERE], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(UnknownNameError, match="no store at"):
+        Store.open(target)
+    with pytest.raises(MismatchError, match="half a copy"):
+        list(copy_store(source, target, "domain = 'spell_backward'"))
+    list(copy_store(source, target, WHERE))
+    check(source, Store.open(target), uids(source, WHERE))
+
+
+def test_what_cannot_be_copied_is_refused_and_nothing_is_left(source: Store, tmp_path: Path) -> None:
+    target = tmp_path / "copy"
+    for where, error in (("no such", InputError), ("domain = 'x'", UnknownNameError), ("nocol = 1", InputError)):
+        with pytest.raises(error):
+            list(copy_store(source, str(target), where))
+    with pytest.raises(InputError, match="overlap"):
+        list(copy_store(source, f"{source.uri}/inside"))
+    assert not target.exists()
+    target.mkdir()
+    (target / "mine").write_text("mine")
+    with pytest.raises(InputError, match="is not empty"):
+        list(copy_store(source, str(target)))
+    assert [path.name for path in target.iterdir()] == ["mine"]
+
+
+def test_a_damaged_row_is_named_and_the_copy_is_no_store(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    source = make_store(tmp_path / "source", prompts=1)
+    [file] = (tmp_path / "source" / "prompts" / "data").iterdir()
+    content = file.read_bytes()
+    place = content.index(b"chain_sum")
+    file.write_bytes(content[:place] + b"C" + content[place + 1 :])
+    with pytest.raises(DamagedError, match=r"prompts .*: row crc32c .*, committed was"):
+        list(copy_store(Store.open(tmp_path / "source"), str(tmp_path / "copy")))
+    with pytest.raises(UnknownNameError):
+        Store.open(tmp_path / "copy")
