@@ -175,7 +175,7 @@ class _Copy:
             table.make_durable(made)
             self._insert(scores, part, sample_row=self._rows_of(part), payload_row=places)
             fault_point("copy.signals")
-        return scored.num_rows
+        return int(scored.num_rows)
 
     def others(self) -> dict[str, int]:
         """Copy the tables without payload; how many rows each has."""

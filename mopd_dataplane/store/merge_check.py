@@ -23,7 +23,7 @@ from mopd_dataplane.store.row_checksums import row_crcs
 from mopd_dataplane.tables import ROW_CRC
 
 BYTES = 16 << 20
-"""Of the rows that are compared at once, about."""
+"""Size of the rows that are compared at once, about."""
 ROWS = 1 << 16
 
 

@@ -96,8 +96,11 @@ def _register_tables(
     connection: duckdb.DuckDBPyConnection, store: Store, names: Iterable[str], snapshot: Snapshot | None
 ) -> None:
     for name in names:
+        used = _used_rows(store, name, snapshot)  # looked at first, so that every row of it has its payload
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
-        source = _Payload(dataset) if spec_of(name).heavy else dataset
+        if used is not None and len(used) == dataset.count_rows():
+            used = None
+        source = _Payload(dataset, used) if spec_of(name).heavy else dataset
         if not blobs:
             connection.register(sql_name(name), source)
             continue
@@ -106,12 +109,31 @@ def _register_tables(
         connection.execute(f'create view "{sql_name(name)}" as select {shown} from "{sql_name(name)}/rows"')
 
 
+def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array | None:
+    """Row ids of the payload that metadata names; None for a table that is no payload of samples or scores.
+
+    What an interrupted commit left, or one that another was faster than, has the uid of a sample too: a join would show
+    that sample twice.
+    """
+    owner, _, rest = name.partition("/")
+    teacher, _, kind = rest.partition("/")
+    if name == "tokens":
+        found = store.dataset("samples", snapshot).to_table(columns=["payload_row"])
+    elif owner == "signals":
+        whose = f"teacher = '{teacher}' AND kind = '{kind}'"
+        found = store.dataset("scores", snapshot).to_table(columns=["payload_row"], filter=whose)
+    else:
+        return None
+    return found["payload_row"].combine_chunks().cast(pa.uint64())
+
+
 class _Payload(pads.Dataset):  # type: ignore[misc]
     """A payload table as DuckDB reads it: filters are applied in Arrow, because Lance refuses DuckDB's on tables with
     unsigned columns."""
 
-    def __init__(self, dataset: lance.LanceDataset) -> None:
+    def __init__(self, dataset: lance.LanceDataset, used: pa.Array | None) -> None:
         self._dataset = dataset
+        self._used = used
 
     @property
     def schema(self) -> pa.Schema:
@@ -120,7 +142,7 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
     def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> _Batches:
         """Batches of some columns; columns only the filter speaks of are read beside them."""
-        return _Batches(self._dataset, self.schema.names if columns is None else columns, filter)
+        return _Batches(self._dataset, self._used, self.schema.names if columns is None else columns, filter)
 
 
 class _Batches:
@@ -131,8 +153,11 @@ class _Batches:
     for ever.
     """
 
-    def __init__(self, dataset: lance.LanceDataset, columns: list[str], filter: pc.Expression | None) -> None:
+    def __init__(
+        self, dataset: lance.LanceDataset, used: pa.Array | None, columns: list[str], filter: pc.Expression | None
+    ) -> None:
         self._dataset = dataset
+        self._used = used
         self._columns = columns
         self._filter = filter
 
@@ -147,7 +172,9 @@ class _Batches:
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         wanted = [name for name in self._dataset.schema.names if name in self._columns or name in str(self._filter)]
-        for batch in self._dataset.scanner(columns=wanted).to_batches():
+        for batch in self._dataset.scanner(columns=wanted, with_row_id=self._used is not None).to_batches():
+            if self._used is not None:
+                batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self._used))
             yield (batch if self._filter is None else batch.filter(self._filter)).select(self._columns)
 
 

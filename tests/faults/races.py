@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", message="lance is not fork-safe")
 STAGE, TEACHER, VERIFIER = "student", "judge", "checker"
 KINDS = ("logprob", "topk", "hidden")
 WRITERS, KILLED, SAMPLES, BATCH = 3, 2, 60, 6
-"""Writers of as many samples each, in batches; neighbours share a third of theirs. KILLED more share with nobody."""
+"""Writers of as many samples each, in batches; all share a third of theirs. KILLED more share with nobody."""
 WINDOWS = 4
 DEADLINE_S = 240.0
 
@@ -78,15 +78,17 @@ class Ground:
         texts = [file.read_text() for file in self.notes.glob("*.jsonl")]
         return [json.loads(line) for text in texts for line in text[: text.rfind("\n") + 1].splitlines()]
 
-    def work_of(self, writer: int) -> range:
-        """Numbers of one writer's samples."""
-        first = writer * (self.samples * 2 // 3) if writer < WRITERS else writer * 1000
-        return range(first, first + self.samples)
+    def work_of(self, writer: int) -> list[int]:
+        """Numbers of one writer's samples, in the order it commits them in: first those that all commit at once."""
+        shared, own = self.samples // 3, self.samples * 2 // 3
+        if writer >= WRITERS:
+            return list(range(writer * 1000, writer * 1000 + self.samples))
+        return [*range(shared), *range(shared + writer * own, shared + (writer + 1) * own)]
 
     @property
     def promised(self) -> range:
         """Numbers of the samples of the writers that live."""
-        return range(self.work_of(WRITERS - 1).stop)
+        return range(self.work_of(WRITERS - 1)[-1] + 1)
 
     @property
     def numbers(self) -> list[int]:
@@ -108,8 +110,8 @@ def write(ground: Ground, writer: int, moment_s: float | None = None) -> int:
     if moment_s is not None:
         threading.Timer(moment_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     store, work = ground.open(), ground.work_of(writer)
-    for first in range(work.start, work.stop, BATCH):
-        numbers = range(first, min(first + BATCH, work.stop))
+    for first in range(0, len(work), BATCH):
+        numbers = work[first : first + BATCH]
         samples = [build.sample(number) for number in numbers]
         receipt = store.commit_samples(samples, writer=f"w{writer}")
         rows = receipt.rows.tolist()
@@ -370,6 +372,7 @@ def run(ground: Ground, seed: int) -> tuple[int, list[str]]:
     answers = {who: child.answer(DEADLINE_S) for who, child in others.items()}
     wrong += [*found, *(f"{who} failed" for who, answer in answers.items() if answer is None)]
     wrong += answers["a reader"] or []
+    wrong += [f"{who}: none went through" for who in ("a merger", "a stranger's merges") if answers[who] == 0]
     audited, lost = _told(partial(audit, ground)) or (0, ["the audit failed"])
     return trained + audited, wrong + lost
 

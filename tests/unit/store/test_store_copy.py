@@ -130,7 +130,7 @@ def test_what_cannot_be_copied_is_refused_and_nothing_is_left(source: Store, tmp
 
 
 def test_a_damaged_row_is_named_and_the_copy_is_no_store(make_store: Callable[..., Store], tmp_path: Path) -> None:
-    source = make_store(tmp_path / "source", prompts=1)
+    make_store(tmp_path / "source", prompts=1)
     [file] = (tmp_path / "source" / "prompts" / "data").iterdir()
     content = file.read_bytes()
     place = content.index(b"chain_sum")

@@ -14,7 +14,9 @@ import store_builders as build
 
 from mopd_dataplane.errors import MismatchError, ResourceError
 from mopd_dataplane.store import table as table_module
+from mopd_dataplane.store.arrow_rows import token_rows
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.signals import payload_table
 
 Start = Callable[..., subprocess.Popen[str]]
 Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
@@ -168,3 +170,22 @@ def test_a_changed_prompt_or_teacher_is_refused(store: Store) -> None:
     with pytest.raises(MismatchError, match="weights_digest is 'w-t' in the store, 'other' now"):
         store.add_teacher(build.teacher("t", weights_digest="other"))
     assert store.teachers()["t"].weights_digest == "w-t"
+
+
+def test_a_question_sees_no_payload_that_was_left_over(store: Store) -> None:
+    samples = [build.sample(i) for i in range(4)]
+    rows = store.commit_samples(samples, writer="w").rows.tolist()
+    store.add_teacher(build.teacher("t"))
+    signals = [build.signal(sample, row, "logprob") for sample, row in zip(samples, rows, strict=True)]
+    store.commit_signals("t", "logprob", signals)
+    store._table("tokens").append(token_rows(samples[:3]))  # as by a committer that another one was faster than
+    payload = store._table("signals/t/logprob")
+    payload.append(payload_table(payload, signals[1:]))
+    for name in ("tokens", "signals_t_logprob"):
+        assert store.sql(f"select count(*) as n from {name}").to_pylist() == [{"n": 4}]
+        joined = f"select uid from samples join {name} using (uid) where uid > '' order by uid"
+        assert store.sql(joined)["uid"].to_pylist() == sorted(sample.uid for sample in samples)
+    at = store.snapshot()
+    store.commit_samples([build.sample(4)], writer="w")
+    assert store.sql("select count(*) as n from tokens", at).to_pylist() == [{"n": 4}]
+    assert store.sql("select count(*) as n from tokens").to_pylist() == [{"n": 5}]
