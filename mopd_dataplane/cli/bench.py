@@ -89,6 +89,24 @@ def write(
     print_json({name: figures[name] for name in FIGURES}) if as_json else print_facts(figures)
 
 
+def commits(
+    count: Annotated[int, typer.Option("--commits", min=8, help="Commits of four short samples.")] = 2000,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """The life of a store: time of a commit and of an opening, memory, files and bytes over many small commits."""
+    from mopd_dataplane.bench.commits import measure
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
+        figures = measure(Path(scratch), count)
+    if as_json:
+        print_json(figures)
+        return
+    curve = figures.pop("curve")
+    print_rows(tuple(curve[0]), [[round(value, 1) for value in point.values()] for point in curve])
+    print_facts(figures)
+
+
 def wal(
     sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences decoded together.")] = 64,
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Length of each part.")] = 3.0,
@@ -243,6 +261,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, plan, "mopd bench plan --samples 10000000 --json")
     register(group, load, "mopd bench load --json", "mopd bench load --peers --plot loaders.png")
     register(group, write, "mopd bench write --folder /tmp --rows 10000 --rows 1000000 --json")
+    register(group, commits, "mopd bench commits --commits 2000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")

@@ -1,0 +1,110 @@
+"""The life of a store under many small commits: time of a commit and of an opening, memory, files and bytes on disk.
+
+python -m mopd_dataplane.bench.commits FOLDER --commits 2000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane.bench.write import bench_sample
+from mopd_dataplane.store import fragments, table
+from mopd_dataplane.store.dataset import Store
+
+BATCH, RESPONSE = 4, 60
+"""Samples of a commit and their tokens."""
+POINTS = 8
+"""Where the curve is read: after equal parts of the commits."""
+OPENINGS = 5
+
+
+def measure(folder: Path, commits: int) -> dict[str, Any]:
+    """Commit into a new store, one writer, and read the curve; then `compact` with now.
+
+    curve: after how many commits, median ms of the commits since the last point, ms to open the store and count its
+    samples, resident MiB of this process, files and MiB of `samples` and `tokens`. row_crc_share, merge_check_share: of
+    the time of all commits. compacted: per table, bytes on disk by the Arrow bytes of its rows, and files.
+    """
+    store = Store.create(folder / "commits")
+    spent = {"row_crc": 0.0, "merge_check": 0.0}
+    curve, times, every = [], [], max(1, commits // POINTS)
+    with _timed(table, "with_row_crcs", spent, "row_crc"), _timed(fragments, "check_copies", spent, "merge_check"):
+        for number in range(commits):
+            batch = [bench_sample(i, RESPONSE) for i in range(number * BATCH, (number + 1) * BATCH)]
+            began = time.perf_counter()
+            store.commit_samples(batch, writer="bench")
+            times.append(time.perf_counter() - began)
+            if (number + 1) % every == 0:
+                curve.append({"commits": number + 1, **_point(store, times[-every:])})
+    whole = sum(times)
+    store.compact(now=True)
+    return {
+        "curve": curve,
+        "row_crc_share": spent["row_crc"] / whole,
+        "merge_check_share": spent["merge_check"] / whole,
+        "compacted": {name: _size(store, name) for name in ("samples", "tokens")},
+    }
+
+
+@contextmanager
+def _timed(module: Any, function: str, spent: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds of each call of a module's function to `spent` while the block runs."""
+    work = getattr(module, function)
+
+    def call(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return work(*arguments)
+        finally:
+            spent[name] += time.perf_counter() - began
+
+    setattr(module, function, call)
+    try:
+        yield
+    finally:
+        setattr(module, function, work)
+
+
+def _point(store: Store, times: list[float]) -> dict[str, float]:
+    openings = []
+    for _ in range(OPENINGS):
+        began = time.perf_counter()
+        Store.open(store.uri).dataset("samples").count_rows()
+        openings.append(time.perf_counter() - began)
+    files = [file for name in ("samples", "tokens") for file in (Path(store.uri) / name).rglob("*") if file.is_file()]
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "commit_ms": 1e3 * statistics.median(times),
+        "open_ms": 1e3 * statistics.median(openings),
+        "resident_mib": pages * os.sysconf("SC_PAGESIZE") / (1 << 20),
+        "files": len(files),
+        "disk_mib": sum(file.stat().st_size for file in files) / (1 << 20),
+    }
+
+
+def _size(store: Store, name: str) -> dict[str, float]:
+    root = Path(store.uri) / name
+    files = [file for file in root.rglob("*") if file.is_file()]
+    arrow = store.dataset(name).to_table().nbytes
+    return {"disk_by_arrow": sum(file.stat().st_size for file in files) / arrow, "files": len(files)}
+
+
+def main() -> None:
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--commits", type=int, default=2000)
+    given = parser.parse_args()
+    print(json.dumps(measure(given.folder, given.commits), indent=1))
+
+
+if __name__ == "__main__":
+    main()
