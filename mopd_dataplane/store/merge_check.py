@@ -76,7 +76,7 @@ def _copies(
 
 
 def _in_parts(batches: Iterable[pa.RecordBatch], at_once: int) -> Iterator[pa.Table]:
-    """The same rows, `at_once` in each part but the last."""
+    """All rows, `at_once` of them in each part but the last."""
     held: list[pa.RecordBatch] = []
     for batch in batches:
         held.append(batch)
