@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import PromptError, nearest
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.errors import PromptError, UnknownNameError, nearest
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.records import Prompt
 
@@ -76,6 +77,10 @@ def render(
 
 
 _Entry = tuple[str, str, str, str]
+PromptSource = Callable[..., Iterable[dict[str, Any]]]
+"""(seed, size, and the domain's `args`) -> rows as a .jsonl file has them: a text in `text`, `prompt` or `question`,
+and where they have them `answer`, `teacher_context`, `verifier_data`; at most `size` are needed. An entry point of
+`mopd.prompts`, or `package.module:Name` as a domain's source."""
 
 
 def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
@@ -94,12 +99,10 @@ def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
         return _reasoning_gym(name, domain)
     path = Path(domain.source)
     if path.suffix not in (".jsonl", ".parquet"):
-        raise PromptError(
-            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym' nor a .jsonl or .parquet file"
-        )
+        return _plugin(name, domain)
     if not path.is_file():
         raise PromptError(f"domain {name!r}: no file {path}")
-    return iter(list(_from_rows(name, path, domain)))
+    return iter(list(_from_rows(name, path, list(_rows(path)), domain)))
 
 
 def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -122,6 +125,19 @@ def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
         yield _fill(name, "template", domain.template, fields), str(entry["answer"]), verifier_data, context
 
 
+def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
+    """Rows of another package's source, see PromptSource."""
+    try:
+        source: PromptSource = find_plugin("mopd.prompts", domain.source, {})
+    except UnknownNameError as error:
+        raise PromptError(
+            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym', nor a .jsonl or .parquet file, nor "
+            f"a plug-in: {error}"
+        ) from None
+    size = _SUPPLY * (domain.train + domain.eval + domain.tune)
+    return _from_rows(name, domain.source, list(source(seed=domain.seed, size=size, **domain.args)), domain)
+
+
 def _fill(name: str, key: str, template: str, fields: dict[str, Any]) -> str:
     try:
         return template.format_map(fields)
@@ -132,8 +148,7 @@ def _fill(name: str, key: str, template: str, fields: dict[str, Any]) -> str:
         ) from None
 
 
-def _from_rows(name: str, path: Path, domain: Domain) -> Iterator[_Entry]:
-    rows = list(_rows(path))
+def _from_rows(name: str, path: Path | str, rows: list[dict[str, Any]], domain: Domain) -> Iterator[_Entry]:
     if not rows:
         raise PromptError(f"domain {name!r}: {path} has no prompts")
     for number, row in enumerate(rows, start=1):

@@ -5,7 +5,8 @@ A package offers a plug-in in its pyproject.toml:
     [project.entry-points."mopd.importers"]
     mine = "my_package.formats:read_mine"
 
-Groups: `mopd.importers` (interchange/formats.py), `mopd.rewards` (score/reward.py).
+Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.objectives` (job/objectives.py), `mopd.prompts` (prompts.py),
+`mopd.rewards` (score/reward.py), `mopd.importers` (interchange/formats.py).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.rollout.engines.kinds import EngineKind, engine_kind, kinds_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -103,19 +104,25 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
             'not from what the student keeps; take "sampling_mask" out of rollout.record, or set teacher_mix = 0'
         )
-    if rollout.record and job.engine.kind != "hf":
+    kind = engine_kind(job.engine.kind)
+
+    def tells(kind: EngineKind | type[EngineKind]) -> bool:
+        return set(rollout.record) <= set(kind.records)
+
+    if not tells(kind):
         raise JobFileError(
             f"{at}: engine.kind = {job.engine.kind!r} does not say what record = {list(rollout.record)} asks for; "
-            'set engine.kind = "hf", or record = []'
+            f"set engine.kind = {kinds_that(tells)}, or record = {list(kind.records)}"
         )
     if "experts" in rollout.record:
         _check_experts(rollout, at)
     if rollout.teacher_mix and rollout.policy != "self":
         raise JobFileError(f'{at}: rollout.teacher_mix mixes a teacher into the student; set rollout.policy = "self"')
-    if rollout.teacher_mix and job.engine.kind != "hf":
+    if rollout.teacher_mix and not kind.mixes:
         raise JobFileError(
             f"{at}: rollout.teacher_mix = {rollout.teacher_mix} draws each token from two models, which engine.kind = "
-            f'{job.engine.kind!r} cannot; set engine.kind = "hf", or rollout.teacher_mix = 0'
+            f"{job.engine.kind!r} cannot; set engine.kind = {kinds_that(lambda kind: kind.mixes)}, or "
+            "rollout.teacher_mix = 0"
         )
     if rollout.teacher_mix and gradient and gradient.teacher_coef and gradient.student_logprob == "sampler":
         raise JobFileError(

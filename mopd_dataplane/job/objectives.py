@@ -5,13 +5,21 @@ Formulas and sources: docs/objectives.md. `train/objective.py` computes them.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from mopd_dataplane.errors import nearest
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.sections import Band, Fraction, Plan, Section, Train
+
+if TYPE_CHECKING:
+    from mopd_kernels.heads import Head
+    from torch import Tensor
+
+    from mopd_dataplane.train.microbatch import MicroBatch
 
 Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
 Normaliser = Literal["token", "sequence", "sum", "constant"]
@@ -19,14 +27,54 @@ Normaliser = Literal["token", "sequence", "sum", "constant"]
 sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` (Dr.GRPO, arXiv 2503.20783)."""
 
 
-class PolicyGradientTerm(Section):
-    """Score-function term: advantage times log-prob of the sampled token."""
+class Term(Section):
+    """A term of an objective: its settings, and what it needs of a sample.
 
-    recorded: ClassVar[tuple[str, ...]] = ("sampling_mask", "experts")
+    Another package's term derives from this, says what it needs by the class attributes, and computes `token_loss`.
+    """
+
+    recorded: ClassVar[tuple[str, ...]] = ()
     """What it reads of what is recorded of some samples only (fields.RECORDS)."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names under which it reports means over trained tokens."""
 
     weight: float = 1.0
     """Factor of this term in the sum of the terms."""
+    normaliser: Normaliser = "token"
+    """What the sum over tokens is divided by: `token` by trained tokens, `sequence` by each sequence's own, `sum` by
+    nothing, `constant` by sequences times rollout.max_new_tokens."""
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Kinds of signals that every sample must have before it can be trained on."""
+        return ()
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether every sample needs an outcome reward."""
+        return False
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether a micro-batch is judged through its teacher's LM head."""
+        return "hidden" in self.signals
+
+    def token_loss(
+        self, hidden: Tensor, head: Head, batch: MicroBatch, *, temperature: float, teacher_head: Head | None
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """l_t [M] f32 of each trained token, differentiable, and metrics [M] by the names in `metrics`.
+
+        hidden [M, D]: the student's states that predict the trained tokens. temperature: of the sampler. teacher_head:
+        given where needs_head. The sum over tokens of weight times normaliser times l_t is added to the loss.
+        """
+        raise NotImplementedError(f"{type(self).__name__} computes no token_loss")
+
+
+class PolicyGradientTerm(Term):
+    """Score-function term: advantage times log-prob of the sampled token."""
+
+    recorded: ClassVar[tuple[str, ...]] = ("sampling_mask", "experts")
+
     teacher_coef: float = 1.0
     """Weight of the teacher log-ratio in the advantage; 0 for pure RL."""
     reward_coef: float = 0.0
@@ -59,9 +107,18 @@ class PolicyGradientTerm(Section):
     it drops whole sequences, by the geometric mean of their ratios."""
     band: Band = (0.5, 2.0)
     """Ratios of trainer to sampler probability that `correction` accepts, as [low, high]."""
-    normaliser: Normaliser = "token"
-    """What the sum over tokens is divided by: `token` by trained tokens, `sequence` by each sequence's own, `sum` by
-    nothing, `constant` by sequences times rollout.max_new_tokens."""
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """See Term."""
+        if not self.teacher_coef:
+            return ()
+        return ("logprob",) if self.baseline == "none" else ("logprob", self.baseline)
+
+    @property
+    def needs_rewards(self) -> bool:
+        """See Term."""
+        return bool(self.reward_coef)
 
     @model_validator(mode="after")
     def _sum_has_terms(self) -> PolicyGradientTerm:
@@ -75,11 +132,9 @@ class PolicyGradientTerm(Section):
         return self
 
 
-class DivergenceTerm(Section):
+class DivergenceTerm(Term):
     """Divergence between the student's and the teacher's next-token distributions."""
 
-    weight: float = 1.0
-    """Factor of this term in the sum of the terms."""
     kind: Kind = "reverse"
     """Which divergence: `reverse` is KL(student, teacher), `forward` KL(teacher, student); docs/objectives.md has the
     formulas."""
@@ -98,8 +153,11 @@ class DivergenceTerm(Section):
     topk_agreement: int = Field(default=0, ge=0)
     """Also report how far student and teacher agree on their k likeliest tokens (arXiv 2604.13016); 0 leaves it out.
     Needs stored hidden states, and two more passes over the vocabulary for each of the two models."""
-    normaliser: Normaliser = "token"
-    """What the sum over tokens is divided by; as in the policy gradient."""
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """See Term."""
+        return tuple(dict.fromkeys((self.signal, "hidden") if self.topk_agreement else (self.signal,)))
 
     @model_validator(mode="after")
     def _topk_form_exists(self) -> DivergenceTerm:
@@ -116,13 +174,8 @@ class DivergenceTerm(Section):
         return self.kind
 
 
-class CrossEntropyTerm(Section):
+class CrossEntropyTerm(Term):
     """Negative log-likelihood of the stored tokens."""
-
-    weight: float = 1.0
-    """Factor of this term in the sum of the terms."""
-    normaliser: Normaliser = "token"
-    """What the sum over tokens is divided by; as in the policy gradient."""
 
 
 class Objective(Section):
@@ -134,6 +187,9 @@ class Objective(Section):
     """Distance between the next-token distributions of student and teacher."""
     cross_entropy: CrossEntropyTerm | None = None
     """Negative log-likelihood of the stored tokens."""
+    terms: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Terms of other packages, each with its settings: by the name of an entry point of `mopd.objectives`, or as
+    `"package.module:Name"`."""
     plan: dict[str, Any] = Field(default_factory=dict)
     """Keys of `[plan]` for the stages with this objective; a stage's own still win."""
     train: dict[str, Any] = Field(default_factory=dict)
@@ -150,30 +206,52 @@ class Objective(Section):
                 raise ValueError(f"unknown key {key!r}: {nearest(key, section.model_fields)}")
         return given
 
+    @field_validator("terms")
+    @classmethod
+    def _terms_exist(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, settings in given.items():
+            try:
+                plugin_term(name, settings)
+            except UnknownNameError as error:
+                raise ValueError(str(error)) from None
+        return given
+
     @model_validator(mode="after")
     def _some_term(self) -> Objective:
-        if not (self.policy_gradient or self.divergence or self.cross_entropy):
-            raise ValueError("give at least one of policy_gradient, divergence, cross_entropy")
+        if not (self.policy_gradient or self.divergence or self.cross_entropy or self.terms):
+            raise ValueError("give at least one of policy_gradient, divergence, cross_entropy, terms")
         return self
 
     @property
+    def active(self) -> tuple[Term, ...]:
+        """Its terms, in the order in which they are summed."""
+        built_in = (self.policy_gradient, self.divergence, self.cross_entropy)
+        return (*(term for term in built_in if term is not None), *self.plugins)
+
+    @property
+    def plugins(self) -> tuple[Term, ...]:
+        """Its terms of other packages."""
+        return tuple(plugin_term(name, settings) for name, settings in self.terms.items())
+
+    @property
     def signals(self) -> tuple[str, ...]:
-        """Signal kinds that every sample must have before it can be trained on."""
-        kinds = []
-        if self.policy_gradient and self.policy_gradient.teacher_coef:
-            kinds.append("logprob")
-            kinds += [self.policy_gradient.baseline] if self.policy_gradient.baseline != "none" else []
-        if self.divergence:
-            kinds.append(self.divergence.signal)
-            kinds += ["hidden"] if self.divergence.topk_agreement else []
-        return tuple(dict.fromkeys(kinds))
+        """Kinds of signals that every sample must have before it can be trained on."""
+        return tuple(dict.fromkeys(kind for term in self.active for kind in term.signals))
 
     @property
     def recorded(self) -> tuple[str, ...]:
         """What packs carry of what is recorded of some samples only (fields.RECORDS)."""
-        return self.policy_gradient.recorded if self.policy_gradient else ()
+        return tuple(dict.fromkeys(record for term in self.active for record in term.recorded))
 
     @property
     def needs_rewards(self) -> bool:
         """Whether every sample needs an outcome reward."""
-        return bool(self.policy_gradient and self.policy_gradient.reward_coef)
+        return any(term.needs_rewards for term in self.active)
+
+
+def plugin_term(name: str, settings: dict[str, Any]) -> Term:
+    """A term of another package with its settings. Raises UnknownNameError, ValueError for settings it refuses."""
+    found = find_plugin("mopd.objectives", name, {})
+    if not (isinstance(found, type) and issubclass(found, Term)):
+        raise UnknownNameError(f"objective {name!r} is no class derived from mopd_dataplane.job.objectives.Term")
+    return found(**settings)

@@ -19,7 +19,9 @@ from pydantic import (
 )
 
 from mopd_dataplane.base.secrets import check_server_url
+from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.schedules import Weight
+from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
@@ -144,11 +146,16 @@ class Teacher(Section):
         return self
 
 
+def _default(section: Section, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True)
+
+
 class Engine(Section):
     """What generates."""
 
-    kind: Literal["hf", "vllm"] = "hf"
-    """What decodes: `hf` (transformers, in this process) or `vllm`."""
+    kind: str = "hf"
+    """What decodes: `hf` (transformers, in this process), `vllm`, an entry point of `mopd.engines`, or
+    `package.module:Name` (rollout/engines/kinds.py)."""
     slots: int = Field(default=64, ge=1, le=65535)
     """Sequences decoded together."""
     threads: int = Field(default=0, ge=0)
@@ -172,13 +179,15 @@ class Engine(Section):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Engine:
-        given = [name for name in ("url", "reload", "options") if getattr(self, name)]
-        given += ["noise"] if self.noise != "keyed" else []
-        given += ["keep"] if not self.keep else []
-        if self.kind != "hf" and self.device != "auto":
-            raise ValueError("device: only for kind = 'hf'; vLLM takes CUDA_VISIBLE_DEVICES and options")
-        if self.kind == "hf" and given:
-            raise ValueError(f"{', '.join(given)}: only for kind = 'vllm'")
+        try:
+            known = engine_kind(self.kind).settings
+        except UnknownNameError as error:
+            raise ValueError(str(error)) from None
+        of_some = {name for kind in ENGINES.values() for name in kind.settings}
+        strange = [name for name in sorted(of_some - set(known)) if getattr(self, name) != _default(self, name)]
+        if strange:
+            kinds = " or ".join(repr(name) for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
+            raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}")
         if self.url and (self.options or self.dtype or not self.keep):
             raise ValueError("options, dtype and keep are for vLLM started here; a server (url) has its own")
         if self.reload and not self.url:

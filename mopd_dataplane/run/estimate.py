@@ -23,6 +23,7 @@ from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.run.preflight import Finding
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def _memory(
     rollout = stage.rollout
     longest = min(rollout.max_prompt_tokens + rollout.max_new_tokens, student.context or 1 << 31)
     cache = job.engine.slots * longest * student.kv_bytes * width // 2
-    if stage.data == "rollout" and job.engine.kind == "hf":
+    if stage.data == "rollout" and engine_kind(job.engine.kind).here:
         _fits(found, f"{stage.name} rollout", job.engine.device, student.parameters * width + cache, "engine.slots")
     sizes = sorted(
         (shape.parameters * (2 if job.teachers[name].dtype == "bfloat16" else 4) for name, shape in teachers.items()

@@ -1,5 +1,5 @@
-"""Which engine a job samples with. vLLM takes long to start: unless told otherwise (`engine.keep`) a run keeps it and
-gives it policy after policy."""
+"""Which engine a job samples with. One that takes long to start is kept, unless told otherwise (`engine.keep`), and
+given policy after policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Job
-from mopd_dataplane.models.devices import free_device_memory, resolve_device
+from mopd_dataplane.models.devices import free_device_memory
 from mopd_dataplane.rollout.engines.engine import Sleeper
+from mopd_dataplane.rollout.engines.kinds import engine_kind
 
 if TYPE_CHECKING:
     from mopd_dataplane.rollout.engines.engine import Engine
@@ -37,9 +38,9 @@ class Engines:
         except BaseException:
             engine.close()
             raise
-        if self._job.engine.kind == "vllm" and (
-            self._job.engine.keep or (isinstance(engine, Sleeper) and engine.sleep())
-        ):
+        settings = self._job.engine
+        stays = engine_kind(settings.kind).stays
+        if stays and (settings.keep or (isinstance(engine, Sleeper) and engine.sleep())):
             self._kept = engine
         else:
             engine.close()  # its memory is needed by what follows
@@ -69,25 +70,7 @@ class Engines:
 
 def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | None = None) -> Engine:
     """A new engine as the job wants it, with this policy. Raises MismatchError, EngineError."""
-    settings, dtype = job.engine, job.engine.dtype or job.student.dtype
-    if settings.kind == "hf":
-        from mopd_dataplane.rollout.engines.hf import HfEngine
-
-        return HfEngine(
-            folder, slots=settings.slots, policy_version=version, dtype=dtype, device=resolve_device(settings.device),
-            threads=settings.threads, partner=partner,
-        )  # fmt: skip
-    assert partner is None, "the job file refuses rollout.teacher_mix with vLLM"
-    if settings.url:
-        from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
-
-        return ServerEngine(
-            folder, url=settings.url, slots=settings.slots, policy_version=version, noise=settings.noise,
-            reload=settings.reload,
-        )  # fmt: skip
-    from mopd_dataplane.rollout.engines.vllm import VllmEngine
-
-    return VllmEngine(
-        folder, slots=settings.slots, policy_version=version, dtype=dtype, noise=settings.noise,
-        threads=settings.threads, options=settings.options, sleeps=not settings.keep,
-    )  # fmt: skip
+    settings = job.engine
+    return engine_kind(settings.kind).open(
+        folder, version, settings, dtype=settings.dtype or job.student.dtype, partner=partner
+    )

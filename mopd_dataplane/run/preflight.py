@@ -23,6 +23,7 @@ from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 
@@ -189,8 +190,8 @@ def _packages(look: _Look) -> None:
     wanted: dict[str, str] = {
         stage.train.track: f"stages.{stage.name}.train.track" for stage in job.stages if stage.train.track in TRACKERS
     }
-    if job.engine.kind == "vllm" and not job.engine.url:
-        wanted["vllm"] = "engine.kind"
+    if not job.engine.url and (package := engine_kind(job.engine.kind).package):
+        wanted[package] = "engine.kind"
     for package, key in wanted.items():
         found = importlib.util.find_spec(package)
         if found is None or found.origin is None:  # a mere folder of that name has no origin

@@ -1,4 +1,29 @@
-"""Doubles of the slow parts, for tests and measurements.
+"""For authors of plug-ins: contract suites for an engine, a term of an objective and an importer, and doubles.
 
-toy_engine.py  a deterministic engine without a model
+Every check raises AssertionError that says what was expected and what was found. The built-in ones pass them.
+
+engine_contract.py     check_engine: decoding, refilling, budgets, resuming, noise
+objective_contract.py  check_objective: losses, gradients, metrics, independence of micro-batching
+importer_contract.py   check_importer: rows, ids, malformed input
+toy_engine.py          a deterministic engine without a model
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mopd_dataplane.testing.engine_contract import check_engine
+    from mopd_dataplane.testing.importer_contract import check_importer
+    from mopd_dataplane.testing.objective_contract import check_objective
+
+__all__ = ["check_engine", "check_importer", "check_objective"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded at first use: only the contract of an objective needs torch."""
+    if name in __all__:
+        module = import_module(f"mopd_dataplane.testing.{name.removeprefix('check_')}_contract")
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,16 +72,14 @@ class ObjectiveLoss:
 
     def __init__(self, objective: Objective, *, temperature: float = 1.0, max_new_tokens: int = 1) -> None:
         self.objective = objective
+        self._plugins = objective.plugins
         self._temperature = temperature
         self._max_new_tokens = max_new_tokens
 
     @property
     def needs_head(self) -> bool:
         """Whether a micro-batch is judged through its teacher's LM head."""
-        policy, term = self.objective.policy_gradient, self.objective.divergence
-        if policy is not None and policy.baseline == "hidden":
-            return True
-        return term is not None and (term.signal == "hidden" or term.topk_agreement > 0)
+        return any(term.needs_head for term in self.objective.active)
 
     @property
     def needs_proximal(self) -> bool:
@@ -101,6 +99,7 @@ class ObjectiveLoss:
             names += _divergence_metrics(self.objective.divergence)
         if self.objective.cross_entropy is not None:
             names.append("nll")
+        names += [name for term in self._plugins for name in term.metrics]
         return tuple(dict.fromkeys(names))
 
     @property
@@ -157,6 +156,13 @@ class ObjectiveLoss:
             ce = objective.cross_entropy
             weights = self._weights(ce.normaliser, batch, totals)
             loss = loss + ce.weight * _cross_entropy(hidden, head, batch, weights, sums)
+        for other in self._plugins:
+            rows, metrics = other.token_loss(
+                hidden, head, batch, temperature=self._temperature, teacher_head=teacher_head
+            )
+            for name in other.metrics:
+                sums.add(name, metrics[name])
+            loss = loss + other.weight * (rows * self._weights(other.normaliser, batch, totals)).sum()
         return loss, sums
 
     def _weights(self, normaliser: Normaliser, batch: MicroBatch, totals: Totals) -> Tensor:

@@ -1,6 +1,7 @@
 """Generation engines, and how each draws a token.
 
 engine.py             what an engine must do; the runner knows nothing else about it
+kinds.py              which engines there are, what each can do, and how it is opened
 hf.py                 the Hugging Face engine: batched decoding with continuous refill
 decoder.py            one model that decodes rows side by side
 kv_cache.py           keys and values, one row per live sequence

@@ -1,0 +1,113 @@
+"""Which engines there are: what each can do, and how it is opened. Importing this loads none of them.
+
+Another package offers one as an entry point of `mopd.engines`, or it is named `package.module:Name` as `engine.kind`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from mopd_dataplane.job import sections
+    from mopd_dataplane.rollout.engines.engine import Engine
+    from mopd_dataplane.rollout.engines.hf import Partner
+
+
+class EngineKind(ABC):
+    """A kind of engine; made without arguments. Its attributes say what a job may ask of it."""
+
+    records: tuple[str, ...] = ()
+    """What of `rollout.record` it tells of every token."""
+    mixes: bool = False
+    """Whether it draws from two models (`rollout.teacher_mix`)."""
+    stays: bool = False
+    """Whether it takes long to start, so that a run keeps it from policy to policy (`engine.keep`)."""
+    here: bool = False
+    """Whether it decodes in this process, on `engine.device`."""
+    settings: tuple[str, ...] = ("options",)
+    """Keys of `[engine]` that it understands beside kind, slots, threads and dtype."""
+    package: str = ""
+    """Module that must be installed where it runs; empty for none."""
+
+    @abstractmethod
+    def open(
+        self, folder: Path, version: int, settings: sections.Engine, *, dtype: str, partner: Partner | None
+    ) -> Engine:
+        """An engine with this policy, every slot free. partner: given only to a kind that mixes.
+
+        Raises MismatchError for a model that it cannot decode, EngineError when it does not start.
+        """
+
+
+class Hf(EngineKind):
+    """Transformers, in this process."""
+
+    records = ("sampling_mask", "experts")
+    mixes = True
+    here = True
+    settings = ("device",)
+
+    def open(
+        self, folder: Path, version: int, settings: sections.Engine, *, dtype: str, partner: Partner | None
+    ) -> Engine:
+        """See EngineKind."""
+        from mopd_dataplane.models.devices import resolve_device
+        from mopd_dataplane.rollout.engines.hf import HfEngine
+
+        return HfEngine(
+            folder, slots=settings.slots, policy_version=version, dtype=dtype, device=resolve_device(settings.device),
+            threads=settings.threads, partner=partner,
+        )  # fmt: skip
+
+
+class Vllm(EngineKind):
+    """vLLM, started here or a running server."""
+
+    stays = True
+    settings = ("url", "reload", "options", "noise", "keep")
+    package = "vllm"
+
+    def open(
+        self, folder: Path, version: int, settings: sections.Engine, *, dtype: str, partner: Partner | None
+    ) -> Engine:
+        """See EngineKind."""
+        if settings.url:
+            from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
+
+            return ServerEngine(
+                folder, url=settings.url, slots=settings.slots, policy_version=version, noise=settings.noise,
+                reload=settings.reload,
+            )  # fmt: skip
+        from mopd_dataplane.rollout.engines.vllm import VllmEngine
+
+        return VllmEngine(
+            folder, slots=settings.slots, policy_version=version, dtype=dtype, noise=settings.noise,
+            threads=settings.threads, options=settings.options, sleeps=not settings.keep,
+        )  # fmt: skip
+
+
+ENGINES: dict[str, type[EngineKind]] = {"hf": Hf, "vllm": Vllm}
+"""The built-in ones, by the name that `engine.kind` gives them."""
+
+
+def engine_kind(name: str) -> EngineKind:
+    """The kind that a job names. Raises UnknownNameError."""
+    found: Any = find_plugin("mopd.engines", name, ENGINES)
+    if not (isinstance(found, type) and issubclass(found, EngineKind)):
+        raise UnknownNameError(f"engine {name!r} is no class derived from {__name__}.EngineKind")
+    return found()
+
+
+def kinds_that(can: Callable[[type[EngineKind]], bool]) -> str:
+    """Built-in kinds that can do something, as a job writes them: for messages.
+
+    >>> kinds_that(lambda kind: kind.mixes)
+    '"hf"'
+    """
+    return " or ".join(f'"{name}"' for name, kind in ENGINES.items() if can(kind))

@@ -1,0 +1,162 @@
+"""A package of somebody else, installed as pip does, and used from a job file; it passes the contract suites."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commandline import ENVIRONMENT, command
+
+PLUGIN = Path(__file__).parents[1] / "plugin"
+JOB = """
+name = "other"
+store = "{store}"
+seed = 7
+
+[student]
+tokenizer = "characters"
+[student.config]
+model_type = "qwen3"
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 2
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 32
+max_position_embeddings = 256
+
+[domains.words]
+source = "letters"
+args = {{ alphabet = "xyz" }}
+train = 24
+reward = "exact"
+
+[engine]
+kind = "{engine}"
+slots = 8
+options = {{ mark = "{mark}" }}
+
+[rollout]
+max_prompt_tokens = 16
+max_new_tokens = 8
+
+[plan]
+pack_tokens = 128
+batch_samples = 12
+
+[objectives.certain.terms.{term}]
+weight = 0.5
+base = 2.0
+
+[[stages]]
+name = "student"
+objective = "certain"
+iterations = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder that the plug-in is installed in."""
+    target, source = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("source")
+    for file in ("pyproject.toml", "mopd_example_plugin.py"):
+        (source / file).write_bytes((PLUGIN / file).read_bytes())
+    install = ["install", "--quiet", "--no-build-isolation", "--no-deps", "--no-index", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", *install, str(source)], check=True, timeout=120, capture_output=True)
+    return target
+
+
+def mopd(installed: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        command(*words), capture_output=True, text=True, timeout=300, check=False,
+        env={**ENVIRONMENT, "PYTHONPATH": paths},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "term"),
+    [
+        ("marking", "entropy-bonus"),
+        pytest.param(
+            "mopd_example_plugin:Marking", '"mopd_example_plugin:EntropyBonus"', marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["by entry point", "by module"],
+)  # fmt: skip
+def test_a_job_uses_another_packages_engine_term_and_prompts(
+    engine: str, term: str, installed: Path, tmp_path: Path
+) -> None:
+    mark, store, job = tmp_path / "mark", tmp_path / "store", tmp_path / "job.toml"
+    job.write_text(JOB.format(store=store, engine=engine, term=term, mark=mark))
+    done = mopd(installed, "run", job)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert mark.read_text().split() == ["0", "2"], "both iterations sampled with the plug-in's engine"
+    steps = rows(installed, store, "select * from steps order by step")
+    assert len(steps) == 4
+    values = [json.loads(step["extra"])["bonus_entropy"] for step in steps]
+    assert all(value > 0 for value in values)
+    assert all(step["loss"] == pytest.approx(-0.5 * value, rel=1e-5) for step, value in zip(steps, values, strict=True))
+    prompts = rows(installed, store, "select text, answer from prompts")
+    assert {prompt["text"][:6] for prompt in prompts} == {prompt["answer"][::-1] for prompt in prompts}
+    assert set("".join(prompt["answer"] for prompt in prompts)) == set("xyz")
+
+
+def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
+    answer = mopd(installed, "--json", "query", store, sql)
+    assert answer.returncode == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    listed: list[dict[str, Any]] = found["rows"] if isinstance(found, dict) else found
+    return listed
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('kind = "marking"', 'kind = "markin"', "no engine 'markin': did you mean 'marking'"),
+        ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': did you mean 'entropy-bonus'"),
+        ("base = 2.0", "bass = 2.0", "bass"),
+        ('source = "letters"', 'source = "mopd_example_plugin:numbers"', "has no 'numbers'"),
+    ],
+)
+def test_what_nobody_offers_is_named(old: str, new: str, said: str, installed: Path, tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    text = JOB.format(store=tmp_path / "s", engine="marking", term="entropy-bonus", mark=tmp_path / "m")
+    assert old in text
+    job.write_text(text.replace(old, new))
+    done = mopd(installed, "check", job)
+    assert done.returncode == 2
+    assert said in done.stdout + done.stderr
+
+
+def test_the_plug_in_passes_the_contract_suites(installed: Path, tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from mopd_dataplane.interchange.formats import FORMATS
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.job import sections
+from mopd_dataplane.job.objectives import Objective
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.rollout.engines.kinds import engine_kind
+from mopd_dataplane.testing import check_engine, check_importer, check_objective
+
+config = dict(model_type="qwen3", num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2)
+folder = make_student(sections.Student(config=config), Path({str(tmp_path)!r}) / "tiny", seed=3)
+settings = sections.Engine(kind="marking", slots=3, options={{"mark": {str(tmp_path / "mark")!r}}})
+check_engine(engine_kind("marking").open(folder, 0, settings, dtype="float32", partner=None))
+check_objective(Objective(terms={{"entropy-bonus": {{"base": 10.0}}}}))
+check_importer(find_plugin("mopd.importers", "pairs", FORMATS), [{{"ask": "a", "said": "b", "good": 1}}])
+print("kept")
+"""
+    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False,
+        env={**ENVIRONMENT, "PYTHONPATH": paths}, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout.split() == ["kept"], done.stderr[-3000:]

@@ -1,0 +1,65 @@
+"""What a package of somebody else adds: an engine, a term of an objective, a source of prompts, an importer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.formats import Row
+from mopd_dataplane.job.objectives import Term
+from mopd_dataplane.rollout.engines.kinds import EngineKind
+
+
+class Marking(EngineKind):
+    """Transformers, and a line in the file `options.mark` for every policy that samples."""
+
+    here = True
+    settings = ("device", "options")
+
+    def open(self, folder: Path, version: int, settings: Any, *, dtype: str, partner: Any) -> Any:
+        """See EngineKind."""
+        from mopd_dataplane.rollout.engines.hf import HfEngine
+
+        class Marked(HfEngine):
+            def load_policy(self, folder: Path, version: int) -> None:
+                super().load_policy(folder, version)
+                with Path(settings.options["mark"]).open("a") as lines:
+                    lines.write(f"{version}\n")
+
+        return Marked(folder, slots=settings.slots, policy_version=version, dtype=dtype, threads=settings.threads)
+
+
+class EntropyBonus(Term):
+    """Minus the student's entropy at each trained token: minimising it keeps the student from certainty."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("bonus_entropy",)
+    base: float = 2.718281828459045
+    """The entropy's logarithm."""
+
+    def token_loss(
+        self, hidden: Any, head: Any, batch: Any, *, temperature: float, teacher_head: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """See Term."""
+        import math
+
+        logprobs = (hidden.float() @ head.weight.float().T / temperature).log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) / math.log(self.base)
+        return -entropy, {"bonus_entropy": entropy}
+
+
+def letters(*, seed: int, size: int, alphabet: str = "abcdef") -> Iterator[dict[str, Any]]:
+    """Words to write backwards."""
+    draw = random.Random(seed)
+    for _ in range(size):
+        word = "".join(draw.choice(alphabet) for _ in range(6))
+        yield {"text": f"{word} < ", "answer": word[::-1]}
+
+
+def pairs(fields: dict[str, Any], place: str) -> Iterator[Row]:
+    """{"ask": …, "said": …, "good": …}"""
+    if not isinstance(fields.get("ask"), str) or not isinstance(fields.get("said"), str):
+        raise InputError(f"{place}: fields 'ask' and 'said' must be text")
+    yield Row(place=place, prompt=fields["ask"], response=fields["said"], rewards={("good", ""): float(fields["good"])})
