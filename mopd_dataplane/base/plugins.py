@@ -30,7 +30,7 @@ def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
     module_name, separator, attribute = installed.get(name, name).partition(":")
     what = f"{group.partition('.')[2].removesuffix('s')} {name!r}"
     if not separator:
-        raise UnknownNameError(f"no {what}: {nearest(name, [*built_in, *installed])}, or package.module:Name")
+        raise UnknownNameError(f"no {what}: {nearest(name, [*built_in, *installed])} (or give package.module:Name)")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -10,16 +10,21 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mopd_dataplane.base.files import try_lock
+from mopd_dataplane.errors import EngineError, MopdError
 
 PARENT = "MOPD_PARENT"
 """Environment variable by which a child learns whose it is."""
+KILLED_S = 30.0
+"""How long the kernel may take to end a process that was killed."""
 _PR_SET_PDEATHSIG = 1
 _SCRATCH = "mopd-scratch-"
 _NEW_S = 60.0
@@ -39,6 +44,27 @@ def end_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):  # it died before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_child(process: subprocess.Popen[Any], deadline_s: float) -> int:
+    """Ask a child to end, and kill it when it does not in time; its exit code. One that has ended stays as it is."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(KILLED_S)
+    return int(process.returncode)
+
+
+def exit_error(what: str, code: int) -> MopdError:
+    """The error that a child's exit code stands for: of the class it ended with, else EngineError."""
+    for kind in MopdError.__subclasses__():
+        if kind.exit_code == code:
+            return kind(f"{what} stopped with the error above; mend it and run the same command again to continue")
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return EngineError(f"{what} {how}; run the same command again to continue")
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.memory import freed_memory_kept
-from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.stage_rows import scan_stage
 from mopd_dataplane.store.arrow_rows import token_rows
@@ -129,7 +129,7 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
             started = time.perf_counter()
             plan = build_window(
                 columns, settings, seed=0, stage="bench", window=number, snapshot=snapshot, teachers=list(TEACHERS),
-                ranks=RANKS,
+                training=Training(ranks=RANKS),
             )  # fmt: skip
             parts.plan_s += time.perf_counter() - started
             parts.add(plan)

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import re
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     model_validator,
 )
 
 from mopd_dataplane.base.secrets import check_server_url
-from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.errors import InputError, UnknownNameError
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 
@@ -48,6 +49,9 @@ class Section(BaseModel):
     """A table of the job file: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+Parsed = TypeVar("Parsed", bound=Section)
 
 
 class Student(Section):
@@ -144,6 +148,15 @@ class Teacher(Section):
         if self.blend and self.quantisation != "none":
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
         return self
+
+
+def parse_section(kind: type[Parsed], text: str, what: str) -> Parsed:
+    """A section given as JSON text; `what` names the text in messages. Raises InputError naming each key."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'all of it'}: {p['msg']}" for p in error.errors())
+        raise InputError(f"{what}: {problems}") from None
 
 
 def _default(section: Section, name: str) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mopd_dataplane.base.files import unlink_socket
+from mopd_dataplane.base.processes import KILLED_S, stop_child
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.load.protocol import raise_error
 from mopd_dataplane.load.spec import LoadSpec
@@ -21,8 +22,6 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(
 own arenas do so whatever the thresholds say."""
 STORAGE_OPTIONS = "MOPD_STORAGE_OPTIONS"
 """Environment variable by which a loader gets the options of its object store, as a JSON object."""
-KILLED_S = 30.0
-"""How long a process that was killed, or has said that it ends, may take to be gone."""
 
 
 @dataclass(slots=True)
@@ -39,14 +38,9 @@ class LoaderProcess:
 
     def stop(self, deadline_s: float = 10.0) -> int:
         """Ask it to end, kill it when it does not; returns its exit code."""
-        self.process.terminate()
-        try:
-            self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(KILLED_S)
+        code = stop_child(self.process, deadline_s)
         unlink_socket(self.socket)
-        return self.process.returncode
+        return code
 
     def finish(self, deadline_s: float) -> int:
         """Wait until its last trainer has left and it ends; stop it when it does not. Returns its exit code."""

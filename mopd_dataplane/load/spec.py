@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.objectives import Objective
-from mopd_dataplane.job.sections import Load, Section
+from mopd_dataplane.job.sections import Load, Section, parse_section
 
 
 class LoadSpec(Section):
@@ -77,8 +76,4 @@ class LoadSpec(Section):
 
 def parse_spec(text: str) -> LoadSpec:
     """Check a spec given as JSON text. Raises InputError naming the key."""
-    try:
-        return LoadSpec.model_validate_json(text)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'spec'}: {p['msg']}" for p in error.errors())
-        raise InputError(f"loader spec: {problems}") from None
+    return parse_section(LoadSpec, text, "loader spec")

@@ -1,14 +1,13 @@
 """Plan windows while samples and their signals are still being written.
 
 `next_window` is a pure function: from what is visible now it returns the next window, or a reason to wait. A window is
-a fixed amount of work (`window_steps` batches) taken in the order in which generations were admitted, and it waits for
+a fixed amount of work (one batch) taken in the order in which generations were admitted, and it waits for
 the members it is due: the first finishers are never taken instead, so short samples gain nothing by being early, and
 when the planner looks does not change what it plans. Every window lets the trainer publish one policy version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,11 +15,10 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
-from mopd_dataplane.job.schedules import Weight, weight_at
-from mopd_dataplane.plan.balance import LINEAR_COST
+from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import take_mixed
-from mopd_dataplane.plan.plan import build_window, plan_digest
+from mopd_dataplane.plan.plan import Training, build_window, plan_digest
 from mopd_dataplane.plan.select import unusable
 from mopd_dataplane.plan.shuffle import philox_key
 from mopd_dataplane.records import PlanWindow, Snapshot
@@ -48,19 +46,12 @@ def next_window(
     admission: NDArray[np.int64] | None = None,
     oldest_in_flight: int | None = None,
     finished: bool,
-    policy_version: int,
     seed: int,
     stage: str,
     window: int,
     snapshot: Snapshot,
     teachers: list[str],
-    epochs: int = 1,
-    group_size: int = 1,
-    window_steps: int = 1,
-    first_step: int = 0,
-    teacher_weights: Mapping[str, Weight] | None = None,
-    linear_cost: float = LINEAR_COST,
-    ranks: int = 1,
+    training: Training,
 ) -> Decision:
     """The next window of a growing store.
 
@@ -69,14 +60,15 @@ def next_window(
     the order of their rows, which is the order in which they finished.
     oldest_in_flight: oldest policy version of generations that are not visible yet; None when there are none.
     finished: the producers have ended; what is left is planned, what still lacks a signal is dropped on record.
-    policy_version: the version that would start this window.
+    training: how the window would be trained; its policy_version is the version that would start it.
     With `stale = "drop"`, samples over `max_staleness` are dropped. With "wait" nothing is dropped: the trainer waits
     while one more version would push unfinished work over the bound.
     With a mixture, the window waits until every weighed domain has its share; at the end, what no share is left for is
-    dropped on record. Its weights are those of `first_step`, as build_window has it; ranks as there.
+    dropped on record.
     Raises InputError as build_window does.
     """
-    choose = _Chooser(settings, group_size, window_steps, first_step, philox_key(seed, "mixture", stage, window))
+    policy_version, group_size = training.policy_version or 0, training.group_size
+    choose = _Chooser(settings, group_size, training.first_step, philox_key(seed, "mixture", stage, window))
     ordinals = columns.sample_rows if admission is None else admission
     if len(ordinals) != len(columns):
         raise InputError(f"{len(ordinals)} admission ordinals for {len(columns)} samples; give one per sample")
@@ -105,23 +97,17 @@ def next_window(
         due = ready & (ordinals < _first_gap(ordinals, pending, admission is not None))
         chosen = choose(columns, due, whole=True)
         if not chosen.any():
-            return Decision(wait=_progress(columns, due, ready, pending, settings, window_steps), dropped=dropped)
+            return Decision(wait=_progress(columns, due, ready, pending, settings), dropped=dropped)
     plan = build_window(
         columns.take(chosen),
         settings,
         mixed=True,
-        first_step=first_step,
-        teacher_weights=teacher_weights,
         seed=seed,
         stage=stage,
         window=window,
         snapshot=snapshot,
         teachers=teachers,
-        epochs=epochs,
-        group_size=group_size,
-        policy_version=policy_version,
-        linear_cost=linear_cost,
-        ranks=ranks,
+        training=training,
     )
     age = policy_version - columns.version_first[chosen]
     plan.stats["staleness_max"] = float(age.max())
@@ -194,20 +180,19 @@ class _Chooser:
 
     settings: sections.Plan
     group_size: int
-    window_steps: int
     first_step: int
     key: int
     """Key of the random numbers that decide between domains."""
 
     def __call__(self, columns: Columns, usable: NDArray[np.bool_], *, whole: bool) -> NDArray[np.bool_]:
-        """[n] the first `window_steps` batches of usable samples in admission order, or in the mixture's.
+        """[n] the first batch of usable samples in admission order, or in the mixture's.
 
         While they are not all there: none if `whole`, else those that are.
         """
         members = self._units(columns, np.flatnonzero(usable))
         if self.settings.mixture and len(members):
             members = members[self._in_turn(columns, members[:, 0])]
-        limit = (self.settings.batch_tokens or self.settings.batch_samples) * self.window_steps
+        limit = self.settings.batch_tokens or self.settings.batch_samples
         sizes = np.full(len(members), self.group_size, dtype=np.int64)
         if self.settings.batch_tokens:
             sizes = columns.total_len[members].sum(axis=1, dtype=np.int64)
@@ -268,7 +253,6 @@ def _progress(
     ready: NDArray[np.bool_],
     pending: NDArray[np.bool_],
     settings: sections.Plan,
-    window_steps: int,
 ) -> str:
     if settings.batch_tokens:
         have, unit, limit = int(columns.total_len[due].sum()), "tokens", settings.batch_tokens
@@ -276,6 +260,6 @@ def _progress(
         have, unit, limit = int(due.sum()), "samples", settings.batch_samples
     early = int(ready.sum()) - int(due.sum())
     return (
-        f"{have:,} of {limit * window_steps:,} {unit} of the next window are ready; "
+        f"{have:,} of {limit:,} {unit} of the next window are ready; "
         f"{int(pending.sum()):,} samples await signals, rewards or their group, {early:,} are ready ahead of their turn"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,29 @@ WEIGHT_BITS = 24
 """Packs of a step and teacher are ordered by work in as many steps up to the heaviest pack."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a window will be trained, as far as its plan depends on it or records it.
+
+    Example: Training(epochs=2, group_size=8, policy_version=3).
+    """
+
+    epochs: int = 1
+    """Passes over the samples of the window, each in a fresh order."""
+    group_size: int = 1
+    """Above 1 the samples of a group stay in one step."""
+    policy_version: int | None = None
+    """Version that will train, for the staleness bound."""
+    first_step: int = 0
+    """Steps of the stage before this window, where scheduled weights stand."""
+    teacher_weights: Mapping[str, Weight] = field(default_factory=dict)
+    """Weights of the objective; they change no batch and are recorded with it."""
+    linear_cost: float = LINEAR_COST
+    """See balance.pack_costs."""
+    ranks: int = 1
+    """Data-parallel ranks that the balance is reported for."""
+
+
 def build_window(
     columns: Columns,
     settings: sections.Plan,
@@ -38,24 +61,16 @@ def build_window(
     window: int,
     snapshot: Snapshot,
     teachers: list[str],
-    epochs: int = 1,
-    group_size: int = 1,
-    policy_version: int | None = None,
+    training: Training = Training(),
     mixed: bool = False,
-    first_step: int = 0,
-    teacher_weights: Mapping[str, Weight] | None = None,
-    linear_cost: float = LINEAR_COST,
-    ranks: int = 1,
 ) -> PlanWindow:
     """Plan one window: every selected sample once per epoch, in a fresh order each epoch.
 
-    teachers: names that columns.teachers indexes. group_size > 1 keeps the samples of a group in one step.
-    policy_version: version that will train, for the staleness bound. linear_cost: see balance.pack_costs.
-    mixed: the samples were chosen in the proportions of the mixture; all of them are planned.
-    first_step: steps of the stage before this window, where scheduled weights stand. teacher_weights: of the objective;
-    they change no batch and are recorded with it. ranks: data-parallel ranks that the balance is reported for.
+    teachers: names that columns.teachers indexes. mixed: the samples were chosen in the proportions of the mixture; all
+    of them are planned.
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
+    epochs, group_size, policy_version = training.epochs, training.group_size, training.policy_version
     _check(settings, teachers, columns, group_size)
     selection = select(columns, settings, group_size=group_size, policy_version=policy_version)
     chosen = selection.columns
@@ -66,10 +81,10 @@ def build_window(
     steps = 0
     for epoch in range(epochs):
         layout = plan_epoch(
-            chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch), first_step=first_step + steps,
-            left_out=left_out,
+            chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch),
+            first_step=training.first_step + steps, left_out=left_out,
         )  # fmt: skip
-        made.append(_arrange(layout, chosen, steps, linear_cost))
+        made.append(_arrange(layout, chosen, steps, training.linear_cost))
         steps += len(layout.step_starts) - 1
     del layout
     rows = np.concatenate([part.rows for part in made]) if epochs > 1 else made[0].rows
@@ -78,7 +93,7 @@ def build_window(
         window=window,
         seed=seed,
         settings=recorded_settings(settings, epochs, group_size, policy_version)
-        | recorded_weights(settings, teacher_weights or {}, first_step, steps),
+        | recorded_weights(settings, training.teacher_weights, training.first_step, steps),
         snapshot=snapshot,
         sample_rows=rows,
         pack_starts=_join_starts([part.pack_starts for part in made]),
@@ -95,7 +110,7 @@ def build_window(
         "packs": packs,
         "steps": steps,
         "density": tokens / (packs * settings.pack_tokens),
-        "straggler_ratio": straggler_ratio(costs, plan.step_starts, ranks),
+        "straggler_ratio": straggler_ratio(costs, plan.step_starts, training.ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
     plan.stats |= _dropped(selection, left_out)

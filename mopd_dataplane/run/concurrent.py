@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from mopd_dataplane.base.processes import parent_named, scratch_folder
-from mopd_dataplane.errors import EngineError, MopdError
+from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.run.context import Run
 
@@ -34,11 +33,11 @@ def run_concurrent(run: Run, stage: Stage) -> None:
         while any(process.poll() is None for process in parts.values()):
             for part, process in parts.items():
                 if process.poll():
-                    raise _error(stage, part, process.returncode)
+                    raise exit_error(f"stage {stage.name!r}: {part}", process.returncode)
             time.sleep(POLL_S)
         for part, process in parts.items():
             if process.returncode:
-                raise _error(stage, part, process.returncode)
+                raise exit_error(f"stage {stage.name!r}: {part}", process.returncode)
 
 
 @contextlib.contextmanager
@@ -48,16 +47,4 @@ def _part(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(STOP_S)
-
-
-def _error(stage: Stage, part: str, code: int) -> MopdError:
-    known = {kind.exit_code: kind for kind in MopdError.__subclasses__()}
-    kind = known.get(code, EngineError)
-    return kind(f"stage {stage.name!r}: {part} ended with exit code {code}; run the same command again to continue")
+        stop_child(process, STOP_S)

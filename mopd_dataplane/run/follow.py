@@ -21,7 +21,7 @@ from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, stage_samples
-from mopd_dataplane.run.steps.plan import planner_columns, window_tag
+from mopd_dataplane.run.steps.plan import planner_columns, training_of, window_tag
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import prompts_of, rollout
 from mopd_dataplane.run.steps.score import register_teachers, score
@@ -151,17 +151,12 @@ def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
         stage.plan,
         admission=admission[np.searchsorted(rows, columns.sample_rows)],
         finished=finished,
-        policy_version=window,
         seed=run.job.seed,
         stage=stage.name,
         window=window,
         snapshot=snapshot,
         teachers=list(run.job.teachers_of(stage)),
-        epochs=stage.train.epochs,
-        group_size=stage.rollout.group_size,
-        first_step=run.store.steps_before(stage.name, window),
-        teacher_weights=run.job.objective(stage).teacher_weights,
-        ranks=run.job.scale.data_parallel,
+        training=training_of(run, stage, window),
     )
 
 

@@ -81,8 +81,8 @@ def _check_resume(engine: Engine, requests: Sequence[Request], answers: dict[str
         if engine.samplers:
             assert 0 in rescored, "an engine with samplers scores a resumed prefix again (admit)"
             wanted = logprobs[:cut][-RESCORED:]
-            gap = np.abs(rescored[0] - np.array(wanted, np.float32)).max()
             assert len(rescored[0]) == len(wanted), f"{len(rescored[0])} prefix tokens scored, expected {len(wanted)}"
+            gap = np.abs(rescored[0] - np.array(wanted, np.float32)).max()
             assert gap <= TOLERANCE, f"a resumed prefix has log-probs {gap:g} away from those it was sampled with"
         went_on = _decode(engine, [prefix])[request.uid]
         if stochastic:

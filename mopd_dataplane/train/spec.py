@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.objectives import Objective
-from mopd_dataplane.job.sections import Section, Train
+from mopd_dataplane.job.sections import Section, Train, parse_section
 
 
 class HeadFile(Section):
@@ -74,9 +74,7 @@ class TrainSpec(Section):
 def load_spec(path: str | Path) -> TrainSpec:
     """Read and check a spec. Raises InputError naming the file and the key."""
     try:
-        return TrainSpec.model_validate_json(Path(path).read_text())
+        text = Path(path).read_text()
     except OSError as error:
         raise InputError(f"no train spec at {path}: {error.strerror}") from None
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
-        raise InputError(f"{path}: {problems}") from None
+    return parse_section(TrainSpec, text, str(path))

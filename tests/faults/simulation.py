@@ -28,7 +28,7 @@ from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.errors import MopdError, ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import Prompt, Sample, Snapshot
 from mopd_dataplane.rollout import committer, loop, runner
 from mopd_dataplane.rollout.engines.engine import StepOutput
@@ -286,7 +286,7 @@ def consume(world: World, home: Path) -> int:
     )  # fmt: skip
     plan = build_window(
         columns, sections.Plan(pack_tokens=16, batch_samples=2), seed=0, stage="student", window=0,
-        snapshot=Snapshot(uri="", versions={}), teachers=[], epochs=2,
+        snapshot=Snapshot(uri="", versions={}), teachers=[], training=Training(epochs=2),
     )  # fmt: skip
     cursor = home / "checkpoints" / "cursor.json"
     at = json.loads(cursor.read_text()) if cursor.exists() else {"step": 0, "state": 0}

@@ -96,7 +96,7 @@ def test_a_job_uses_another_packages_engine_term_and_prompts(
     job.write_text(JOB.format(store=store, engine=engine, term=term, mark=mark))
     done = mopd(installed, "run", job)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert mark.read_text().split() == ["0", "2"], "both iterations sampled with the plug-in's engine"
+    assert mark.read_text().split() == ["0", "1"], "both iterations sampled with the plug-in's engine"
     steps = rows(installed, store, "select * from steps order by step")
     assert len(steps) == 4
     values = [json.loads(step["extra"])["bonus_entropy"] for step in steps]
@@ -108,7 +108,7 @@ def test_a_job_uses_another_packages_engine_term_and_prompts(
 
 
 def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
-    answer = mopd(installed, "--json", "query", store, sql)
+    answer = mopd(installed, "query", store, sql, "--json")
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
     listed: list[dict[str, Any]] = found["rows"] if isinstance(found, dict) else found
@@ -118,8 +118,8 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('kind = "marking"', 'kind = "markin"', "no engine 'markin': did you mean 'marking'"),
-        ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': did you mean 'entropy-bonus'"),
+        ('kind = "marking"', 'kind = "markin"', "no engine 'markin': known: hf, marking, vllm; did you mean 'marking'"),
+        ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus; did you mean"),
         ("base = 2.0", "bass = 2.0", "bass"),
         ('source = "letters"', 'source = "mopd_example_plugin:numbers"', "has no 'numbers'"),
     ],

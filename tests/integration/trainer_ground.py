@@ -26,7 +26,7 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, collect_columns
 from mopd_dataplane.plan.follow import end_window
-from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Sample, sample_uid
 from mopd_dataplane.score.scorer import Scorable, score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
@@ -111,7 +111,7 @@ class Ground:
         settings = sections.Plan(pack_tokens=64, batch_samples=8)
         return build_window(
             columns, settings, seed=3, stage="student", window=0, snapshot=snapshot, teachers=list(DOMAINS),
-            epochs=self._epochs,
+            training=Training(epochs=self._epochs),
         )  # fmt: skip
 
     @property

@@ -64,7 +64,7 @@ def test_an_installed_reward_scores_as_a_built_in_one(guest: None) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gest", r"no importer 'gest': known: guest, plain; did you mean 'guest'\?, or package.module:Name"),
+        ("gest", r"no importer 'gest': known: guest, plain; did you mean 'guest'\? \(or give package.module:Name\)"),
         ("no_such_module:read", "importer 'no_such_module:read': cannot import 'no_such_module'"),
         ("guest_formats:nothing", "importer 'guest_formats:nothing': 'guest_formats' has no 'nothing'"),
     ],

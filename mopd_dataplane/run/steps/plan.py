@@ -8,7 +8,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.memory import freed_memory_kept
-from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import scan_stage, stage_samples
@@ -43,12 +43,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
             window=window,
             snapshot=snapshot,
             teachers=list(run.job.teachers_of(stage)),
-            epochs=stage.train.epochs,
-            group_size=stage.rollout.group_size if stage.data != "reference" else 1,
-            policy_version=window,
-            first_step=run.store.steps_before(stage.name, window),
-            teacher_weights=run.job.objective(stage).teacher_weights,
-            ranks=run.job.scale.data_parallel,
+            training=training_of(run, stage, window),
         )
         run.store.add_plan(plan)
         stats = plan.stats
@@ -65,6 +60,18 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
             name = f"drop/{stage.name}/{window}/{reason}"
             run.store.add_event(name, stage.name, "drop", window, count, {"reason": reason.removeprefix("dropped_")})
     return plan
+
+
+def training_of(run: Run, stage: Stage, window: int) -> Training:
+    """How a window of a stage is trained, as its plan sees it."""
+    return Training(
+        epochs=stage.train.epochs,
+        group_size=stage.rollout.group_size if stage.data != "reference" else 1,
+        policy_version=window,
+        first_step=run.store.steps_before(stage.name, window),
+        teacher_weights=run.job.objective(stage).teacher_weights,
+        ranks=run.job.scale.data_parallel,
+    )
 
 
 def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> Columns:

@@ -172,11 +172,6 @@ def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:
     )
 
 
-def uids_of_iteration(run: Run, stage: Stage, iteration: int) -> list[str]:
-    """uids that one iteration is made of: known before anything is sampled."""
-    return uids_of(run, stage, iteration, prompts_of(run, stage, iteration))
-
-
 def uids_of(run: Run, stage: Stage, iteration: int, prompts: Sequence[Prompt]) -> list[str]:
     """uids of the samples of some prompts, in admission order."""
     return [

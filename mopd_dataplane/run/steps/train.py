@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.base.processes import parent_named, scratch_folder
-from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
+from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
+from mopd_dataplane.errors import InputError, MismatchError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.load.launch import start_server
@@ -155,9 +154,9 @@ class Training:
         try:
             self._resources.enter_context(start_server(run.store.uri, scratch / "loader.sock", load_spec))
         except BaseException:
-            _stop(trainer)
+            stop_child(trainer, STOP_S)
             raise
-        self._resources.callback(_stop, trainer)
+        self._resources.callback(stop_child, trainer, STOP_S)
         return trainer
 
     def _spec(self, scratch: Path) -> TrainSpec:
@@ -225,13 +224,8 @@ class Training:
                 advance(len(done), **_summary(done[-1:]))
             self._publish_checkpoint()
 
-    def _died(self, code: int) -> None:
-        where = f"stage {self._stage.name!r}: the trainer"
-        for kind in MopdError.__subclasses__():
-            if kind.exit_code == code:
-                raise kind(f"{where} stopped with the error above; mend it and run the same command again to continue")
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise EngineError(f"{where} {how}; run the same command again to continue from its last checkpoint")
+    def _died(self, code: int) -> NoReturn:
+        raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
 
 
 def check_cursor(store: Store, stage: str, folder: Path) -> None:
@@ -265,17 +259,6 @@ def _trainer(spec: Path, ranks: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-m", "mopd_dataplane.train", str(spec)], env=parent_named())
     command = [sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), str(ranks)]
     return subprocess.Popen(command, start_new_session=True, env=parent_named())
-
-
-def _stop(trainer: subprocess.Popen[bytes]) -> None:
-    """Ask a running trainer to checkpoint and leave; kill it when it does not."""
-    if trainer.poll() is None:
-        os.kill(trainer.pid, signal.SIGTERM)
-        try:
-            trainer.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            trainer.kill()
-            trainer.wait(STOP_S)
 
 
 def rising_kl(values: Sequence[float]) -> str:

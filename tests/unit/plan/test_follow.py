@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.follow import Decision, next_window
+from mopd_dataplane.plan.plan import Training
 from mopd_dataplane.records import Snapshot
 
 RULE = sections.Plan(pack_tokens=100, batch_samples=4)
@@ -35,17 +36,20 @@ def columns_of(n: int, **changes: Any) -> Columns:
     return replace(columns, **changes)
 
 
+TRAINED = {field.name for field in fields(Training)}
+
+
 def follow(columns: Columns, settled: np.ndarray = NONE, rule: sections.Plan = RULE, **options: Any) -> Decision:
     defaults: dict[str, Any] = {
         "finished": False,
-        "policy_version": 0,
         "seed": 0,
         "stage": "s",
         "window": 0,
         "snapshot": Snapshot(uri="", versions={}),
         "teachers": ["t"],
     }
-    return next_window(columns, settled, rule, **(defaults | options))
+    trained = {"policy_version": 0} | {name: options.pop(name) for name in TRAINED & options.keys()}
+    return next_window(columns, settled, rule, training=Training(**trained), **(defaults | options))
 
 
 def rows(decision: Decision) -> list[int]:

@@ -14,7 +14,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import plan_mixture, take_mixed, thin_and_order, weights_of_steps
-from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.plan.shuffle import permutation
 from mopd_dataplane.records import PlanWindow, Snapshot
 
@@ -35,7 +35,7 @@ def window_of(counts: tuple[int, ...], rule: sections.Plan, **options) -> tuple[
     )  # fmt: skip
     plan = build_window(
         columns, rule, seed=0, stage="s", window=0, snapshot=Snapshot(uri="", versions={}), teachers=list("wxyz"),
-        **options,
+        training=Training(**options),
     )  # fmt: skip
     return plan, domains
 

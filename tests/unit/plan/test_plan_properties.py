@@ -14,7 +14,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.balance import deal, pack_costs
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.plan import build_window, plan_digest
+from mopd_dataplane.plan.plan import Training, build_window, plan_digest
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 CAP = 64
@@ -51,9 +51,7 @@ def plan_of(
         window=0,
         snapshot=SNAPSHOT,
         teachers=TEACHERS,
-        epochs=epochs,
-        group_size=group_size,
-        ranks=ranks,
+        training=Training(epochs=epochs, group_size=group_size, ranks=ranks),
     )
 
 

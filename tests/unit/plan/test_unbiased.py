@@ -11,7 +11,7 @@ from mopd_dataplane.bench.packing import coupling
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.balance import deal_steps, pack_costs, straggler_ratio
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.plan import build_window
+from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 CAP = 4096
@@ -35,7 +35,14 @@ def window_of(lengths: np.ndarray, rule: sections.Plan, seed: int, ranks: int = 
     )
     snapshot = Snapshot(uri="", versions={})
     return build_window(
-        columns, rule, seed=seed, stage="s", window=0, snapshot=snapshot, teachers=["a", "b", "c", "e"], ranks=ranks
+        columns,
+        rule,
+        seed=seed,
+        stage="s",
+        window=0,
+        snapshot=snapshot,
+        teachers=["a", "b", "c", "e"],
+        training=Training(ranks=ranks),
     )
 
 
