@@ -13,6 +13,7 @@ from lance.optimize import Compaction, CompactionOptions
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.barrier import Barrier
+from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.merge_check import check_copies
 
 MIB = 1 << 20
@@ -50,7 +51,8 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
         "compaction_mode": "reencode" if sum(small) < PAGE * len(small) else "try_binary_copy",
         "excluded_fragment_ids": large,
     }
-    done = [task.execute(dataset) for task in Compaction.plan(dataset, options).tasks]
+    with reading(dataset.uri):
+        done = [task.execute(dataset) for task in Compaction.plan(dataset, options).tasks]
     if not done:
         return 0
     if barrier is not None:

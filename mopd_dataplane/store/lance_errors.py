@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pyarrow as pa
 from lance.commit import CommitConflictError
 
 from mopd_dataplane.errors import DamagedError, MopdError, ResourceError
@@ -26,21 +27,29 @@ def writing(where: str) -> Iterator[None]:
     except OSError as error:
         if failure := network_failure(where, error):
             raise failure from None
-        for number, reason in {} if isinstance(error, MopdError) else _NO_ROOM.items():
-            if error.errno == number or f"os error {number}" in str(error):
-                full = ResourceError(f"{where}: {reason}; nothing became visible; make room and retry")
-                full.errno = number  # tells a caller that can wait for space from one that cannot
-                raise full from error
-        raise
+        if isinstance(error, MopdError) or not (number := _no_room(error)):
+            raise
+        full = ResourceError(f"{where}: {_NO_ROOM[number]}; nothing became visible; make room and retry")
+        full.errno = number  # tells a caller that can wait for space from one that cannot
+        raise full from error
+
+
+def _no_room(error: OSError) -> int:
+    """The errno of an error that means that the disk takes no more; 0 for others."""
+    return next((number for number in _NO_ROOM if error.errno == number or f"os error {number}" in str(error)), 0)
 
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """DamagedError when bytes cannot be read or decoded; a Rust panic over damaged bytes is such a case."""
+    """DamagedError when bytes cannot be read or decoded; a Rust panic over damaged bytes is such a case, and so is what
+    Lance says through Arrow. A commit that came second and a full disk pass."""
     try:
         yield
     except BaseException as error:
-        if isinstance(error, MopdError) or not (isinstance(error, OSError) or is_panic(error)):
+        of_lance = isinstance(error, OSError) or (isinstance(error, pa.ArrowInvalid) and "External error" in str(error))
+        if isinstance(error, MopdError) or not (of_lance or is_panic(error)):
+            raise
+        if isinstance(error, OSError) and (is_overtaken(error) or _no_room(error)):
             raise
         if failure := network_failure(where, error):
             raise failure from None

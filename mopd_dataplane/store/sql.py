@@ -19,6 +19,7 @@ import pyarrow.dataset as pads
 from mopd_dataplane.errors import QueryError, nearest
 from mopd_dataplane.store.dataset_format import blob_columns, spec_of
 from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.views import create_views, views
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Ta
         connection.execute("set enable_external_access = false")
         connection.execute("set lock_configuration = true")
         try:
-            answer = connection.sql(statement.query).to_arrow_table()
+            with reading(store.uri):
+                answer = connection.sql(statement.query).to_arrow_table()
         except duckdb.Error as error:
             raise QueryError(_explain(error, store)) from error
     described = DESCRIBE.fullmatch(query)
@@ -117,13 +119,12 @@ def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array |
     """
     owner, _, rest = name.partition("/")
     teacher, _, kind = rest.partition("/")
-    if name == "tokens":
-        found = store.dataset("samples", snapshot).to_table(columns=["payload_row"])
-    elif owner == "signals":
-        whose = f"teacher = '{teacher}' AND kind = '{kind}'"
-        found = store.dataset("scores", snapshot).to_table(columns=["payload_row"], filter=whose)
-    else:
+    if name != "tokens" and owner != "signals":
         return None
+    metadata = store.dataset("samples" if name == "tokens" else "scores", snapshot)
+    whose = None if name == "tokens" else f"teacher = '{teacher}' AND kind = '{kind}'"
+    with reading(metadata.uri):
+        found = metadata.to_table(columns=["payload_row"], filter=whose)
     return found["payload_row"].combine_chunks().cast(pa.uint64())
 
 
