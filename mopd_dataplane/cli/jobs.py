@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,12 +69,20 @@ def run(
             "started on this machine.",
         ),
     ] = None,
+    rehearsal: Annotated[
+        bool,
+        typer.Option(
+            "--rehearse",
+            help="Run it small, in a store of its own (STORE-rehearsal): tiny random models, few prompts and tokens.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a whole job, or continue it where it stopped.
 
     Every stage in order: rollout, score, plan, train, evaluate; then the report. Safe to kill at any moment and to
-    repeat: finished work is kept, interrupted samples continue. With --stage, that stage only.
+    repeat: finished work is kept, interrupted samples continue. With --stage, that stage only. What `mopd check` finds
+    is said first, and nothing is written when the job is certain to fail.
     """
     loaded = load(job, set_, seed, store)
     if stage is not None:
@@ -81,12 +90,33 @@ def run(
 
     from mopd_dataplane.run import pipeline
 
+    if rehearsal:
+        from mopd_dataplane.run.rehearsal import rehearse
+
+        began = time.monotonic()
+        small = rehearse(loaded)
+        result = pipeline.run_job(small.job, only=stage, console=stderr(), ray=ray)
+        print_rehearsal(small.facts(), result, seconds=time.monotonic() - began, as_json=as_json)
+        return
     result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray)
     if as_json:
         print_json(result)
         return
     print_accuracy(result["store"])
     note(f"report: {result['report']}")
+
+
+def print_rehearsal(
+    facts: Mapping[str, Mapping[str, str]], result: Mapping[str, Any], *, seconds: float, as_json: bool
+) -> None:
+    """What a rehearsal ran as the job says, what stood in, and what it never ran."""
+    if as_json:
+        print_json({**facts, "seconds": seconds, "store": result["store"], "report": result["report"]})
+        return
+    for name, values in facts.items():
+        if values:
+            print_facts(values, title=name.replace("_", " "))
+    note(f"rehearsed in {seconds:.0f} s; its figures mean nothing: {result['report']}")
 
 
 def check(
@@ -205,7 +235,7 @@ def add_to(app: typer.Typer) -> None:
     job = "jobs/quickstart"
     changed = f"mopd run {job} --seed 3 --set train.learning_rate=3e-4"
     on_ray = f"mopd run {job} --ray --set scale.engines=2"
-    register(app, run, f"mopd run {job}", changed, on_ray, panel=PANEL, cls=RayAnywhere)
+    register(app, run, f"mopd run {job}", changed, on_ray, f"mopd run {job} --rehearse", panel=PANEL, cls=RayAnywhere)
     register(app, check, f"mopd check {job}", panel=PANEL)
     register(app, rollout, f"mopd rollout {job} --stage student", panel=PANEL)
     register(app, score, f"mopd score {job} --stage student --set score.hidden_codec=int8", panel=PANEL)

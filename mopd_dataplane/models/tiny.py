@@ -1,0 +1,147 @@
+"""Tiny random models with another model's architecture and tokenizer, for a rehearsal on a CPU.
+
+The vocabulary keeps its size, so that whatever is as wide as it is wide here too; everything else shrinks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.models.families import Family
+from mopd_dataplane.models.hf import copy_tokenizer, load_tokenizer, quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SIZES = {
+    "hidden_size": 64, "n_embd": 64, "intermediate_size": 128, "n_inner": 128, "num_hidden_layers": 2, "n_layer": 2,
+    "num_attention_heads": 2, "n_head": 2, "head_dim": 32,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "num_nextn_predict_layers": 0,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32,
+    "v_head_dim": 32,
+}  # fmt: skip
+"""Largest values of a tiny model's config; vLLM on a CPU computes heads of 32 or more."""
+_LAYERS = ("num_hidden_layers", "n_layer")
+_LEFT_OUT = ("quantization_config", "rope_scaling", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""What weights that are small and random cannot follow, or have no use for."""
+
+
+def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a model of the same type that a CPU computes in no time.
+
+    >>> tiny_config({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256})
+    {'model_type': 'llama', 'hidden_size': 64, 'num_hidden_layers': 2, 'vocab_size': 128256}
+    """
+    layers = next((config[name] for name in _LAYERS if config.get(name)), 0)
+    grouped = (config.get("num_key_value_heads") or 0) < (config.get("num_attention_heads") or 0)
+    small = {}
+    for name, value in config.items():
+        if name in _LEFT_OUT:
+            continue
+        if name in SIZES and isinstance(value, int):
+            value = min(value, SIZES[name])
+        elif name == "num_key_value_heads" and isinstance(value, int):
+            value = 1 if grouped else min(value, SIZES["num_attention_heads"])
+        elif isinstance(value, list) and layers and len(value) == layers:  # something of every layer
+            value = [value[0], value[-1]][: SIZES["num_hidden_layers"]] if layers > 1 else value
+        small[name] = value
+    return small
+
+
+def shrunk(source: Path, folder: Path, *, seed: int, dtype: str) -> str:
+    """Write a tiny model with the config and the tokenizer of a model's folder; returns its model type.
+
+    Raises UnknownNameError or InputError when they are missing or make no model.
+    """
+    from transformers import AutoConfig
+
+    load_tokenizer(source)
+    try:
+        config = AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=False).to_dict()
+    except Exception as error:  # whatever transformers raises over a file of somebody else's
+        raise InputError(f"no config that transformers reads in {source}: {error!s:.200}") from None
+    given = source / "generation_config.json"
+
+    def finish(made: Path) -> None:
+        copy_tokenizer(source, made)
+        if given.is_file():
+            shutil.copy2(given, made)
+
+    return _write(config, folder, finish, seed=seed, dtype=dtype)
+
+
+def from_config(
+    settings: dict[str, Any], tokenizer: PreTrainedTokenizerBase, folder: Path, *, seed: int, dtype: str
+) -> str:
+    """Write a tiny model of a transformers config with `model_type`; returns that. Raises InputError."""
+    from transformers import AutoConfig
+
+    settings = dict(settings)
+    try:
+        config = AutoConfig.for_model(settings.pop("model_type", None), **settings).to_dict()
+    except Exception as error:
+        raise InputError(f"student.config is not a transformers config: {error!s:.300}") from None
+    config |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    config.setdefault("vocab_size", len(tokenizer))
+    if "vocab_size" not in settings:
+        config["vocab_size"] = len(tokenizer)
+    return _write(config, folder, lambda made: _save(tokenizer, made), seed=seed, dtype=dtype)
+
+
+def of_family(family: Family, folder: Path, *, seed: int, dtype: str) -> str:
+    """Write a tiny model of a family: its model type, vocabulary size, special tokens and chat template; one token for
+    each byte of other text. Returns the model type."""
+    tokenizer = byte_tokenizer(family)
+    settings = {"model_type": family.model_type, "vocab_size": family.vocab_size}
+    return from_config(settings, tokenizer, folder, seed=seed, dtype=dtype)
+
+
+def byte_tokenizer(family: Family) -> PreTrainedTokenizerBase:
+    """A token for every byte, and the family's special tokens and chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={text: place for place, text in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in family.special])
+    if family.bos:
+        first = [(family.bos, tokenizer.token_to_id(family.bos))]
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{family.bos} $A", special_tokens=first)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=family.bos or None, eos_token=family.eos, pad_token=family.pad,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    made.chat_template = family.chat_template or None
+    return made
+
+
+def _save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    tokenizer.save_pretrained(folder)
+
+
+def _write(config: dict[str, Any], folder: Path, finish: Callable[[Path], None], *, seed: int, dtype: str) -> str:
+    """Write the tiny model of a whole config, and what lies beside its weights; returns its model type."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    quiet_transformers()
+    settings = tiny_config(config)
+    model_type = str(settings.pop("model_type"))
+    try:
+        small = AutoConfig.for_model(model_type, **settings)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(small, dtype=getattr(torch, dtype), trust_remote_code=False)
+    except Exception as error:  # a config class raises whatever it likes over sizes that do not go together
+        raise InputError(f"a {model_type} cannot be made small: {type(error).__name__}: {error!s:.200}") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder, safe_serialization=True)
+    finish(folder)
+    return model_type

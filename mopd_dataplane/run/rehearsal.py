@@ -1,0 +1,296 @@
+"""A job, rehearsed: every stage from end to end in a store of its own, with tiny random models, few prompts and tokens.
+
+    rehearsal = rehearse(job)         a job that runs on a CPU in under two minutes, and what it leaves out
+    run_job(rehearsal.job)
+
+What the job says otherwise stays: stages, objectives, routing, templates, codecs, corrections, schedules. A rehearsal
+shows that the parts of a job go together; it says nothing of what comes out.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.errors import InputError, MopdError
+from mopd_dataplane.job.job import Job, check_job
+from mopd_dataplane.job.sections import Domain
+from mopd_dataplane.models import tiny
+from mopd_dataplane.models.devices import resolve_device
+from mopd_dataplane.models.families import FAMILIES, USUAL, family_of
+from mopd_dataplane.models.hub import model_folder
+from mopd_dataplane.models.initial_weights import given_tokenizer
+from mopd_dataplane.score.reward import resolve_reward
+from mopd_dataplane.store.dataset import Store
+
+MARK = "rehearsal.json"
+"""In a folder that a rehearsal made, which the next one may replace: what was rehearsed, and what was not."""
+ITERATIONS, PROMPTS, HELD_OUT, NEW_TOKENS, GROUP, SLOTS, BATCH = 2, 2, 1, 6, 2, 8, 4
+"""Most iterations of a stage, training and held-out prompts of a domain, tokens of an answer, answers of a group,
+sequences decoded together, samples of a step."""
+BYTES_PER_TOKEN = 8
+"""A stand-in's tokens are bytes, so that a prompt may have as many more of them."""
+
+
+@dataclass
+class Rehearsal:
+    """A job made small, and what that took. Values are for people."""
+
+    job: Job
+    folder: Path
+    """Holds the store, stand-in models and stand-in prompts."""
+    rehearsed: dict[str, str] = field(default_factory=dict)
+    """Parts of the job that run as they are written, by key."""
+    replaced: dict[str, str] = field(default_factory=dict)
+    """Parts for which something else stands in, by key."""
+    never_run: dict[str, str] = field(default_factory=dict)
+    """What the job will meet for the first time when it is paid for."""
+    reads_bytes: bool = False
+    """Whether no tokenizer was here, so that texts have a token for every byte."""
+
+    def facts(self) -> dict[str, dict[str, str]]:
+        """The three lists."""
+        return {name: getattr(self, name) for name in ("rehearsed", "replaced", "never_run")}
+
+
+def rehearse(job: Job) -> Rehearsal:
+    """Make the small job: writes its models, and prompts where the job's own are not here, to a new folder.
+
+    Nothing of the job's own store is touched. Raises InputError when the folder is not a rehearsal's, JobFileError when
+    the job does not go together, and whatever a model raises that is here and cannot be used.
+    """
+    folder = _new_folder(job)
+    small = Rehearsal(job, folder)
+    given = job.model_dump(mode="json")
+    given |= {"store": str(folder / "store"), "work": "", "single_writer": False}
+    _models(small, given)
+    _domains(small, given)
+    _engines(small, given)
+    for stage in given["stages"]:
+        _stage(small, stage)
+    _surroundings(small, given)
+    small.job = check_job(given, where=f"rehearsal of {job.name}")
+    publish_file(folder / MARK, json.dumps(small.facts(), indent=1).encode())
+    return small
+
+
+def _new_folder(job: Job) -> Path:
+    """An empty folder beside the job's store; what an earlier rehearsal left there is gone."""
+    near = f"runs/{job.name}" if "://" in job.store else job.store.rstrip("/")
+    folder = Path(f"{near}-rehearsal")
+    if folder.exists() and not (folder / MARK).is_file():
+        raise InputError(f"{folder} is not a rehearsal's, so it is left alone; move it, or give another --store")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    publish_file(folder / MARK, b"{}")
+    return folder
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A model of the job."""
+
+    key: str
+    place: str
+    revision: str
+    dtype: str
+
+
+def _models(small: Rehearsal, given: dict[str, Any]) -> None:
+    """A tiny model for every one the job names: with its own config and tokenizer where they are here, else with those
+    of another of its models, else of the family that its name says, or the student's."""
+    job, student = small.job, small.job.student
+    wanted = [_Wanted("student", student.path or student.gguf.partition("==")[0], student.revision, student.dtype)]
+    wanted += [
+        _Wanted(f"teachers.{name}", teacher.source, teacher.revision, teacher.dtype)
+        for name, teacher in job.teachers.items()
+        if teacher.source and teacher.source != "student" and not teacher.source.startswith("stage:")
+    ]
+    folders = {one.key: folder for one in wanted[bool(student.config) :] if (folder := _here(job, one)) is not None}
+    family = family_of(wanted[0].place) or next(filter(None, (family_of(one.place) for one in wanted)), USUAL)
+    tokenizer_of = next(iter(folders.values()), None)
+    for seed, one in enumerate(wanted):
+        target = small.folder / "models" / one.key.removeprefix("teachers.")
+        how: dict[str, Any] = {"seed": job.seed + seed, "dtype": one.dtype}
+        if one.key == "student" and student.config:
+            tokenizer_of = target
+            kind = tiny.from_config(student.config, given_tokenizer(student), target, **how)
+            small.rehearsed[one.key] = f"a tiny random {kind} with the job's config and tokenizer"
+        elif source := folders.get(one.key):
+            small.rehearsed[one.key] = f"a tiny random {tiny.shrunk(source, target, **how)} with its own tokenizer"
+        elif tokenizer_of is not None:
+            kind = tiny.shrunk(tokenizer_of, target, **how)
+            small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind} with another model's tokenizer"
+        else:
+            small.reads_bytes = True
+            kind = tiny.of_family(FAMILIES[family], target, **how)
+            known = "its name says" if family_of(one.place) else "stands in, its name says none"
+            small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind}; the family {family} {known}"
+        if one.key == "student":
+            given["student"] |= {
+                "path": str(target),
+                "revision": "",
+                "config": {},
+                "gguf": "",
+                "tokenizer": "",
+                "tokens": (),
+            }
+        else:
+            given["teachers"][one.key.removeprefix("teachers.")] |= {"source": str(target), "revision": ""}
+    small.never_run["weights"] = "of every model: memory, time and what comes out are not the job's"
+
+
+def _here(job: Job, one: _Wanted) -> Path | None:
+    """Folder with a model's config and tokenizer; the hub is asked for no weights."""
+    store = None if "://" in job.store else Store.find(job.store)
+    made = store.root / "policies" / "init" if store is not None and store.root is not None else None
+    if one.key == "student" and made is not None and made.is_dir():
+        return made
+    if not one.place or (one.key == "student" and job.student.gguf):
+        return None
+    try:
+        folder = model_folder(one.place, one.revision, weights=False)
+    except MopdError:
+        return None
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _domains(small: Rehearsal, given: dict[str, Any]) -> None:
+    for name, domain in small.job.domains.items():
+        key, own = f"domains.{name}", given["domains"][name]
+        own |= {
+            "train": min(domain.train, PROMPTS),
+            "eval": min(domain.eval, HELD_OUT),
+            "tune": min(domain.tune, HELD_OUT),
+        }
+        if why := _no_prompts(domain):
+            own |= {"source": str(_prompts(small.folder, name, domain)), "dataset": "", "args": {}}
+            small.replaced[key] = f"{why}: made-up prompts"
+        else:
+            small.rehearsed[key] = f"prompts of {domain.source}"
+        try:
+            resolve_reward(domain.reward)
+            known = domain.reward != "reasoning-gym" or own["source"] == domain.source
+        except MopdError:
+            known = False
+        if not known:
+            own["reward"] = "exact"
+            small.replaced[f"{key}.reward"] = f"{domain.reward} cannot be called here: exact"
+
+
+def _no_prompts(domain: Domain) -> str:
+    """Why a domain's own prompts cannot be read; empty when they can."""
+    if domain.source == "store":
+        return "what was imported is in the job's own store"
+    if domain.source == "reasoning-gym":
+        return "" if find_spec("reasoning_gym") else "the package reasoning-gym is not here"
+    return "" if Path(domain.source).is_file() else f"{domain.source} is not here"
+
+
+def _prompts(folder: Path, name: str, domain: Domain) -> Path:
+    """A file of made-up prompts, with a column for every placeholder of the domain's templates."""
+    named = {place for text in (domain.template, domain.teacher_context) for _, place, *_ in Formatter().parse(text)}
+    file = folder / "prompts" / f"{name}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    rows = []
+    for number in range(2 * (PROMPTS + 2 * HELD_OUT)):
+        words = {place: f"{place} {number}" for place in named if place}
+        rows.append(words | {"text": f"What is {number} and {number} in {name}?", "answer": str(2 * number)})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
+    """vLLM where it is installed, without what needs its hardware; else the Hugging Face engine and scorer."""
+    engine, has_vllm = small.job.engine, _installed("vllm")
+    given["engine"] |= {"slots": min(engine.slots, SLOTS), "url": "", "reload": False, "options": {}}
+    if engine.kind == "vllm" and not has_vllm:
+        given["engine"] |= {"kind": "hf", "noise": "keyed", "keep": True}
+        small.replaced["engine"] = "vLLM is not installed here: the Hugging Face engine"
+        small.never_run["vLLM"] = "sampling" + (" and its handing over of memory" if not engine.keep else "")
+    else:
+        small.rehearsed["engine"] = engine.kind
+    if engine.url:
+        small.replaced["engine.url"] = "a running server is not asked"
+    if engine.options:
+        small.never_run["engine.options"] = ", ".join(engine.options)
+    for stage in given["stages"]:
+        if stage["score"]["engine"] == "vllm":
+            stage["score"]["options"] = {}
+            if not has_vllm:
+                stage["score"] |= {"engine": "hf", "reads": "states"}
+                small.replaced["score.engine"] = "vLLM is not installed here: Hugging Face teachers"
+                small.never_run.setdefault("vLLM", "scoring")
+    for name, teacher in small.job.teachers.items():
+        given["teachers"][name]["url"] = ""
+        if teacher.quantisation != "none" and not _installed("torchao"):
+            given["teachers"][name]["quantisation"] = "none"
+            small.replaced[f"teachers.{name}.quantisation"] = "torchao is not installed here: none"
+    for key, section in {
+        "engine": given["engine"],
+        **{f"{s['name']}.{k}": s[k] for s in given["stages"] for k in ("score", "train")},
+    }.items():
+        _device(small, key, section)
+
+
+def _device(small: Rehearsal, key: str, section: dict[str, Any]) -> None:
+    """The device that a section names, or what this machine has instead."""
+    try:
+        where = resolve_device(section["device"])
+    except MopdError:
+        small.replaced[f"{key}.device"] = f"{section['device']} is not here: auto"
+        section["device"], where = "auto", resolve_device("auto")
+    if where == "cpu":
+        small.never_run["accelerator"] = "kernels, copies and memory of a GPU: this machine computed on its CPU"
+
+
+def _installed(package: str) -> bool:
+    found = find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
+    name, rollout, plan, train = stage["name"], stage["rollout"], stage["plan"], stage["train"]
+    prompt = rollout["max_prompt_tokens"] * (BYTES_PER_TOKEN if small.reads_bytes else 1)
+    new = min(rollout["max_new_tokens"], NEW_TOKENS)
+    rollout |= {
+        "max_prompt_tokens": prompt, "max_new_tokens": new, "prompts_per_iteration": 0,
+        "group_size": min(rollout["group_size"], GROUP),
+    }  # fmt: skip
+    group = rollout["group_size"] if stage["data"] == "rollout" else 1
+    if small.reads_bytes:
+        plan["pack_tokens"] = max(plan["pack_tokens"], prompt + new)
+    if plan["batch_samples"]:
+        plan["batch_samples"] = max(group, min(plan["batch_samples"], BATCH))
+    if train["track"] != "none":
+        small.never_run["train.track"] = train["track"]
+        train["track"] = "none"
+    if stage["data"] == "stored":
+        stage["data"] = "rollout"
+        small.replaced[f"stages.{name}.data"] = "what was imported is in the job's own store: rollouts"
+    stage["iterations"] = min(stage["iterations"], ITERATIONS)
+    if stage["discriminator"]:
+        stage["discriminator"]["batch_pairs"] = min(stage["discriminator"]["batch_pairs"], BATCH)
+    small.rehearsed[f"stages.{name}"] = (
+        f"{stage['objective']}, {stage['iterations']} iterations of {new} tokens an answer"
+    )
+
+
+def _surroundings(small: Rehearsal, given: dict[str, Any]) -> None:
+    """Ranks, cache and evaluation."""
+    scale, job = given["scale"], small.job
+    ranks, parallel = min(scale["ranks"], 2), min(scale["context_parallel"], 2)
+    if (ranks, parallel) != (scale["ranks"], scale["context_parallel"]):
+        small.replaced["scale.ranks"] = f"{scale['ranks']} ranks: {ranks} on this machine"
+        small.never_run["nodes"] = "more than one, and the network between them"
+    given["scale"] |= {"ranks": ranks, "context_parallel": parallel}
+    given["load"] |= {"cache_dir": "", "cache_bytes": 0, "ring_bytes": 0, "slot_bytes": 0}
+    given["eval"]["max_new_tokens"] = min(given["eval"]["max_new_tokens"] or NEW_TOKENS, NEW_TOKENS)
+    if "://" in job.store:
+        small.never_run["store"] = f"an object store ({job.store.partition('://')[0]}); this was a folder"

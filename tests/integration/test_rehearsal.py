@@ -1,0 +1,126 @@
+"""`mopd run JOB --rehearse`: full-scale jobs from end to end on this machine; three in `make test`, all in
+`make test-slow`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mopd_dataplane import open_store
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.job.job import Job, check_job, load_job
+from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.run.pipeline import run_job
+from mopd_dataplane.run.preflight import preflight
+from mopd_dataplane.run.rehearsal import MARK, Rehearsal, rehearse
+
+JOBS = Path(__file__).parents[2] / "jobs"
+FULL = sorted(file.parent.name for file in JOBS.glob("*/full.toml"))
+CHEAP = ("grpo", "opcd", "opd")
+
+
+def full(recipe: str, folder: Path, *changes: str) -> Job:
+    return load_job(JOBS / recipe / "full.toml", overrides=[f"store={json.dumps(str(folder / 'store'))}", *changes])
+
+
+def run(recipe: str, folder: Path) -> Rehearsal:
+    """Rehearse a recipe and look at what is left."""
+    job = full(recipe, folder)
+    small = rehearse(job)
+    run_job(small.job)
+    assert not Path(job.store).exists(), "the job's own store is not touched"
+    store = open_store(small.job.store)
+    steps = store.table("steps", ["stage", "grad_norm", "window"]).to_pylist()
+    assert {step["stage"] for step in steps} == {stage.name for stage in job.stages}
+    for stage in small.job.stages:
+        assert {step["window"] for step in steps if step["stage"] == stage.name} == set(range(stage.iterations))
+    assert any(step["grad_norm"] > 0 for step in steps)
+    assert not store.verify().findings
+    return small
+
+
+@pytest.mark.parametrize("recipe", CHEAP)
+def test_a_full_scale_job_is_rehearsed(recipe: str, tmp_path: Path) -> None:
+    small = run(recipe, tmp_path)
+    assert "Hugging Face engine" in small.replaced["engine"]
+    assert {"vLLM", "accelerator", "weights"} <= small.never_run.keys()
+    assert json.loads((small.folder / MARK).read_text()) == small.facts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in FULL if name not in CHEAP])
+def test_every_full_scale_job_is_rehearsed(recipe: str, tmp_path: Path) -> None:
+    run(recipe, tmp_path)
+
+
+@pytest.mark.parametrize("recipe", FULL)
+def test_nothing_but_files_and_vllm_is_missing_of_a_full_scale_job(recipe: str, tmp_path: Path) -> None:
+    """What a check finds on a machine without the models and prompts: exactly those, each once."""
+    job = full(recipe, tmp_path)
+    missing = {f"domains.{name}" for name in job.domains} | {"student.path"}
+    missing |= {"engine.kind"} if job.engine.kind == "vllm" else set()
+    missing |= {f"teachers.{name}.source" for name, one in job.teachers.items() if one.source.startswith("models/")}
+    assert sorted(finding.key for finding in preflight(job).findings) == sorted(missing)
+
+
+def small_job(folder: Path, **changes: object) -> Job:
+    return check_job(
+        {
+            "name": "small", "store": str(folder / "store"), "student": {"path": "models/Llama-3.2-1B"},
+            "domains": {"sums": {"source": "data/none.jsonl", "template": "{question} {kind}", "reward": "no:a"}},
+            "teachers": {"t": {"source": "models/teacher"}}, "routing": {"sums": "t"},
+            "plan": {"batch_samples": 64}, "objectives": {"o": {"divergence": {"kind": "reverse"}}},
+            "train": {"track": "wandb", "device": "cuda"}, "scale": {"ranks": 16},
+            "engine": {"kind": "vllm", "url": "http://127.0.0.1:1/v1"},
+            "stages": [{"name": "s", "objective": "o", "iterations": 9}], **changes,
+        },
+        where="test",
+    )  # fmt: skip
+
+
+def test_what_is_missing_is_replaced_and_said(tmp_path: Path) -> None:
+    small = rehearse(small_job(tmp_path))
+    assert set(small.replaced) == {
+        "student", "teachers.t", "domains.sums", "domains.sums.reward", "engine", "engine.url", "s.train.device",
+        "scale.ranks",
+    }  # fmt: skip
+    assert {"vLLM", "accelerator", "weights", "train.track", "nodes"} == set(small.never_run)
+    assert "llama3" in small.replaced["student"]
+    model, teacher = load_model(small.job.student.path), load_model(small.job.teachers["t"].source)
+    assert model.config.model_type == teacher.config.model_type == "llama"
+    assert model.config.vocab_size == 128_256
+    assert bool((model.lm_head.weight != teacher.lm_head.weight).any()), "not the same model twice"
+    assert not preflight(small.job).findings, "prompts fill their template, and all can be called"
+
+
+def test_config_and_tokenizer_that_are_here_are_used_also_for_models_that_are_not(tmp_path: Path) -> None:
+    shape = {
+        "model_type": "qwen2", "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3,
+        "num_attention_heads": 3, "num_key_value_heads": 1,
+    }  # fmt: skip
+    folder = make_student(Student(config=shape), tmp_path / "model", seed=0)
+    small = rehearse(small_job(tmp_path, teachers={"t": {"source": str(folder)}}))
+    digest = tokenizer_digest(load_tokenizer(folder))
+    for made in (small.job.student.path, small.job.teachers["t"].source):
+        assert tokenizer_digest(load_tokenizer(made)) == digest
+        assert load_model(made).config.num_hidden_layers == 2
+    assert "its own tokenizer" in small.rehearsed["teachers.t"]
+    assert "another model's tokenizer" in small.replaced["student"]
+
+
+def test_a_folder_that_no_rehearsal_made_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "store-rehearsal" / "mine"
+    mine.mkdir(parents=True)
+    with pytest.raises(InputError, match="left alone"):
+        rehearse(small_job(tmp_path))
+    assert mine.exists()
+
+
+def test_a_rehearsal_replaces_the_one_before(tmp_path: Path) -> None:
+    first = rehearse(small_job(tmp_path))
+    (first.folder / "store").mkdir()
+    assert not (rehearse(small_job(tmp_path)).folder / "store").exists()
