@@ -13,7 +13,7 @@ SEEDS ?= 0
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs site bench clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs site bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -111,6 +111,10 @@ site: $(SITE_VENV)/installed  ## the documentation as a site with search and API
 
 bench: $(INSTALLED)  ## plan, loader, store and token log against the limits of this machine
 	$(BIN)/mopd bench plan && $(BIN)/mopd bench load && $(BIN)/mopd bench write && $(BIN)/mopd bench wal
+
+PARTS ?= kernels,sampler,loader,engine,score,step,smollm2
+gpu:  ## what was never run on a GPU, into docs/benchmarks/gpu.md: PYTHON=… PARTS=kernels,sampler; installs nothing
+	PYTHONPATH=.:kernels $(PYTHON) -m mopd_dataplane.bench.gpu --parts $(PARTS)
 
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

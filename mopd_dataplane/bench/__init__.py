@@ -17,6 +17,9 @@ length_stats.py  statistics of that experiment
 packing.py       what packing costs and what it couples
 view.py          the viewer's server on a large store
 size.py          how large a run is: bytes, bandwidth, nodes, money
+gpu.py           what a GPU has to say: `make gpu`, and its page
+gpu_parts.py     its parts, one a process
+gpu_step.py      the training step that one of them measures
 crowd.py         several processes at once, measured from outside
 opened.py        which files are opened while a block runs
 """

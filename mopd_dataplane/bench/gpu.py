@@ -1,0 +1,121 @@
+"""What a GPU has to say: `make gpu`, part by part, each in a process of its own and with a time limit.
+
+    make gpu PYTHON=python3 PARTS=kernels,sampler,loader,engine,score,step,smollm2
+
+Parts are independent and in the order of their worth; the figures of each are written as it ends, and the page follows
+from them. Nothing is installed: a package that is missing makes its part "not run". `kernels` and `sampler` need torch,
+triton and numpy only. With `--device cpu --small` the parts are rehearsed; their figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PARTS = ("kernels", "sampler", "loader", "engine", "score", "step", "smollm2")
+LIMIT_S = 240.0
+PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
+RAW = "gpu"
+"""Folder of the raw figures, beside the page."""
+_SAYS = {
+    "kernels": "Errors against float64 and times against bare products of the same shapes; goals in the table.",
+    "sampler": "Drawing on the host, beside a plain draw on the device; goal: at most three passes over the logits.",
+    "loader": "Packs and hidden states into shared memory, and from there to the device.",
+    "engine": "Decoding with the Hugging Face engine, a random model of 0.6 B parameters.",
+    "score": "A teacher of 0.6 B parameters reads packed text; its hidden states are encoded.",
+    "step": "A training step of 0.6 B parameters: full-vocabulary reverse KL and a policy gradient.",
+    "smollm2": "One iteration of jobs/smollm2.",
+}
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=",".join(PARTS), help="names, separated by commas")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
+    parser.add_argument("--small", action="store_true", help="sizes of a rehearsal")
+    parser.add_argument("--page", type=Path, default=PAGE, help="where the page goes; raw figures lie beside it")
+    given = parser.parse_args()
+    wanted = [name for name in given.parts.split(",") if name]
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        parser.error(f"no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
+    if (given.device == "cpu" or given.small) and given.page == PAGE:
+        parser.error("a rehearsal's figures mean nothing and are not published; give another --page")
+    run(wanted, device=given.device, small=given.small, page=given.page)
+
+
+def run(parts: list[str], *, device: str, small: bool, page: Path, limit_s: float = LIMIT_S) -> None:
+    """Run parts one after the other, writing the figures of each and the page anew as it ends."""
+    raw = page.parent / RAW
+    raw.mkdir(parents=True, exist_ok=True)
+    for name in (part for part in PARTS if part in parts):
+        print(f"{name} …", flush=True)
+        found = _in_process(name, device=device, small=small, limit_s=limit_s)
+        (raw / f"{name}.json").write_text(json.dumps({"date": date.today().isoformat(), **found}, indent=1) + "\n")
+        page.write_text(render(raw))
+        print(f"{name}: {found.get('not_run') or found.get('failed') or 'done'}", flush=True)
+
+
+def _in_process(name: str, *, device: str, small: bool, limit_s: float) -> dict[str, Any]:
+    """What a part says: its figures, or why there are none."""
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = [sys.executable, "-m", "mopd_dataplane.bench.gpu_parts", name, device, *["small"] * small]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, cwd=ROOT, env=environment)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"took longer than {limit_s:g} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"failed": f"exit code {done.returncode}: {last:.300}"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def render(raw: Path) -> str:
+    """The page of the figures in a folder; a part without figures was never run."""
+    lines = [
+        "# On a GPU", "",
+        "`make gpu` writes this page: figures of what else was run on CPUs only. Each part is a process of its own",
+        "with at most four minutes; `make gpu PYTHON=… PARTS=kernels,sampler` runs some of them, in an interpreter",
+        "with torch and triton. Tests rehearse their steps on a CPU (`tests/unit/run/test_gpu_parts.py`).", "",
+    ]  # fmt: skip
+    for name in PARTS:
+        file = raw / f"{name}.json"
+        lines += [f"## {name}", "", _SAYS[name], ""]
+        found = json.loads(file.read_text()) if file.is_file() else {"not_run": "never run"}
+        if why := found.get("not_run") or found.get("failed"):
+            lines += [f"**{why}**" if why == "never run" else f"**not run**: {why}", ""]
+        else:
+            lines += [f"{found['machine']} · {found['date']} · `make gpu PARTS={name}`", "", *_table(found), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(found: dict[str, Any]) -> list[str]:
+    lines = ["| what | figure |", "| --- | --- |"]
+    lines += [f"| {what} | {_number(value)} |" for what, value in found["figures"].items()]
+    for title, rows in found.get("tables", {}).items():
+        lines += ["", f"### {title}", "", *rows]
+    return lines
+
+
+def _number(value: object) -> str:
+    """A figure for people.
+
+    >>> _number(1234567.0), _number(0.01234), _number("none")
+    ('1,234,567', '0.0123', 'none')
+    """
+    if not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()
