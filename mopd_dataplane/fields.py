@@ -126,7 +126,7 @@ FIELDS: tuple[Field, ...] = (
         doc="[(L - 1) * W] expert ids of every token but the last: layers in order, the chosen of each; or null",
     ),
     Field(name="cu_seqlens", dtype="<i4", axis="bound", batch="", doc="where the samples of the pack begin and end"),
-    Field(name="sample_rows", dtype="<i8", axis="sample", batch="", doc="row id in `samples`"),
+    Field(name="sample_rows", dtype="<i8", axis="sample", doc="row id in `samples`"),
     Field(name="rewards", dtype="<f4", axis="sample", doc="outcome reward; NaN where a sample has none"),
     Field(name="advantages", dtype="<f4", axis="sample", doc="group-relative advantage; 0 where there is none"),
     Field(

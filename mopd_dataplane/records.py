@@ -172,6 +172,16 @@ class Signal:
     """Fields of fields.py that have no attribute here, by name."""
     mean_reverse_kl: float | None = None
     """Mean over loss tokens of sampler log-prob minus teacher log-prob (k1 estimate of reverse KL)."""
+    logprob_std: float | None = None
+    """Kind logprob: standard deviation of the teacher's log-probs over loss tokens."""
+    teacher_entropy: NDArray[np.float32] | None = None
+    """Kind logprob, where statistics are kept: [M] entropy of the teacher's distribution; it goes to `token_stats`."""
+
+
+PER_TOKEN_STATS = (
+    "logprob_gap", "student_entropy", "teacher_entropy", "reverse_kl", "forward_kl", "top1_agreement",
+)  # fmt: skip
+"""What scoring and training may find for each trained token: columns of `token_stats`, which say what they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

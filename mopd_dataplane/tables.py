@@ -147,6 +147,12 @@ SAMPLES = TableSpec(
                 "name and version of what drew the tokens; 'engine' for an engine's own noise; null when not recorded",
                 null=True,
             ),
+            _field(
+                "repetition",
+                pa.float32(),
+                "share of the response's runs of four tokens that occurred before in it; null of older writers",
+                null=True,
+            ),
         ]
     ),
     key=("uid",),
@@ -233,6 +239,7 @@ SCORES = TableSpec(
             _field("coverage", pa.float32(), "share of loss tokens with a signal"),
             _field("teacher_digest", _STRING, "weights digest of the teacher"),
             _field("created_at", _TIME, "wall clock, informative only"),
+            _field("logprob_std", pa.float32(), "standard deviation over loss tokens", null=True, unit="nat"),
         ]
     ),
     key=("uid", "teacher", "kind"),
@@ -366,6 +373,41 @@ LABELS = TableSpec(
     key=("label_id",),
 )
 
+
+def _halves(name: str, doc: str, unit: str = "nat") -> pa.Field:
+    kind = pa.list_(pa.field("item", pa.float16(), nullable=False))
+    return _field(name, kind, f"[M] {doc}; null when not in hand or freed", null=True, unit=unit)
+
+
+TOKEN_STATS = TableSpec(
+    "token_stats",
+    "One row is what one pass over a sample found for each trained token: a teacher's scoring, or a training step.",
+    pa.schema(
+        [
+            _field("uid", _STRING, "sample"),
+            _field("stage", _STRING, "job stage that scored or trained"),
+            _field("step", pa.int32(), "optimizer step of the stage; -1 of scoring"),
+            _field("teacher", _STRING, "teacher whose distribution was in hand; empty when none was"),
+            _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
+            _field("policy_version", pa.int32(), "version the step starts from; -1 of scoring"),
+            _field("tokens", pa.int32(), "M", unit="tokens"),
+            _field("bytes", pa.int64(), "of the lists; 0 once they are freed", unit="bytes"),
+            _field("mean_abs_gap", pa.float32(), "mean of |logprob_gap|", null=True, unit="nat"),
+            _field("mean_student_entropy", pa.float32(), "mean of student_entropy", null=True, unit="nat"),
+            _field("mean_teacher_entropy", pa.float32(), "mean of teacher_entropy", null=True, unit="nat"),
+            _halves("logprob_gap", "trainer's log-prob before the step minus the sampler's (0 where not recorded)"),
+            _halves("student_entropy", "entropy of the student's distribution before the step"),
+            _halves("teacher_entropy", "entropy of the teacher's distribution"),
+            _halves("reverse_kl", "exact KL(student | teacher) over the vocabulary"),
+            _halves("forward_kl", "exact KL(teacher | student) over the vocabulary"),
+            _halves("top1_agreement", "1 where both hold the same token likeliest, else 0", unit=""),
+            _field("created_at", _TIME, "wall clock, informative only"),
+        ]
+    ),
+    key=("uid", "stage", "step", "teacher"),
+    storage=LIST_STORAGE_VERSION,
+)
+
 QUEUE = TableSpec(
     "queue",
     "One row is one write to a queue that another framework puts its data through: the last row of a key is its value.",
@@ -388,9 +430,14 @@ QUEUE = TableSpec(
 
 TABLES: dict[str, TableSpec] = {
     spec.name: spec
-    for spec in (PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, EVALS, EVENTS, LABELS)
-}
+    for spec in (
+        PROMPTS, SAMPLES, TOKENS, TEACHERS, SCORES, REWARDS, PLANS, STEPS, TOKEN_STATS, EVALS, EVENTS, LABELS
+    )
+}  # fmt: skip
 """The fixed tables, in the order of the flow."""
+
+LATER = frozenset({TOKEN_STATS.name})
+"""Fixed tables that a store may lack until something is written to them: they came after its making."""
 
 SIGNALS: dict[str, TableSpec] = {
     spec.name.removeprefix(fields.SIGNALS): spec for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN)

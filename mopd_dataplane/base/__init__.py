@@ -10,4 +10,5 @@ sealed_json.py     JSON objects that carry their own checksum
 file_checksums.py  folders of files that nobody rewrites: what each file was when it was written
 fault_points.py    named places where a process may die, so that tests can make it die exactly there
 sampling_masks.py  the token ids that top-k and top-p left to draw each token from
+stats_choice.py    which samples per-token statistics are kept of
 """

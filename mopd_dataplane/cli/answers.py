@@ -36,7 +36,7 @@ def query(
 ) -> None:
     """Ask the tables with SQL.
 
-    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, evals, events, labels, and
+    Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, token_stats, evals, events, labels, and
     signals_TEACHER_KIND.
     """
     if as_json and as_csv:

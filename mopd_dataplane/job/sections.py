@@ -294,6 +294,9 @@ class Score(Section):
     start's."""
     max_resident: int = Field(default=1, ge=1)
     """Teachers held in memory at once."""
+    stats: Literal["off", "sampled", "full"] = "sampled"
+    """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
+    eight, or of all. Not of a teacher that only says log-probs."""
     device: Device = "auto"
     """Where teachers run with `hf`, and where signals are computed from what vLLM says; a discriminator and the
     reverse KL of an evaluation too."""
@@ -396,12 +399,14 @@ class Discriminator(Section):
 
 
 class Retain(Section):
-    """How long hidden states live; they are by far the most bytes of a store. 0 and 0 keep them for ever."""
+    """How long hidden states live (by far the most bytes of a store), and per-token statistics. 0 keeps for ever."""
 
     hidden_passes: int = Field(default=0, ge=0)
     """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
     hidden_versions: int = Field(default=0, ge=0)
     """Freed once the newest policy is more than this many versions newer than the one that began the sample."""
+    stats_versions: int = Field(default=0, ge=0)
+    """Per-token statistics are freed in the same way, their means stay; 0 keeps them for ever."""
 
 
 class Load(Section):
@@ -462,6 +467,10 @@ class Train(Section):
     """auto gives each rank of a node an accelerator of its own."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves the choice to torch."""
+    stats: Literal["off", "sampled", "full"] = "sampled"
+    """Per-token statistics of each step, in the store's `token_stats`: the student's log-prob against the sampler's,
+    its entropy, and with hidden states the teacher's entropy, both exact KLs and agreement on the likeliest token. Of
+    one sample in eight, or of all; 4 to 12 bytes a trained token."""
     track: Literal["none", "tensorboard", "wandb"] = "none"
     """Where step metrics also go; they are always in the store's `steps` table."""
 

@@ -7,7 +7,9 @@ lineage.py        what led to a sample or a step, and what used it
 report.py         the HTML page
 compare.py        two policies on the same held-out prompts
 sections.py       its sections
+run_sections.py   its sections on how the run went and what it was made with
 measures.py       its numbers, one SQL statement each
+run_curves.py     curves over iterations and steps, which the viewer draws too
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG

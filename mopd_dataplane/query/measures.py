@@ -10,6 +10,7 @@ import numpy as np
 from mopd_dataplane.query.answers import HeldOut, Values, held_out, paired
 from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import recover, share, standard_error
 from mopd_dataplane.store.sql import sql_name
 
@@ -52,15 +53,8 @@ QUERIES: dict[str, str] = {
     "rewards": """
         select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples
         from samples join rewards using (uid) group by stage, domain, iteration order by stage, domain, iteration""",
-    "steps": f"""
-        with placed as (
-            select *, row_number() over (partition by stage order by step) - 1 as place,
-                   count(*) over (partition by stage) as total from steps)
-        select stage, max(step) as step, avg(reverse_kl) filter (not isnan(reverse_kl)) as reverse_kl,
-               avg(loss) as loss, avg(grad_norm) as grad_norm,
-               avg(staleness_mean)::double as staleness_mean, max(staleness_max) as staleness_max
-        from placed group by stage, place // greatest(1, (total + {CURVE_POINTS - 1}) // {CURVE_POINTS})
-        order by stage, step""",
+    "steps": step_curves(CURVE_POINTS),
+    "curves": rollout_curves(f"({SAMPLED})"),
     "training": """
         select stage, count(*) as steps, sum(tokens)::bigint as tokens, sum(step_time_s)::double as seconds,
                sum(data_wait_s)::double as data_wait_s, max(staleness_max) as staleness_max
@@ -128,6 +122,12 @@ class Measures:
     totals: Rows
     teachers: Rows
     rounding: Rows
+    curves: Rows
+    """Means of rollouts by (stage, domain, iteration), half widths of their 95 % intervals as `<name>_ci`."""
+    job: dict[str, Any]
+    """Settings of the job, empty where none made the store."""
+    made_with: dict[str, Any]
+    """provenance.json: commit, versions, machine and date of each call."""
 
     def numbers(self) -> dict[str, Any]:
         """The measures and the recovery as plain values, for --json."""
@@ -151,6 +151,9 @@ def measure(store: Store) -> Measures:
     )
     rows = {row["name"]: row["n"] for row in store.sql(counts, snapshot=snapshot).to_pylist()}
     answers = {name: store.sql(query, snapshot=snapshot).to_pylist() for name, query in QUERIES.items()}
+    answers["curves"] = [with_intervals(row) for row in answers["curves"]]
+    for row in answers["steps"]:
+        row.pop("extra")
     job = remembered_job(store)
     starts = stage_starts(job)
     found = held_out(store, snapshot)
@@ -159,7 +162,8 @@ def measure(store: Store) -> Measures:
     name = job.get("name") or store.uri.rstrip("/").rpartition("/")[2]
     return Measures(
         name=name, uri=store.uri, snapshot=snapshot, rows=rows, starts=starts, held_out=found,
-        accuracy=newest(by_version), accuracy_by_version=from_the_start(by_version, starts), **answers,
+        accuracy=newest(by_version), accuracy_by_version=from_the_start(by_version, starts), job=job,
+        made_with=store.read_json("provenance.json") or {}, **answers,
     )  # fmt: skip
 
 

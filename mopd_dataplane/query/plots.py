@@ -70,6 +70,9 @@ class Line:
     y: Sequence[float | None]
     level: float | None = None
     """A value to hold against the line, drawn as a dashed level of its colour."""
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    """Ends of an interval about each y, drawn as a band; empty: none."""
 
 
 def line_plot(
@@ -84,6 +87,9 @@ def line_plot(
         marker = "o" if len(line.x) <= 40 else ""
         values = [float("nan") if value is None else value for value in line.y]
         axes.plot(line.x, values, color=colour, linestyle=dash, marker=marker, label=_name(line.name))
+        if line.low:
+            low, high = ([float("nan") if value is None else value for value in end] for end in (line.low, line.high))
+            axes.fill_between(line.x, low, high, color=colour, alpha=0.18, linewidth=0)
         if line.level is not None:
             axes.axhline(line.level, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
     if share:

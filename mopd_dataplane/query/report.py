@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.query.measures import Measures, measure
+from mopd_dataplane.query.run_sections import run_sections
 from mopd_dataplane.query.sections import cards, sections
 from mopd_dataplane.query.show import BIN_EDGES, SampleView, read_sample, strength
 from mopd_dataplane.query.text import number, visible
@@ -88,7 +89,7 @@ def render(measures: Measures, shown: Excerpts) -> str:
         name=measures.name,
         measures=measures,
         cards=cards(measures),
-        sections=sections(measures),
+        sections=[*sections(measures), *run_sections(measures)],
         samples=shown.samples,
         answers=shown.answers,
         token_limit=EXCERPT_TOKENS,

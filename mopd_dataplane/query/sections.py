@@ -56,6 +56,8 @@ class Section:
     grids: Sequence[Grid] = ()
     empty: str = ""
     """The one line that stands for a section without data."""
+    folded: bool = False
+    """Whether its tables are shown on demand only."""
 
 
 def sections(measures: Measures) -> list[Section]:
@@ -200,7 +202,7 @@ def _points(found: Difference) -> str:
 
 
 def learning(measures: Measures) -> Section:
-    """Accuracy per domain over policy versions, and reward of the rollouts over iterations."""
+    """Accuracy per domain over policy versions."""
     title = "Learning curves"
     plots: Plots = []
     theirs = {(r["policy"], r["domain"]): r["teacher_accuracy"] for r in recovery(measures)}
@@ -216,13 +218,7 @@ def learning(measures: Measures) -> Section:
         dashed = " Dashed: the domain's teacher." if any(line.level is not None for line in lines) else ""
         plot = line_plot(f"acc{len(plots)}", alt, lines, x="policy version", y="held-out accuracy", share=True)
         plots.append((f"{policy}: held-out accuracy.{dashed}", plot))
-    for run, rows in grouped(measures.rewards, "stage").items():
-        lines = [_line(d, part, "iteration", "reward") for d, part in grouped(rows, "domain").items()]
-        if max(len(line.x) for line in lines) > 1:
-            alt = f"Mean reward of the rollouts of {run} by iteration. {_ends(lines, number)}"
-            plot = line_plot(f"rew{len(plots)}", alt, lines, x="iteration", y="mean reward")
-            plots.append((f"{run}: reward of its own rollouts.", plot))
-    empty = "" if plots else "No policy was evaluated, and no rollout rewarded, at more than one version."
+    empty = "" if plots else "No policy was evaluated at more than one version."
     return Section(key="learning", title=title, plots=plots, empty=empty)
 
 

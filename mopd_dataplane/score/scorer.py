@@ -16,6 +16,7 @@ from mopd_kernels import Head, chosen_logprobs, encode, token_logprob, topk_logp
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mopd_dataplane.base.stats_choice import keeps_stats
 from mopd_dataplane.errors import EngineError, MismatchError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
@@ -170,11 +171,12 @@ def _signals(
     else:
         targets = torch.from_numpy(np.concatenate([item.tokens[item.masked] for item in batch])).to(states.device)
         with torch.no_grad():
-            found = token_logprob(states, head, targets, temperature=temperature)
-        assert isinstance(found, Tensor)
+            found, entropy = token_logprob(states, head, targets, temperature=temperature, return_entropy=True)
         _check_finite(teacher, batch, found)
-        for item, values in zip(batch, torch.split(found.cpu(), counts), strict=True):
-            yield _logprob_signal(item, values.numpy())
+        kept = keeps_stats(settings.stats, [item.sample.sample_row for item in batch])
+        each = zip(batch, kept, torch.split(found.cpu(), counts), torch.split(entropy.cpu(), counts), strict=True)
+        for item, keep, values, entropies in each:
+            yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
 
 
 def _topk(
@@ -189,7 +191,9 @@ def _topk(
     return ids, chosen_logprobs(states, head, ids)[0]
 
 
-def _logprob_signal(item: ModelInput, values: NDArray[np.float32]) -> Signal:
+def _logprob_signal(
+    item: ModelInput, values: NDArray[np.float32], teacher_entropy: NDArray[np.float32] | None = None
+) -> Signal:
     sample = item.sample
     mask = sample.loss_mask.astype(bool)
     logprob = np.zeros(len(mask), dtype=np.float32)
@@ -197,7 +201,10 @@ def _logprob_signal(item: ModelInput, values: NDArray[np.float32]) -> Signal:
     reverse_kl = None
     if sample.logprobs is not None and mask.any():
         reverse_kl = float(np.mean(sample.logprobs[mask].astype(np.float64) - values))
-    return _signal(item, "logprob", logprob=logprob, mean_reverse_kl=reverse_kl)
+    return _signal(
+        item, "logprob", logprob=logprob, mean_reverse_kl=reverse_kl, teacher_entropy=teacher_entropy,
+        logprob_std=float(np.std(values, dtype=np.float64)) if len(values) else None,
+    )  # fmt: skip
 
 
 def _signal(item: ModelInput, kind: str, **payload: object) -> Signal:

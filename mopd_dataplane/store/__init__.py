@@ -30,6 +30,7 @@ hidden.py          hidden states by byte range
 sidecars.py        the files that hold them, on a disk or an object store
 cache.py           byte ranges of an object store, kept on the node
 retire.py          hidden states that have served are freed
+token_stats.py     what scoring and training found for each trained token
 snapshot.py        pinned versions
 maintain.py        counts, compaction, clean-up
 row_checksums.py   a checksum over the content of each row of metadata

@@ -28,6 +28,10 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
 """Places of a sample along an axis, and what they are called."""
 
 
+RUN = 4
+"""Tokens of a run that counts as repeated."""
+
+
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
     """Arrow rows of a light table; `created_at` is filled in, missing nullable columns are null.
 
@@ -187,6 +191,7 @@ def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs
                 "payload_row": payload_row,
                 "payload_crc": crc,
                 "schema_version": FORMAT_VERSION,
+                "repetition": repetition(sample.tokens[sample.prompt_len :]),
             }
         )
     return to_rows(SAMPLES, records)
@@ -202,6 +207,25 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
         if field.count:
             sizes[field.count] = None if array is None else len(array)
     return sizes
+
+
+def repetition(response: NDArray[np.int32]) -> float:
+    """Share of the runs of four tokens that occurred before: 0 where none did, near 1 for a response that loops.
+
+    >>> repetition(np.array([5, 6, 5, 6, 5, 6, 5], np.int32))
+    0.5
+    """
+    runs = len(response) - RUN + 1
+    if runs < 1:
+        return 0.0
+    ids = np.asarray(response).astype(np.uint64)
+    hashes = np.zeros(runs, np.uint64)
+    with np.errstate(over="ignore"):  # 64 bits of hash: two different runs that agree are not worth telling apart
+        for start in range(RUN):
+            hashes = (hashes ^ ids[start : start + runs]) * np.uint64(0x9E3779B97F4A7C15)
+            hashes ^= hashes >> np.uint64(29)
+    hashes.sort()
+    return int((hashes[1:] == hashes[:-1]).sum()) / runs
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

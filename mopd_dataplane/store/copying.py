@@ -1,6 +1,7 @@
 """Samples that fit, with everything that speaks of them, in a new store: in a folder or on an object store.
 
-    samples, tokens, signals, scores, rewards, labels    of the samples that fit
+    samples, tokens, signals, scores, rewards, labels,
+    token_stats                                          of the samples that fit
     prompts, evals                                       all but those of prompts whose samples all stay behind
     teachers, steps, events                              whole, with heads, policies, discriminators and the job
 
@@ -184,11 +185,15 @@ class _Copy:
         rewards = self._of_ours(self._all("rewards"))
         self._insert(Table(self._place, "rewards"), rewards, sample_row=self._rows_of(rewards))
         self._insert(Table(self._place, "labels"), self._of_ours(self._all("labels")))
+        names = [*_WHOLE, "rewards", "labels", "prompts", "evals"]
+        if "token_stats" in self._at.versions:
+            stats = self._of_ours(self._all("token_stats"))
+            self._insert(Table(self._place, "token_stats"), stats, sample_row=self._rows_of(stats))
+            names.append("token_stats")
         gone = self._prompts_left_behind()
         for name in ("prompts", "evals"):
             rows = self._all(name)
             self._insert(Table(self._place, name), rows.filter(pc.invert(pc.is_in(rows["prompt_id"], value_set=gone))))
-        names = [*_WHOLE, "rewards", "labels", "prompts", "evals"]
         return {name: Table(self._place, name).open().count_rows() for name in names}
 
     def _prompts_left_behind(self) -> pa.Array:

@@ -34,7 +34,7 @@ from mopd_dataplane.store.row_ids import in_row_order
 from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify_report import VerifyReport
-from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
+from mopd_dataplane.tables import FORMAT_VERSION, LATER, TABLES, signal_table
 
 Rows = NDArray[np.int64]
 SNAPSHOTS_HELD = 4
@@ -156,7 +156,7 @@ class Store:
             for teacher in self._place.children("signals")
             for kind in self._place.children(f"signals/{teacher}")
         ]
-        return [*TABLES, *found]
+        return [*(name for name in TABLES if name not in LATER or self._table(name).exists()), *found]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
         """The Lance dataset of a table, at the snapshot's version or the newest."""

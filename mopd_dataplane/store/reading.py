@@ -23,6 +23,8 @@ from mopd_dataplane.store.listfiles import Checksum, ListFiles
 from mopd_dataplane.store.lists import HeldLists, Lists
 from mopd_dataplane.store.row_ids import row_ids
 
+LOOKED_UP = 64
+"""Samples whose scores are looked up one by one; those of more are read with all others."""
 ROWS_OF_A_FILE = 64
 """Rows wanted of each file on average that are worth a read of their own."""
 REQUEST_BYTES = 32 << 20
@@ -115,18 +117,25 @@ def _crcs_of(payload: pa.Table) -> list[int]:
     return [tokens_crc(arrays) for arrays in zip(*map(list_views, payload.columns), strict=True)]
 
 
-def scored_rows(scores: lance.LanceDataset, teacher: str, kind: str) -> pa.Table:
-    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal."""
+def scored_rows(
+    scores: lance.LanceDataset, teacher: str, kind: str, sample_rows: NDArray[np.int64] | None = None
+) -> pa.Table:
+    """uid, sample_row, payload_row, payload_crc, codec, rows, bytes of every sample that has this signal.
+
+    sample_rows: only these; a few of them are looked up, without the other columns of the table being read.
+    """
     columns = ["uid", "sample_row", "payload_row", "payload_crc", "codec", "rows", "bytes", "teacher", "kind"]
-    rows = scores.to_table(columns=columns)
+    few = sample_rows is not None and len(sample_rows) <= LOOKED_UP
+    wanted = ", ".join(map(str, sample_rows.tolist())) if few and sample_rows is not None else ""
+    rows = scores.to_table(columns=columns, filter=f"sample_row IN ({wanted})" if wanted else None)
     chosen = pc.and_(pc.equal(rows["teacher"], teacher), pc.equal(rows["kind"], kind))
     return rows.filter(chosen).select(columns[:-2])
 
 
 def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: ArrayLike) -> pa.Table:
     """scored_rows of the given rows of `samples`, in the asked order; see Store.signal_rows."""
-    scored = scored_rows(scores, teacher, kind)
     wanted = np.asarray(rows, np.int64)
+    scored = scored_rows(scores, teacher, kind, wanted)
     order = np.argsort(scored["sample_row"].to_numpy(), kind="stable")
     have = scored["sample_row"].to_numpy()[order]
     missing = ~np.isin(wanted, have)

@@ -143,6 +143,7 @@ def commit_signals(
                     "mean_reverse_kl": signal.mean_reverse_kl,
                     "coverage": 1.0,
                     "teacher_digest": teacher.weights_digest,
+                    "logprob_std": signal.logprob_std,
                 }
                 for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
             ],

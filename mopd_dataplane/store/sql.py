@@ -102,7 +102,8 @@ def _register_tables(
         dataset, blobs = store.dataset(name, snapshot), blob_columns(spec_of(name))
         if used is not None and len(used) == dataset.count_rows():
             used = None
-        source = _Payload(dataset, used) if spec_of(name).heavy else dataset
+        through = spec_of(name).heavy or _widened(dataset.schema) != dataset.schema
+        source = _Payload(dataset, used) if through else dataset
         if not blobs:
             connection.register(sql_name(name), source)
             continue
@@ -128,9 +129,16 @@ def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array |
     return found["payload_row"].combine_chunks().cast(pa.uint64())
 
 
+def _widened(schema: pa.Schema) -> pa.Schema:
+    """The schema with lists of float32 for those of float16, a type that DuckDB does not have."""
+    single = pa.list_(pa.field("item", pa.float32(), nullable=False))
+    half = [pa.types.is_list(field.type) and field.type.value_type == pa.float16() for field in schema]
+    return pa.schema([field.with_type(single) if wide else field for field, wide in zip(schema, half, strict=True)])
+
+
 class _Payload(pads.Dataset):  # type: ignore[misc]
     """A payload table as DuckDB reads it: filters are applied in Arrow, because Lance refuses DuckDB's on tables with
-    unsigned columns."""
+    unsigned columns, and float16 is widened."""
 
     def __init__(self, dataset: lance.LanceDataset, used: pa.Array | None) -> None:
         self._dataset = dataset
@@ -139,7 +147,7 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
     @property
     def schema(self) -> pa.Schema:
         """Columns, as the table has them."""
-        return self._dataset.schema
+        return _widened(self._dataset.schema)
 
     def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> _Batches:
         """Batches of some columns; columns only the filter speaks of are read beside them."""
@@ -165,7 +173,7 @@ class _Batches:
     @property
     def projected_schema(self) -> pa.Schema:
         """Columns that `to_reader` gives, in its order."""
-        return pa.schema([self._dataset.schema.field(name) for name in self._columns])
+        return _widened(pa.schema([self._dataset.schema.field(name) for name in self._columns]))
 
     def to_reader(self) -> pa.RecordBatchReader:
         """One pass over the rows that the filter lets through."""
@@ -176,7 +184,8 @@ class _Batches:
         for batch in self._dataset.scanner(columns=wanted, with_row_id=self._used is not None).to_batches():
             if self._used is not None:
                 batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self._used))
-            yield (batch if self._filter is None else batch.filter(self._filter)).select(self._columns)
+            rows = batch if self._filter is None else batch.filter(self._filter)
+            yield rows.select(self._columns).cast(self.projected_schema)
 
 
 def _explain(error: duckdb.Error, store: Store) -> str:

@@ -13,6 +13,7 @@ objective.py       the loss: a sum of declared terms over the trained tokens
 advantage.py       the advantage of a sampled token
 heads.py           teacher heads: one on the device, the next read ahead
 topk_agreement.py  how far student and teacher agree on their likeliest tokens
+token_stats.py     what a step found for each token, handed to the job
 optimizer.py       AdamW and the learning-rate schedule
 checkpoint.py      policy, optimizer and position, whole or not at all
 ranks.py           the processes of one training run

@@ -29,6 +29,7 @@ from mopd_dataplane.train.passes import cut_step, samples_of
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import Window
 from mopd_dataplane.train.student import Student
+from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
 
 class LoadedBatch(Protocol):
@@ -80,6 +81,8 @@ class Trainer:
     seed: int = 0
     proximal: Student | None = None
     """The policy at the window's start, where the objective compares with it."""
+    stats: StatsOfSteps | None = None
+    """Keeps per-token statistics; None keeps none."""
 
     def __post_init__(self) -> None:
         self.optimizer = make_optimizer(self.student, self.settings)
@@ -105,6 +108,8 @@ class Trainer:
                 "applied and the last checkpoint is intact: lower learning_rate, or look at the samples of this step"
             )
         self.optimizer.step()
+        if self.stats is not None:
+            self.stats.write(step, window.policy_version)
         metrics = StepMetrics(
             stage=batch.stage,
             step=step,
@@ -147,8 +152,10 @@ class Trainer:
             micro = build(parts, self.student.layout)
             if self.ranks.member == 0:
                 sums.count(micro, window.policy_version)
-            share = self.copies.to_device(part_of(micro, self.ranks.member, self.ranks.members))
-            sums.add_loss(self._backward(share, totals, teacher_head, sums))
+            share = part_of(micro, self.ranks.member, self.ranks.members)
+            picked = None if self.stats is None else self.stats.pick(share, self.ranks.device)
+            share = self.copies.to_device(share)
+            sums.add_loss(self._backward(share, totals, teacher_head, sums, picked))
             del micro, share, parts
             used = [pack for pack, at in zip(packs, pieces, strict=True) if at.last == len(lengths[at.place])]
             if used:  # without a name everything would go back
@@ -160,7 +167,14 @@ class Trainer:
             self._backward(empty, totals, None, sums)
         return sums
 
-    def _backward(self, micro: MicroBatch, totals: Totals, teacher_head: Head | None, sums: _StepSums) -> Tensor:
+    def _backward(
+        self,
+        micro: MicroBatch,
+        totals: Totals,
+        teacher_head: Head | None,
+        sums: _StepSums,
+        picked: Picked | None = None,
+    ) -> Tensor:
         """Gradients of one forward pass; returns its loss. Without a trained token they are zero."""
         trains = len(micro.targets) > 0
         proximal = None
@@ -175,7 +189,12 @@ class Trainer:
             return nothing.detach()
 
         def judge(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
-            return self.objective(hidden, head, micro, totals, teacher_head=teacher_head, proximal_logprobs=proximal)
+            loss, found = self.objective(
+                hidden, head, micro, totals, teacher_head=teacher_head, proximal_logprobs=proximal
+            )
+            if picked is not None and self.stats is not None:
+                self.stats.add(picked, found.per_token, hidden, head, micro)
+            return loss, found
 
         loss, found = self.student(micro, judge)
         loss.backward()
@@ -270,5 +289,5 @@ def _no_tokens() -> MicroBatch:
         teacher="", input_ids=torch.zeros(1, 2, dtype=torch.int64), position_ids=torch.tensor([[0, 1]]),
         sequence_lengths=[2],
         predictors=none, targets=none, sequence=none, position=none, sampler_logprobs=empty, policy_versions=none,
-        loss_counts=none, advantages=empty, rewards=empty, tokens=0,
+        loss_counts=none, advantages=empty, rewards=empty, sample_rows=none, tokens=0,
     )  # fmt: skip

@@ -52,6 +52,8 @@ class MicroBatch:
     """[S] f32"""
     rewards: Tensor
     """[S] f32, NaN where there is none"""
+    sample_rows: Tensor
+    """[S] int64 row of each sample in `samples`"""
     tokens: int
     """Real tokens, padding excluded."""
     sampling_mask: Tensor | None = None

@@ -38,6 +38,8 @@ from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
 
 T = TypeVar("T")
+EXACT = ("reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement")
+"""What a divergence over the whole vocabulary finds for each token."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class TermSums:
     """Sums over trained tokens of what a term reports; divided by counts once the step is complete."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
+    per_token: dict[str, Tensor] = field(default_factory=dict)
+    """[M] what terms found on their way, by the names of records.PER_TOKEN_STATS, and `logprob`."""
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a scalar or the sum of a vector."""
@@ -228,6 +232,7 @@ class ObjectiveLoss:
         for name in ("dropped", "clipped", "advantage"):
             sums.add(name, result.metrics[name] * tokens)
         sums.add("entropy", result.entropy)
+        sums.per_token |= {"logprob": result.logprob, "student_entropy": result.entropy}
         sums.add("sampler_gap", (result.logprob - batch.sampler_logprobs).abs())
         if self._samples_reverse_kl and batch.teacher_logprobs is not None:
             sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
@@ -276,11 +281,10 @@ def _hidden_divergence(
         reduction="sum",
         return_stats=True,
     )
-    sums.add("reverse_kl", stats.reverse_kl)
-    sums.add("forward_kl", stats.forward_kl)
-    sums.add("student_entropy", stats.student_entropy)
-    sums.add("teacher_entropy", stats.teacher_entropy)
-    sums.add("top1_agreement", stats.top1_agreement)
+    found = {name: getattr(stats, name) for name in EXACT}
+    for name, value in found.items():
+        sums.add(name, value)
+    sums.per_token |= found
     return loss
 
 
@@ -308,7 +312,7 @@ def _overlap(
 def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     names = ["reverse_kl" if term.form_kind == "reverse" else f"{term.form_kind}_divergence"]
     if term.signal == "hidden":
-        names = ["reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement"]
+        names = [*EXACT]
     return [*names, *TopkAgreement._fields] if term.topk_agreement else names
 
 

@@ -29,6 +29,7 @@ from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import TrainSpec, Window
 from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
+from mopd_dataplane.train.token_stats import StatsOfSteps
 
 
 class Run:
@@ -44,7 +45,7 @@ class Run:
         self._heads = TeacherHeads(spec.heads, ranks.device) if objective.needs_head else None
         self._trainer = Trainer(
             self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,
-            total_steps=spec.total_steps, seed=spec.seed,
+            total_steps=spec.total_steps, seed=spec.seed, stats=_stats(spec, ranks),
         )  # fmt: skip
         self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, keep=spec.keep_checkpoints)
         self._position = self._resume()
@@ -187,6 +188,13 @@ class Run:
             folder, self._ranks, dtype=getattr(torch, self.spec.dtype), freeze_head=self.spec.train.freeze_head,
             gradient_checkpointing=self.spec.train.gradient_checkpointing, dropout=self.spec.train.dropout,
         )  # fmt: skip
+
+
+def _stats(spec: TrainSpec, ranks: Ranks) -> StatsOfSteps | None:
+    if spec.train.stats == "off":
+        return None
+    folder = Path(spec.checkpoint_dir)
+    return StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
 
 
 def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mopd_dataplane.query.lineage import literal
 
@@ -25,21 +25,66 @@ DOCS: dict[str, tuple[str, str]] = {
     "no_logprobs": ("sampled, but the sampler's log-probs were not recorded", ""),
     "all_masked": ("no token of it is trained", ""),
     "unscored": ("no teacher judged it, though others of its stage and iteration were", ""),
+    "gap": ("mean |trainer - sampler| log-prob at the first step that trained it", "nat/token"),
+    "student_entropy": ("mean entropy of the student at that step", "nat"),
+    "teacher_entropy": ("mean entropy of its teachers", "nat"),
+    "repetitive": ("more than half of its runs of four tokens occurred before in it", ""),
+    "zero_teacher": ("a teacher gave every token the log-prob 0", ""),
+    "uniform_teacher": ("a teacher gave every token the log-prob -log V", ""),
+    "constant_teacher": ("a teacher gave every token the same log-prob", ""),
+    "far_trainer": ("trainer and sampler are more than 0.1 nat/token apart at the first step that trained it", ""),
     "surprising": ("among the 1 % with the largest kl of its domain", ""),
 }
 DERIVED = frozenset(DOCS)
-FLAGS = ("truncated", "interrupted", "several_versions", "no_logprobs", "all_masked", "unscored", "surprising")
+FLAGS = (
+    "truncated", "interrupted", "several_versions", "no_logprobs", "all_masked", "unscored", "repetitive",
+    "zero_teacher", "uniform_teacher", "constant_teacher", "far_trainer", "surprising",
+)  # fmt: skip
 """Columns that mark what is odd; each is a filter of one click."""
 TEACHER_COLUMNS: dict[str, tuple[str, str]] = {
     "kl_": ("mean sampler minus log-prob of teacher {teacher} over loss tokens", "nat/token"),
 }
 
 
-def definition(teachers: Sequence[str], *, with_rows: bool = False) -> str:
-    """The SELECT over `samples`, `rewards` and `scores` that makes the table.
+SPREAD, STATS, REPETITION = "logprob_std", "token_stats", "repetition"
+"""What a store may lack: a column of `scores`, a table, a column of `samples`."""
+_ALIKE = """
+           list({kl: mean_reverse_kl, size: vocab_size})
+             filter (logprob_std < 1e-3 and judged_tokens >= 4) as alike,"""
+"""Teachers of a sample whose log-probs are all the same."""
+_ODD_TEACHERS = """
+         coalesce(len(list_filter(alike, lambda t: abs(mean_logprob - t.kl) < 1e-3)) > 0, false) as zero_teacher,
+         coalesce(len(list_filter(alike, lambda t: abs(mean_logprob - t.kl + ln(t.size)) < 1e-2)) > 0, false)
+             as uniform_teacher,
+         alike is not null as constant_teacher,"""
+LABELLED = """
+  select uid, label from labels
+  qualify row_number() over (partition by uid, label order by created_at desc) = 1 and not removed"""
+"""Labels that samples bear now."""
 
-    with_rows: keep the columns of HIDDEN, for a `samples` that carries `sample_row`.
+
+def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows: bool = False) -> str:
+    """The SELECT over `samples`, `rewards`, `scores`, `teachers` and `token_stats` that makes the table.
+
+    has: which of SPREAD, STATS and REPETITION the store has. with_rows: keep the columns of HIDDEN, for a `samples`
+    that carries `sample_row`.
     """
+    spread = SPREAD in has
+    judged_more = (
+        ", max(logprob_std) as logprob_std, any_value(rows) as judged_tokens, any_value(vocab_size) as vocab_size"
+    )
+    judged_from = "scores join (select name as teacher, vocab_size from teachers) using (teacher)"
+    measured = """
+  first_steps as (
+    select uid, arg_min(mean_abs_gap, step) filter (step >= 0) as gap,
+           arg_min(mean_student_entropy, step) filter (step >= 0) as student_entropy,
+           avg(mean_teacher_entropy)::float as teacher_entropy
+    from token_stats group by uid),"""
+    odd = ["coalesce(repetition > 0.5, false) as repetitive,"] * (REPETITION in has) + [
+        "coalesce(gap > 0.1, false) as far_trainer,"
+    ] * (STATS in has)
+    flags = " ".join(odd)
+    trained = (", first_steps.* exclude (uid)", " left join first_steps using (uid)") if STATS in has else ("", "")
     own = ", ".join(
         f'avg(mean_reverse_kl) filter (teacher = {literal(name)}) as "kl_{name}"' for name in teachers[:MOST_TEACHERS]
     )
@@ -47,23 +92,25 @@ def definition(teachers: Sequence[str], *, with_rows: bool = False) -> str:
     return f"""
   with judged as (
     select uid, teacher, avg(mean_reverse_kl) filter (not isnan(mean_reverse_kl)) as mean_reverse_kl,
-           min(coverage) as coverage, sum(bytes)::bigint as bytes
-    from scores group by uid, teacher),
+           min(coverage) as coverage, sum(bytes)::bigint as bytes{judged_more if spread else ""}
+    from {judged_from if spread else "scores"} group by uid, teacher),{measured if STATS in has else ""}
   said as (
     select uid, avg(mean_reverse_kl)::float as kl, count(*)::int as teachers,
            (max(mean_reverse_kl) - min(mean_reverse_kl))::float as kl_spread,
+           {_ALIKE if spread else ""}
            min(coverage) as coverage, sum(bytes)::bigint as signal_bytes{", " + own if own else ""}
     from judged group by uid),
   rewarded as (select uid, avg(reward)::float as reward from rewards where not isnan(reward) group by uid),
   joined as (
     select samples.*{hidden}, reward,
-           said.* exclude (uid) replace (coalesce(teachers, 0) as teachers)
-    from samples left join rewarded using (uid) left join said using (uid))
-  select *, count(*) over grouped as group_size, (max(reward) over grouped - min(reward) over grouped)::float
-             as group_spread,
+           said.* exclude (uid) replace (coalesce(teachers, 0) as teachers){trained[0]}
+    from samples left join rewarded using (uid) left join said using (uid){trained[1]})
+  select *{" exclude (alike)" if spread else ""}, count(*) over grouped as group_size,
+         (max(reward) over grouped - min(reward) over grouped)::float as group_spread,
          finish_reason = 'length' as truncated, interruptions > 0 as interrupted,
          policy_version_last > policy_version_first as several_versions,
          policy <> 'reference' and mean_logprob is null as no_logprobs, loss_tokens = 0 as all_masked,
+         {_ODD_TEACHERS if spread else ""} {flags}
          teachers = 0 and max(teachers) over batched > 0 as unscored,
          coalesce(kl >= quantile_cont(kl, 0.99) over (partition by domain) and kl > 0, false) as surprising
   from joined

@@ -17,7 +17,17 @@ import pyarrow as pa
 
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest
 from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.columns import DERIVED, DOCS, HIDDEN, TEACHER_COLUMNS, definition
+from mopd_dataplane.view.columns import (
+    DERIVED,
+    DOCS,
+    HIDDEN,
+    LABELLED,
+    REPETITION,
+    SPREAD,
+    STATS,
+    TEACHER_COLUMNS,
+    definition,
+)
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -32,6 +42,7 @@ LONG_TAIL = 3.0
 CATEGORIES = 24
 """Most values of a column of words that a histogram names; the rest is one bar."""
 MEMORY = "640MB"
+STATS_COLUMNS = ("uid", "step", "mean_abs_gap", "mean_student_entropy", "mean_teacher_entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +63,9 @@ class Index:
         """Read the metadata tables; about a second for a million samples."""
         self.snapshot = snapshot
         self.teachers = sorted(row["name"] for row in store.table("teachers", ["name"], snapshot=snapshot).to_pylist())
-        self.definition = definition(self.teachers)
+        self._has = frozenset(_held(store, snapshot))
+        self.definition = definition(self.teachers, has=self._has)
+        self._labels = threading.Lock()
         self._connection = duckdb.connect(config={"python_enable_replacements": "false", "memory_limit": MEMORY})
         self._connection.execute("set enable_progress_bar = false")
         self._connection.execute("attach ':memory:' as held (compress); use held")
@@ -62,21 +75,36 @@ class Index:
         self.total = int(self.ask(f"select count(*) from {TABLE}").fetchone()[0])  # type: ignore[index]
 
     def _fill(self, store: Store) -> None:
-        columns = SAMPLES.schema.names
-        schema = pa.schema([*(store.dataset("samples", self.snapshot).schema.field(name) for name in columns
-                              if name in store.dataset("samples", self.snapshot).schema.names),
-                            pa.field("sample_row", pa.int64())])  # fmt: skip
+        own = store.dataset("samples", self.snapshot).schema
+        known = [own.field(name) for name in SAMPLES.schema.names if name in own.names]
+        schema = pa.schema([*known, pa.field("sample_row", pa.int64())])
 
         def batches() -> Iterator[pa.RecordBatch]:
             for rows, batch in store.scan_samples(schema.names[:-1], self.snapshot):
                 yield pa.RecordBatch.from_arrays([*batch.columns, pa.array(rows, pa.int64())], schema=schema)
 
         self._connection.register("samples", pa.RecordBatchReader.from_batches(schema, batches()))
-        for name in ("rewards", "scores"):
+        read = ["rewards", "scores", "teachers"]
+        for name in read:
             self._connection.register(name, store.dataset(name, self.snapshot))
-        self._connection.execute(f"create table {TABLE} as {definition(self.teachers, with_rows=True)}")
-        for name in ("samples", "rewards", "scores"):
+        if STATS in self._has:
+            read.append(STATS)
+            self._connection.register(STATS, store.table(STATS, STATS_COLUMNS, snapshot=self.snapshot))
+        made = definition(self.teachers, has=self._has, with_rows=True)
+        self._connection.execute(f"create table {TABLE} as {made}")
+        for name in ("samples", *read):
             self._connection.unregister(name)
+        self._connection.execute("create table labelled (uid varchar, label varchar)")
+        self.set_labels(store.sql(LABELLED, snapshot=self.snapshot).to_pylist())
+
+    def set_labels(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Let filters see these labels (uid, label) as the table `labelled`: labels are newer than the snapshot."""
+        pairs = [(row["uid"], row["label"]) for row in rows]
+        with self._labels, self._connection.cursor() as cursor:
+            cursor.execute("use held").execute("begin").execute("delete from labelled")
+            if pairs:
+                cursor.executemany("insert into labelled values (?, ?)", pairs)
+            cursor.execute("commit")
 
     def _describe(self) -> dict[str, Column]:
         found = {}
@@ -163,7 +191,9 @@ class Index:
     def statement(self, where: str, order: str, limit: int) -> str:
         """The statement behind a page as anyone can run it on the store."""
         sort = self.order(order).replace(", sample_row", "").replace(" order by sample_row", "")
-        return f"with {TABLE} as ({self.definition})\nselect * from {TABLE}{self.condition(where)}{sort} limit {limit}"
+        more = f",\nlabelled as ({LABELLED})" if "labelled" in where else ""
+        page = f"select * from {TABLE}{self.condition(where)}{sort} limit {limit}"
+        return f"with {TABLE} as ({self.definition}){more}\n{page}"
 
     def row(self, uid: str) -> dict[str, Any]:
         """The row of a sample, `sample_row` included. Raises UnknownNameError."""
@@ -223,6 +253,16 @@ class Index:
         here = counts(clause) if clause else everything
         return {"kind": column.kind, "low": low, "width": width, "whole": whole,
                 "bins": [{"all": everything.get(i, 0), "here": here.get(i, 0)} for i in range(bins)]}  # fmt: skip
+
+
+def _held(store: Store, snapshot: Snapshot) -> Iterator[str]:
+    """What of columns.py's optional sources a snapshot has."""
+    if SPREAD in store.dataset("scores", snapshot).schema.names:
+        yield SPREAD
+    if STATS in snapshot.versions:
+        yield STATS
+    if REPETITION in store.dataset("samples", snapshot).schema.names:
+        yield REPETITION
 
 
 @contextmanager

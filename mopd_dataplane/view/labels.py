@@ -33,6 +33,7 @@ def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
         "label_id": str(uuid.uuid4()), "uid": uid, "label": label, "note": note, "author": getpass.getuser(),
         "removed": given.get("removed") is True,
     }])  # fmt: skip
+    index.set_labels(all_of(store))
     return of_sample(store, uid)
 
 

@@ -6,6 +6,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.query.run_curves import Z95, rollout_curves, step_curves, with_intervals
+from mopd_dataplane.view.index import TABLE
 from mopd_dataplane.view.sample import finite
 
 if TYPE_CHECKING:
@@ -14,26 +16,6 @@ if TYPE_CHECKING:
 
 STEP_POINTS = 1500
 """Most points of a line over steps; longer logs are averaged into this many stretches."""
-Z95 = 1.959964
-ROLLOUT_CURVES = """
-    select stage, domain, iteration, count(*) as samples, count(reward) as rewarded,
-           avg(reward) as reward, stddev_samp(reward) as reward_sd,
-           count(kl) as judged, avg(kl) as kl, stddev_samp(kl) as kl_sd,
-           avg(response_len) as length, quantile_cont(response_len, 0.95) as length_p95,
-           avg(truncated::int) as truncated, avg(-mean_logprob) as surprise,
-           avg(policy_version_last - policy_version_first) as versions
-    from rollouts where policy <> 'reference' group by stage, domain, iteration order by stage, domain, iteration"""
-STEPS = f"""
-    with placed as (
-      select *, row_number() over (partition by stage order by step) - 1 as place,
-             count(*) over (partition by stage) as total from steps)
-    select stage, max(step)::int as step, avg(loss) as loss, avg(grad_norm) as grad_norm,
-           avg(learning_rate) as learning_rate, avg(reverse_kl) filter (not isnan(reverse_kl)) as reverse_kl,
-           avg(staleness_mean)::double as staleness_mean, max(staleness_max) as staleness_max,
-           avg(step_time_s)::double as step_time_s, avg(data_wait_s)::double as data_wait_s,
-           (sum(tokens) / nullif(sum(step_time_s), 0))::double as tokens_per_s, any_value(extra) as extra
-    from placed group by stage, place // greatest(1, (total + {STEP_POINTS - 1}) // {STEP_POINTS})
-    order by min(created_at), stage, step"""
 TIMES = """
     select stage, kind, iteration, value as seconds, detail, created_at
     from events where value is not null order by created_at"""
@@ -46,8 +28,8 @@ EVALS = """
 
 def run_page(store: Store, index: Index) -> dict[str, Any]:
     """Everything the page of a run draws, at the index's snapshot."""
-    rollouts = [_with_intervals(row) for row in index.rows(ROLLOUT_CURVES)]
-    steps = store.sql(STEPS, snapshot=index.snapshot).to_pylist()
+    rollouts = [with_intervals(row) for row in index.rows(rollout_curves(TABLE))]
+    steps = store.sql(step_curves(STEP_POINTS), snapshot=index.snapshot).to_pylist()
     for step in steps:
         step["extra"] = json.loads(step["extra"] or "{}")
     evals = [_wilson(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
@@ -55,14 +37,6 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
         "rollouts": rollouts, "steps": steps, "evals": evals, "times": _times(store, index),
         "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},
     }  # fmt: skip
-
-
-def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
-    """Half widths of 95 % intervals of the means (normal approximation; None for fewer than two)."""
-    for name, count in (("reward", "rewarded"), ("kl", "judged")):
-        spread = row.pop(f"{name}_sd")
-        row[f"{name}_ci"] = Z95 * spread / row[count] ** 0.5 if spread is not None and row[count] > 1 else None
-    return row
 
 
 def _wilson(row: dict[str, Any]) -> dict[str, Any]:

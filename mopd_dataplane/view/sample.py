@@ -18,6 +18,7 @@ from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.decode import Numbers
+from mopd_dataplane.store.token_stats import read_token_stats
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +31,17 @@ PIECE_CHARACTERS = 400
 """Longest text of one token that travels; a page shows its start."""
 MASK_SIZES = "sampling_mask_sizes"
 EXCERPT_TOKENS = 48
+MOST_STATS = 12
+"""Passes over one sample whose statistics travel: teachers that scored it, then the first steps that trained it."""
+STATS_SHOWN = {
+    "logprob_gap": ("trainer − sampler log-prob", "nat"),
+    "student_entropy": ("student entropy", "nat"),
+    "teacher_entropy": ("teacher entropy", "nat"),
+    "reverse_kl": ("reverse KL, exact", "nat"),
+    "forward_kl": ("forward KL, exact", "nat"),
+    "top1_agreement": ("same likeliest token", ""),
+}
+"""Title and unit of each statistic."""
 PROMPT_CHARACTERS = 200_000
 
 
@@ -175,7 +187,26 @@ def describe(
         if topk is not None:
             teacher["topk"] = topk_columns(payload, *topk)
         view["teachers"].append(teacher)
+    view["stats"] = stats_of(store, row["uid"], payload.mask, snapshot)
     return view
+
+
+def stats_of(store: Store, uid: str, mask: NDArray[np.uint8], snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+    """Stored statistics by key: `title`, `unit`, `diverging` and `values` [R], NaN where nothing was trained.
+
+    Of several steps that trained the sample each has its own.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for row in read_token_stats(store, uid, snapshot)[:MOST_STATS]:
+        where = f"step {row['step']}" if row["step"] >= 0 else f"scored by {row['teacher']}"
+        key = f"{row['stage']}/{row['step']}/{row['teacher']}"
+        for name, (title, unit) in STATS_SHOWN.items():
+            if row[name] is not None and len(row[name]) == int(mask.sum()):
+                found[f"{name}/{key}"] = {
+                    "title": f"{title}, {where}", "unit": unit, "diverging": name == "logprob_gap",
+                    "values": packed(at_trained(mask, row[name], np.nan)),
+                }  # fmt: skip
+    return found
 
 
 def spans(payload: Payload) -> list[dict[str, int]]:

@@ -16,6 +16,7 @@ from commandline import command
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from mopd_dataplane import Signal, Store
+from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 LONGEST_MS = 20_000
@@ -53,6 +54,12 @@ def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFac
             signals.append(Signal(uid=uid, sample_row=row, kind="logprob", logprob=logprob,
                                   mean_reverse_kl=float((said - logprob)[mask].mean())))  # fmt: skip
         store.commit_signals(teacher, "logprob", signals)
+    counts = store.take_samples([row for row, _ in wanted], ["loss_tokens"])["loss_tokens"].to_pylist()
+    write_token_stats(store, [
+        TokenStats(sample_row=row, stage="student", teacher="chain_sum-expert", step=2,
+                   values={"reverse_kl": np.full(count, 0.75), "logprob_gap": np.full(count, -0.25)})
+        for (row, _), count in zip(wanted, counts, strict=True)
+    ])  # fmt: skip
     return store
 
 
@@ -118,6 +125,16 @@ def test_a_bar_filters_and_back_undoes_it(page: Page, store: Store) -> None:
     expect(page.locator("#matching")).to_contain_text(f"{wanted} of {everything}")
     page.go_back()
     expect(page.locator("#matching")).to_contain_text(f"{everything} of {everything}")
+
+
+def test_each_head_stands_over_its_column(page: Page) -> None:
+    page.locator("#h-domain-0").wait_for()  # heads are drawn again with their histograms
+    heads = [re.sub(r"\s+", " ", text).strip() for text in page.locator("thead th").all_inner_texts()]
+    cells = page.locator("tbody tr").first.locator("th, td").all_inner_texts()
+    assert len(heads) == len(cells)
+    assert heads[:5] == ["uid", "domain", "prompt", "answer", "stage"]
+    assert cells[heads.index("stage")] == "student"
+    assert cells[heads.index("domain")] in ("chain_sum", "spell_backward", "number_sorting")
 
 
 def test_the_filter_is_sql_that_can_be_edited(page: Page, store: Store, refusals: list[str]) -> None:
@@ -194,6 +211,17 @@ def test_keys_walk_tokens_surprises_teachers_and_signals(page: Page) -> None:
     assert f"t{after}" == page.locator(".strip .t.chosen").get_attribute("id")
 
 
+def test_statistics_of_training_are_in_the_menu_and_on_the_card(page: Page) -> None:
+    open_judged(page)
+    page.locator(".strip #t1").click()
+    expect(page.locator(".card .facts").last).to_contain_text("reverse KL, exact, step 2")
+    expect(page.locator(".card .facts").last).to_contain_text("0.75")
+    menu = page.locator(".controls select").first
+    menu.select_option(label="trainer − sampler log-prob, step 2")
+    expect(page.locator(".legend")).to_have_attribute("aria-label", re.compile("trainer − sampler"))
+    assert "s=stat" in page.url
+
+
 def test_the_card_shows_every_teacher_and_its_candidates(page: Page) -> None:
     open_judged(page)
     page.locator(".strip #t1").click()
@@ -252,6 +280,11 @@ def test_labels_are_written_and_taken_back(page: Page, store: Store) -> None:
     expect(page.locator(".labels li")).to_contain_text("odd one")
     page.reload()
     expect(page.locator(".labels li")).to_contain_text("<i>see</i>")
+    sample = page.url
+    page.get_by_role("link", name="Samples", exact=True).click()
+    page.get_by_role("button", name="🏷 odd one").click()
+    expect(page.locator("#matching")).to_contain_text("1 of ")
+    page.goto(sample)
     page.get_by_role("button", name="Remove label odd one").click()
     expect(page.locator(".labels li")).to_have_count(0)
 

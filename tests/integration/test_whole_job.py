@@ -55,3 +55,24 @@ def test_each_sample_is_trained_once(finished_job: Path):
 @pytest.mark.parametrize("stage", ["base", "student"])
 def test_nothing_of_the_token_log_is_left(finished_job: Path, stage: str):
     assert not list((finished_job / "store" / "wal" / stage).rglob("*.wal"))
+
+
+def test_scoring_and_training_left_statistics_of_one_sample_in_eight(finished_job: Path):
+    store = open_store(str(finished_job / "store"))
+    rows = store.sql("""
+        select t.stage, t.step, t.teacher, t.tokens, t.mean_abs_gap, len(t.student_entropy) as students,
+               len(t.teacher_entropy) as teachers, s.loss_tokens, s.policy <> 'reference' as sampled
+        from token_stats t join samples s using (uid)""").to_pylist()
+    every = store.sql("select count(*) as n from samples").to_pylist()[0]["n"]
+    trained = [row for row in rows if row["step"] >= 0]
+    assert 0 < len(trained) < every / 2, "every sample is trained once here"
+    assert {row["stage"] for row in trained} == {"base", "sums", "words", "student"}
+    for row in rows:
+        assert row["tokens"] == row["loss_tokens"]
+        assert (row["students"] if row["step"] >= 0 else row["teachers"]) == row["loss_tokens"]
+    student = [row for row in trained if row["stage"] == "student"]
+    scored = [row for row in rows if row["step"] < 0]
+    assert {row["teacher"] for row in scored} <= {"sums", "words"}
+    assert len(scored) == len(student), "scoring and training chose the same samples"
+    assert min(row["mean_abs_gap"] for row in student) < 1e-3, "the first step trains the very policy that sampled"
+    assert not list((finished_job / "store" / "checkpoints").rglob("token_stats/*")), "nothing waits to be written"

@@ -17,13 +17,30 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, stage_samples
 from mopd_dataplane.run.steps.plan import window_tag
+from mopd_dataplane.store.token_stats import free_token_stats
 
 
 def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
-    """Free the hidden states of a stage that have served under the job's [retain]; nothing happens without one.
+    """Free the hidden states and statistics of a stage that have served under the job's [retain]; nothing happens
+    without one.
 
     windows_done: windows that are never trained again, since a checkpoint lies behind them.
     """
+    _free_stats(run, stage, windows_done)
+    _free_hidden(run, stage, windows_done)
+
+
+def _free_stats(run: Run, stage: Stage, windows_done: int) -> None:
+    """Free per-token statistics of samples that the newest policy has left too far behind."""
+    if not (versions := run.job.retain.stats_versions):
+        return
+    rows, samples = stage_samples(run.store, stage, None, ["policy_version_first"])
+    old = rows[run.policies.latest(stage) - samples["policy_version_first"].to_numpy() > versions]
+    if len(old):
+        free_token_stats(run.store, old, in_use=_unfinished(run, stage, windows_done))
+
+
+def _free_hidden(run: Run, stage: Stage, windows_done: int) -> None:
     settings = run.job.retain
     if "hidden" not in run.job.objective(stage).signals or not (settings.hidden_passes or settings.hidden_versions):
         return

@@ -22,6 +22,7 @@ from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentTopk
+from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 LONG_TO_LOAD = 200 << 20
 """Bytes of weights from which on loading them is worth a line."""
@@ -158,9 +159,16 @@ def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task:
     """Compute and commit the signals of one task; those the store has already are left alone."""
     new = positions = 0
     for kind, signals in _judge(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
+        # Before their signals: a run killed in between scores these samples again, and finds the statistics there.
+        write_token_stats(run.store, [_stats(stage, task.teacher, s) for s in signals if s.teacher_entropy is not None])
         new += run.store.commit_signals(task.teacher, kind, signals)
         positions += sum(_positions(signal) for signal in signals)
     return ScoredTask(task.teacher, new, positions)
+
+
+def _stats(stage: Stage, teacher: str, signal: Signal) -> TokenStats:
+    values = {"teacher_entropy": np.asarray(signal.teacher_entropy)}
+    return TokenStats(sample_row=signal.sample_row, stage=stage.name, teacher=teacher, values=values)
 
 
 def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, str], Rows]:

@@ -10,6 +10,7 @@ import math
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ from mopd_dataplane.run.checkpoint_copy import StoredCheckpoints
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.retain import free_served
+from mopd_dataplane.run.steps.token_stats import record_stats
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
@@ -37,6 +39,8 @@ from mopd_dataplane.train.spec import HeadFile, TrainSpec
 POLL_S = 0.1
 STOP_S = 30.0
 """How long an interrupted trainer may take to write its last checkpoint."""
+STATS_S = 30.0
+"""How often per-token statistics are written while a window is trained."""
 LEAST_STEPS = 3
 """Fewest steps in a third of the first window for a rise of its reverse KL to be told from noise."""
 PATIENCE_S = 7 * 86400.0
@@ -134,6 +138,11 @@ class Training:
     def _record_steps(self) -> None:
         if metrics := self._metrics():
             self._run.store.add_steps(metrics)
+            self._record_stats(metrics[-1].step + 1)
+
+    def _record_stats(self, before: int) -> None:
+        """Have the per-token statistics of earlier steps in the store; all ranks have left theirs."""
+        record_stats(self._run.store, self._stage.name, self._folder, before=before)
 
     def _publish_checkpoint(self) -> None:
         if why_not := self._checkpoints.try_to_publish():
@@ -214,6 +223,7 @@ class Training:
 
     def _watch(self, trainer: subprocess.Popen[bytes], plan: PlanWindow, version: int, advance: Advance) -> None:
         """Follow the metrics file until the window's policy is published."""
+        recorded = time.monotonic()
         while self._run.policies.latest(self._stage) < version:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 trainer.wait(POLL_S)
@@ -222,6 +232,10 @@ class Training:
             done = [m for m in self._metrics() if m.window == plan.window]
             if done:
                 advance(len(done), **_summary(done[-1:]))
+            if time.monotonic() - recorded > STATS_S and done:
+                # A rank that has reported a step waited for every other rank's step before it.
+                self._record_stats(done[-1].step)
+                recorded = time.monotonic()
             self._publish_checkpoint()
 
     def _died(self, code: int) -> NoReturn:

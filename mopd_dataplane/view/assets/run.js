@@ -15,10 +15,11 @@ function group(rows, key) {
   return out;
 }
 
-function byDomain(rows, y, ci) {
+// least: what the lower end of an interval cannot fall below.
+function byDomain(rows, y, ci, least = -Infinity) {
   return [...group(rows, (r) => r.domain)].map(([name, own]) => ({
     name, x: own.map((r) => r.iteration), y: own.map((r) => r[y]),
-    ...(ci ? { low: own.map((r) => (r[ci] === null ? null : r[y] - r[ci])), high: own.map((r) => (r[ci] === null ? null : r[y] + r[ci])) } : {}),
+    ...(ci ? { low: own.map((r) => (r[ci] === null ? null : Math.max(least, r[y] - r[ci]))), high: own.map((r) => (r[ci] === null ? null : r[y] + r[ci])) } : {}),
   }));
 }
 
@@ -88,9 +89,9 @@ export async function runPage(main, { params }, { stores }) {
     h("div", { class: "charts" },
       chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),
-      chart(byDomain(rollouts, "length"), { title: "Response length", unit: "tokens, mean", ...first }),
+      chart(byDomain(rollouts, "length", "length_ci"), { title: "Response length", unit: "tokens, mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
-      chart(byDomain(rollouts, "truncated"), { title: "Truncated", unit: "share of samples", ...first }),
+      chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),
       chart(byDomain(rollouts, "surprise"), { title: "Sampler surprise", unit: "nat/token, −mean log p", ...first }),
       accuracy(run.evals)),
     h("h2", {}, "Training"),

@@ -20,6 +20,18 @@ function chosenColumns(store, params) {
 
 const TITLES = { policy_version_first: "version", response_len: "length", mean_logprob: "mean log p", finish_reason: "finish" };
 
+// A chip for every label that samples bear; a click filters by it.
+async function showLabels(place, params) {
+  const counts = new Map();
+  for (const row of await ask("labelled", { store: params.store || 0 }).catch(() => [])) counts.set(row.label, (counts.get(row.label) || 0) + 1);
+  put(place, [...counts].map(([label, n]) => {
+    const sql = `uid in (select uid from labelled where label = '${label.replace(/'/g, "''")}')`;
+    const on = (params.w || "") === sql;
+    return h("button", { class: on ? "chip on" : "chip", "aria-pressed": String(on), title: `${count(n)} samples bear this label`,
+      onclick: () => adjust({ w: on ? "" : sql, page: "", at: "" }) }, `🏷 ${short(label, 24)}`);
+  }));
+}
+
 function filterBar(store, params, sql) {
   const where = whereOf(params);
   const box = h("textarea", {
@@ -40,10 +52,12 @@ function filterBar(store, params, sql) {
     return h("button", { class: on ? "chip on" : "chip", "aria-pressed": String(on), title: doc ? doc.doc : "",
       onclick: () => adjust(withCondition(params, { c: flag, flag: true, clear: on })) }, flag.replace(/_/g, " "));
   });
+  const labels = h("span", { class: "row chips", "aria-label": "Labels" });
+  if (!isStatic()) showLabels(labels, params);
   return h("section", { class: "filters", "aria-label": "Filters" },
     h("div", { class: "row" }, h("label", { class: "prefix", for: "where" }, "where"), box,
       where ? h("button", { class: "quiet", onclick: () => adjust({ w: "", f: "", page: "", at: "" }) }, "clear") : null),
-    h("div", { class: "row chips" }, chips, chips.length ? h("span", { class: "bar-rule" }) : null, flags),
+    h("div", { class: "row chips" }, chips, chips.length ? h("span", { class: "bar-rule" }) : null, flags, labels),
     isStatic() ? null : h("details", {}, h("summary", {}, "SQL and curl of this table"),
       h("pre", { class: "sql" }, sql || ""),
       h("div", { class: "row" }, copier(() => sql, "copy SQL"),
@@ -77,7 +91,7 @@ function head(store, params, columns, histograms) {
         TITLES[name] || name, { ascending: " ▲", descending: " ▼", none: "" }[sorted]),
       histograms && histograms[name] && name !== "uid" ? histogram(histograms[name], name,
         conditions(params).some((c) => c.c === name), (c) => adjust(withCondition(params, c))) : h("div", { class: "histogram none" }));
-  }), h("th", { scope: "col", class: "word" }, "prompt"), h("th", { scope: "col", class: "word" }, "answer")));
+  }).toSpliced(TEXT_AT, 0, h("th", { scope: "col", class: "word" }, "prompt"), h("th", { scope: "col", class: "word" }, "answer"))));
 }
 
 export function contextOf(params) {

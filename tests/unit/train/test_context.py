@@ -20,7 +20,7 @@ from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.node_agent import report
 from mopd_dataplane.train.ranks import Ranks
 
-WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards"}
+WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards", "sample_rows"}
 CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", "extra", *TRAINED_TOKEN_FIELDS}
 
 

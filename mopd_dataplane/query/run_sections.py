@@ -1,0 +1,132 @@
+"""Sections of a report on how the run went and what it was made with: training, rollouts, versions, settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mopd_dataplane.query.measures import Measures, Rows
+from mopd_dataplane.query.plots import Line, grouped, line_plot
+from mopd_dataplane.query.sections import Cell, Grid, Plots, Section
+from mopd_dataplane.query.text import count, number
+
+STEP_CURVES = (
+    ("loss", "Loss.", "objective value"),
+    ("grad_norm", "Gradient norm, before clipping.", "norm"),
+    ("learning_rate", "Learning rate.", "learning rate"),
+    ("entropy", "Entropy of the student on trained tokens.", "nat"),
+    ("tokens_per_s", "Throughput of training.", "tokens/s"),
+)
+"""Column of measures.steps, caption, unit."""
+ROLLOUT_CURVES = (
+    ("reward", "Reward of rollouts, with 95 % intervals.", "mean reward"),
+    ("length", "Response length, with 95 % intervals.", "tokens"),
+    ("truncated", "Ended by the token budget, with 95 % intervals.", "share of samples"),
+)
+"""Column of measures.curves, caption, unit."""
+BOUNDED = ("length", "truncated")
+"""Columns of which an interval does not fall below 0."""
+LONGEST_VALUE = 200
+
+
+def run_sections(measures: Measures) -> list[Section]:
+    """In reading order, behind those of sections.py."""
+    return [rollouts(measures), training(measures), made_with(measures), settings(measures)]
+
+
+def rollouts(measures: Measures) -> Section:
+    """Reward, length and truncation of each domain over iterations, of every stage with several."""
+    title = "Rollouts over iterations"
+    plots: Plots = []
+    for stage, rows in grouped(measures.curves, "stage").items():
+        if len({row["iteration"] for row in rows}) < 2:
+            continue
+        for name, caption, unit in ROLLOUT_CURVES:
+            lines = [_with_interval(d, own, name) for d, own in grouped(rows, "domain").items()]
+            lines = [line for line in lines if any(value is not None for value in line.y)]
+            if lines:
+                alt = f"{stage}: {caption} {_ends(lines)}"
+                share = name == "truncated"
+                plot = line_plot(f"run{len(plots)}", alt, lines, x="iteration", y=unit, share=share)
+                plots.append((f"{stage}: {caption[0].lower()}{caption[1:]}", plot))
+    return Section(key="rollouts", title=title, plots=plots, empty="" if plots else "No stage has sampled twice.")
+
+
+def training(measures: Measures) -> Section:
+    """Loss, gradient norm, learning rate, entropy and throughput over steps, a line for each stage."""
+    title = "Training"
+    if not measures.steps:
+        return Section(key="training", title=title, empty="No training step is recorded.")
+    plots: Plots = []
+    for name, caption, unit in STEP_CURVES:
+        lines = [
+            Line(name=stage, x=[row["step"] for row in rows], y=[row[name] for row in rows])
+            for stage, rows in grouped(measures.steps, "stage").items()
+            if any(row[name] is not None for row in rows)
+        ]
+        if lines:
+            alt = f"{caption} {_ends(lines)}"
+            plots.append((caption, line_plot(f"trained{len(plots)}", alt, lines, x="step", y=unit)))
+    return Section(key="training", title=title, plots=plots)
+
+
+def made_with(measures: Measures) -> Section:
+    """Commit, versions, machine and date of every call that differed from those before."""
+    title = "Made with"
+    runs = measures.made_with.get("runs", [])
+    if not runs:
+        return Section(key="made-with", title=title, empty="The store does not say what it was made with.")
+    rows = [*_flat(runs[-1])]
+    text = f"The last of {count(len(runs))} calls that differ in commit, versions or machine." if len(runs) > 1 else ""
+    return Section(key="made-with", title=title, text=text, grids=[_values(rows)], folded=True)
+
+
+def settings(measures: Measures) -> Section:
+    """Every setting of the job as the store remembers it."""
+    title = "Settings of the job"
+    rows = [*_flat(measures.job)]
+    if not rows:
+        return Section(key="settings", title=title, empty="No job made this store.")
+    return Section(key="settings", title=title, grids=[_values(rows)], folded=True)
+
+
+def _values(rows: Sequence[tuple[str, str]]) -> Grid:
+    return Grid(head=["setting", "value"], rows=[[Cell(text=key), Cell(text=value)] for key, value in rows], words=2)
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted name, value) of every leaf; a list of sections goes by their names."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for place, item in enumerate(value):
+            yield from _flat(item, f"{path}.{item.get('name', place)}")
+    else:
+        text = str(value)
+        yield path, text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+def _with_interval(name: str, rows: Rows, column: str) -> Line:
+    half = [row[f"{column}_ci"] for row in rows]
+    y = [row[column] for row in rows]
+    known = [
+        (value, width) if value is not None and width is not None else None
+        for value, width in zip(y, half, strict=True)
+    ]
+    least = 0.0 if column in BOUNDED else -math.inf
+    return Line(
+        name=name, x=[row["iteration"] for row in rows], y=y,
+        low=[pair and max(pair[0] - pair[1], least) for pair in known],
+        high=[pair and pair[0] + pair[1] for pair in known],
+    )  # fmt: skip
+
+
+def _ends(lines: Sequence[Line]) -> str:
+    said = []
+    for line in lines:
+        known = [value for value in line.y if value is not None]
+        if known:
+            said.append(f"{line.name} from {number(known[0])} to {number(known[-1])}")
+    return "; ".join(said) + "."

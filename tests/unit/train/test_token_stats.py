@@ -1,0 +1,179 @@
+"""Per-token statistics of a step: against log-softmax over the whole vocabulary, whatever the objective and the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mopd_kernels import decode, encode
+from mopd_kernels.heads import Head
+from safetensors.torch import save_file
+
+from mopd_dataplane.base.stats_choice import SHARE, keeps_stats
+from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.sections import Train
+from mopd_dataplane.models.hf import file_digest
+from mopd_dataplane.records import PER_TOKEN_STATS, Pack
+from mopd_dataplane.train.context import part_of
+from mopd_dataplane.train.heads import TeacherHeads
+from mopd_dataplane.train.loop import Trainer
+from mopd_dataplane.train.microbatch import build
+from mopd_dataplane.train.objective import ObjectiveLoss
+from mopd_dataplane.train.ranks import Ranks
+from mopd_dataplane.train.spec import HeadFile, Window
+from mopd_dataplane.train.student import load_student
+from mopd_dataplane.train.token_stats import StatsOfSteps, read_stats, stats_files
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=1, policy_version=2)
+WIDTH = 24
+EXACT = {"logprob_gap", "student_entropy", "teacher_entropy", "reverse_kl", "forward_kl", "top1_agreement"}
+OBJECTIVES = {
+    "cross-entropy": (Objective(cross_entropy=CrossEntropyTerm()), {"logprob_gap", "student_entropy"}),
+    "policy-gradient": (Objective(policy_gradient=PolicyGradientTerm()), {"logprob_gap", "student_entropy"}),
+    "mis": (Objective(policy_gradient=PolicyGradientTerm(correction="mis")), {"logprob_gap", "student_entropy"}),
+    "exact": (Objective(divergence=DivergenceTerm()), EXACT),
+}
+
+
+@pytest.fixture
+def packs(pack: Callable[..., Pack]) -> list[Pack]:
+    """Six samples in three packs, with hidden states of one teacher."""
+    made = [pack([9, 14], seed=1, index=0), pack([7, 12, 8], seed=2, index=1), pack([11], seed=3, index=2)]
+    row = 0
+    for one in made:
+        one.sample_rows = np.arange(row, row + len(one.sample_rows))
+        row += len(one.sample_rows)
+        generator = torch.Generator().manual_seed(one.index)
+        one.hidden = encode(torch.randn(int(one.loss_mask.sum()), WIDTH, generator=generator), "bf16")
+        one.hidden_codec = "bf16"
+    return made
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> HeadFile:
+    weight = torch.randn(100, WIDTH, generator=torch.Generator().manual_seed(0))
+    save_file({"weight": weight}, tmp_path / "math.safetensors", metadata={"logit_softcap": "0", "logit_scale": "1"})
+    return HeadFile(path=str(tmp_path / "math.safetensors"), digest=file_digest(tmp_path / "math.safetensors"))
+
+
+def step(policy: Path, batch: Any, objective: Objective, head: HeadFile, stats: StatsOfSteps, **settings: Any) -> Any:
+    trainer = Trainer(
+        load_student(policy, ALONE), ObjectiveLoss(objective), Train(**settings), ALONE,
+        TeacherHeads({"math": head}, ALONE.device), ("math",), stats=stats,
+    )  # fmt: skip
+    return trainer.step(batch, WINDOW, 4)
+
+
+def expected(policy: Path, packs: list[Pack], head: HeadFile) -> dict[int, dict[str, np.ndarray]]:
+    """By sample row, from logits of the whole vocabulary and torch's log_softmax."""
+    student, found = load_student(policy, ALONE), {}
+    weight = TeacherHeads({"math": head}, ALONE.device).get("math").weight
+    for pack in packs:
+        micro = build([pack])
+        with torch.no_grad():
+            mine = student(micro, lambda hidden, own: (hidden @ own.weight.T).log_softmax(1))
+        theirs = (decode(micro.hidden, "bf16", WIDTH, torch.float32) @ weight.T).log_softmax(1)
+        own = mine.gather(1, micro.targets[:, None])[:, 0]
+        values = {
+            "logprob_gap": own - micro.sampler_logprobs,
+            "student_entropy": -(mine.exp() * mine).sum(1),
+            "teacher_entropy": -(theirs.exp() * theirs).sum(1),
+            "reverse_kl": (mine.exp() * (mine - theirs)).sum(1),
+            "forward_kl": (theirs.exp() * (theirs - mine)).sum(1),
+            "top1_agreement": (mine.argmax(1) == theirs.argmax(1)).float(),
+        }
+        for sequence, row in enumerate(pack.sample_rows.tolist()):
+            chosen = micro.sequence == sequence
+            found[row] = {name: value[chosen].numpy() for name, value in values.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_packs": 3}, {"micro_batch_packs": 2, "micro_batch_tokens": 20}])
+def test_what_is_left_for_the_store_is_what_log_softmax_says(
+    name: str, cut: dict[str, int], policy: Path, packs: list[Pack], batch: Any, head: HeadFile, tmp_path: Path
+) -> None:
+    objective, names = OBJECTIVES[name]
+    stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
+    step(policy, batch(packs), objective, head, stats, **cut)
+    files = stats_files(tmp_path, before=5)
+    assert list(files) == [4]
+    assert stats_files(tmp_path, before=4) == {}, "a step that is not over yet is left alone"
+    found = {one.sample_row: one for one in read_stats(files[4])}
+    wanted = expected(policy, packs, head)
+    assert found.keys() == wanted.keys()
+    for row, one in found.items():
+        assert (one.step, one.policy_version, one.teacher) == (4, 2, "math")
+        assert set(one.values) == names
+        for stat, values in one.values.items():
+            assert values.dtype == np.float16
+            np.testing.assert_allclose(values, wanted[row][stat], rtol=2e-3, atol=2e-3, err_msg=stat)
+
+
+def test_the_loss_does_not_depend_on_them(
+    policy: Path, packs: list[Pack], batch: Any, head: HeadFile, tmp_path: Path
+) -> None:
+    losses = []
+    for mode in ("off", "full"):
+        stats = StatsOfSteps(tmp_path / mode, mode, rank=0, temperature=1.0)
+        losses.append(step(policy, batch(packs), OBJECTIVES["exact"][0], head, stats))
+    assert losses[0].loss == losses[1].loss
+    assert losses[0].grad_norm == losses[1].grad_norm
+    assert not (tmp_path / "off").exists(), "off writes nothing"
+
+
+def test_parts_of_ranks_that_share_a_pack_become_whole_samples(pack: Callable[..., Pack], tmp_path: Path) -> None:
+    micro = build([pack([9, 14], seed=1), pack([7], seed=2)])
+    micro = part_of(micro, 0, 1)
+    head = Head(torch.randn(99, 8, generator=torch.Generator().manual_seed(1)))
+    hidden = torch.randn(len(micro.targets), 8, generator=torch.Generator().manual_seed(2))
+    for folder, members in (("alone", 1), ("shared", 3)):
+        done = 0
+        for member in range(members):
+            share = part_of(micro, member, members)
+            mine = hidden[done : done + len(share.targets)]
+            done += len(share.targets)
+            stats = StatsOfSteps(tmp_path / folder, "full", rank=member, temperature=1.0)
+            picked = stats.pick(share, torch.device("cpu"))
+            if picked is not None:
+                stats.add(picked, {}, mine, head, share)
+            stats.write(0, 0)
+    alone, shared = (
+        {one.sample_row: one.values for one in read_stats(stats_files(tmp_path / folder, before=1)[0])}
+        for folder in ("alone", "shared")
+    )
+    assert alone.keys() == shared.keys()
+    for row, values in alone.items():
+        for name, array in values.items():
+            np.testing.assert_array_equal(array, shared[row][name])
+
+
+def test_a_torn_file_says_nothing_and_stops_nobody(tmp_path: Path, pack: Callable[..., Pack]) -> None:
+    folder = tmp_path / "token_stats"
+    folder.mkdir()
+    (folder / "00000000-0.safetensors").write_bytes(b"\0" * 200)
+    assert list(read_stats(stats_files(tmp_path, before=1)[0])) == []
+
+
+def test_one_sample_in_eight_is_kept_and_always_the_same() -> None:
+    rows = np.arange(100_000)
+    kept = keeps_stats("sampled", rows)
+    assert abs(kept.mean() - 1 / SHARE) < 0.01
+    assert (keeps_stats("sampled", rows[::-1])[::-1] == kept).all()
+    groups = kept.reshape(-1, 8).sum(1)
+    assert groups.max() < 8, "not whole groups, which lie side by side"
+    assert keeps_stats("full", rows).all()
+    assert not keeps_stats("off", rows).any()
+
+
+def test_the_table_has_a_column_for_each_statistic() -> None:
+    import pyarrow as pa
+
+    from mopd_dataplane.tables import TOKEN_STATS
+
+    assert tuple(field.name for field in TOKEN_STATS.schema if pa.types.is_list(field.type)) == PER_TOKEN_STATS
