@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import lance
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from mopd_dataplane import Store
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.store.copying import copy_store
+from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 WHERE = "domain = 'chain_sum'"
 KILLED = """
@@ -29,7 +31,13 @@ list(copy_store(Store.open(sys.argv[1]), sys.argv[2], sys.argv[4]))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory, make_store: Callable[..., Store]) -> Store:
-    return make_store(tmp_path_factory.mktemp("copies") / "source", prompts=3)
+    made = make_store(tmp_path_factory.mktemp("copies") / "source", prompts=3)
+    counts = made.samples(["loss_tokens"])["loss_tokens"].to_pylist()
+    write_token_stats(made, [
+        TokenStats(sample_row=row, stage="student", step=1, values={"student_entropy": np.full(count, row / 8)})
+        for row, count in enumerate(counts)
+    ])  # fmt: skip
+    return made
 
 
 def rows_of(store: Store, name: str) -> pa.Table:
@@ -63,7 +71,7 @@ def _payload_of(name: str, row: dict[str, object]) -> str:
 def check(source: Store, copy: Store, chosen: set[str]) -> None:
     assert copy.verify().ok
     assert {row["uid"] for row in rows_of(copy, "samples").to_pylist()} == chosen
-    for name in ("samples", "scores", "rewards"):
+    for name in ("samples", "scores", "rewards", "token_stats"):
         assert joined(copy, name) == [row for row in joined(source, name) if row["uid"] in chosen]
     payload = [name for name in source.names() if name == "tokens" or name.startswith("signals/")]
     for name in [*payload, "labels"]:
