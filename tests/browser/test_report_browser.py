@@ -49,8 +49,8 @@ def screenshot(browser: str, page: Path, folder: Path, *options: str) -> np.ndar
 
 def test_every_section_is_laid_out_without_complaint(browser: str, page: Path, tmp_path: Path) -> None:
     done = visit(browser, page, tmp_path, "--dump-dom")
-    assert done.stdout.count("<section") == 10
-    assert done.stdout.count("<svg") == 9
+    assert done.stdout.count("<section") == 14
+    assert done.stdout.count("<svg") == 15
     assert "CONSOLE" not in done.stderr, "a script, style or resource was refused"
 
 
