@@ -41,10 +41,10 @@ Found = dict[str, Any]
 def kernels(device: str, small: bool) -> Found:
     """Accuracy, then ops at the goal's shape, then their parts: the tables of kernels/benches."""
     sys.path.insert(0, str(ROOT / "kernels" / "benches"))
-    import gpu_accuracy
-    import gpu_speed
+    import gpu_accuracy  # type: ignore[import-not-found]
+    import gpu_speed  # type: ignore[import-not-found]
     from mopd_kernels.testing import GPU_CASES, Case
-    from timing import Bench
+    from timing import Bench  # type: ignore[import-not-found]
 
     bench, began = Bench(device), time.monotonic()
     tiny = Case(rows=4, vocabulary=700, student_width=64, teacher_width=64, distance=0.3)
