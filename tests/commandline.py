@@ -10,6 +10,18 @@ from pathlib import Path
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """One compute thread per process: tests share the machine."""
 
+WITHOUT_TORCH = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "accelerate", "triton"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+"""A sitecustomize.py under which no process finds torch, transformers, accelerate or triton."""
+
 
 def command(*arguments: str | Path) -> list[str]:
     """A command line for this interpreter."""

@@ -37,17 +37,24 @@ _REFUSED = {
 """What the system says of a path that was given, not of a defect."""
 _ENDINGS = (SystemExit, GeneratorExit, BrokenPipeError, TyperException, typer.Exit, typer.Abort)
 """How typer, and a reader that has seen enough, end a command."""
+_UsageError: Any = typer.BadParameter.__base__
+"""What the parser raises: unknown option or command, missing argument, wrong type."""
 _BY_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Flow(TyperGroup):
-    """The root group: turns errors into one paragraph and an exit code."""
+    """The root group: turns errors into one paragraph, or one JSON object, and an exit code."""
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Read the options before the command; raises typer.Exit where they are wrong and `--json` was asked for."""
+        with _usage_errors():
+            return super().make_context(*args, **extra)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         """Run the command; raises typer.Exit with the exit code of the error tree."""
         with _recorded_interrupts() as interrupts:
             try:
-                with full_disk_named(), answering("the store"):
+                with _usage_errors(), full_disk_named(), answering("the store"):
                     return super().invoke(ctx)
             except BaseException as error:
                 if interrupts or isinstance(error, KeyboardInterrupt):
@@ -56,8 +63,24 @@ class Flow(TyperGroup):
                 if isinstance(error, _ENDINGS) or _debugging(ctx):
                     raise
                 known = _known(error)
-                print_error(known, as_json="--json" in sys.argv[1:])
+                print_error(known, as_json=_wants_json())
                 raise typer.Exit(known.exit_code) from None
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Under `--json`, what the parser refuses is told as JSON like every other error."""
+    try:
+        yield
+    except _UsageError as error:
+        if not _wants_json():
+            raise
+        print_error(InputError(error.format_message()), as_json=True)
+        raise typer.Exit(InputError.exit_code) from None
+
+
+def _wants_json() -> bool:
+    return "--json" in sys.argv[1:]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -26,8 +27,10 @@ def info(store: StoreUri, as_json: AsJson = False) -> None:
     if as_json:
         print_json(facts)
         return
-    tables = facts.pop("tables")
-    print_facts(facts)
+    tables, snapshots = facts.pop("tables"), facts.pop("snapshots")
+    # Names end in the iteration: one line says which stages are pinned how often, --json every name.
+    pinned = Counter(name.rpartition("-")[0] or name for name in snapshots)
+    print_facts({**facts, "snapshots": ", ".join(f"{count} of {stage}" for stage, count in pinned.items()) or "none"})
     shown = [[name, *(_counted(column, row[column]) for column in INFO_COLUMNS)] for name, row in tables.items()]
     print_fitting(("table", "rows", "size", "freeable", "files", "version"), shown)
     note(f"{size(sum(row['bytes'] for row in tables.values()))} in all; --json says bytes")

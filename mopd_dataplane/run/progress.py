@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -21,6 +22,10 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
+from mopd_dataplane.query.text import size
+
+LONG_TO_LOAD = 200 << 20
+"""Bytes of weights from which on loading them is worth a line."""
 Advance = Callable[..., None]
 """advance(done=0, **facts): `done` is the count so far; facts are shown beside the bar."""
 
@@ -50,6 +55,17 @@ class Progress:
         """One plain line."""
         if not self.quiet:
             self.console.print(escape(text), soft_wrap=True)
+
+    def waits_for(self, stage: str, what: str, folders: Iterable[Path], *, slow: bool = False) -> str:
+        """What a step waits for, with the size of the weights in these folders: "loading teacher sorter, 0.5 GiB".
+
+        Returned to stand beside the bar; also a line of its own where it takes long, or is `slow` for another reason.
+        """
+        weight = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+        waiting = f"{what}, {size(weight)}"
+        if slow or weight >= LONG_TO_LOAD:
+            self.say(f"{stage:<16} {waiting}")
+        return waiting
 
     @contextmanager
     def step(self, stage: str, action: str, *, total: int | None, unit: str) -> Iterator[tuple[Advance, StepReport]]:

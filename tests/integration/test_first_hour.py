@@ -1,6 +1,7 @@
-"""From a wheel to an answer: a fresh environment, the wheel built here, no repository in sight.
+"""From a wheel to an answer: the wheel built here, installed, and no repository in sight.
 
-First without torch, on a store that was made elsewhere; then with it, a shrunk quickstart from its name to its export.
+The short part sees the packages of the tests' own environment, torch hidden; the slow part installs everything afresh,
+first without torch, then with it for a shrunk quickstart from its name to its export.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.slow
+from commandline import WITHOUT_TORCH
 
 ROOT = Path(__file__).parents[2]
 SHRUNK = [
@@ -23,6 +26,9 @@ SHRUNK = [
     *(f"domains.{name}.eval=6" for name in ("spell_backward", "number_sorting", "spiral_matrix")),
     "stages.base.examples=120", "stages.student.iterations=1", "stages.student.rollout.prompts_per_iteration=48",
 ]  # fmt: skip
+STRAY = ("jobs/quickstart/runs/q/samples.lance", "jobs/runs/x.bin", "jobs/quickstart/__pycache__/seeds.pyc")
+"""What a run and an interpreter leave beside the recipes."""
+RECIPES = {file.relative_to(ROOT / "jobs").as_posix() for file in (ROOT / "jobs").glob("*/*.toml")}
 Mopd = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -43,22 +49,64 @@ def run(*words: str | Path, cwd: Path, columns: int = 80, check: bool = True) ->
     return done
 
 
+def archive(folder: Path, kind: str) -> Path:
+    """The wheel or the sdist of a source folder, by the build backend itself."""
+    out = folder / "out"
+    program = f"from setuptools import build_meta; build_meta.build_{kind}({str(out)!r})"
+    out.mkdir(exist_ok=True)
+    run(sys.executable, "-c", program, cwd=folder / "source")
+    (file,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return file
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bin/ of an environment that holds the wheel and what its base install needs."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a copy of the tracked files in source/, and what must not travel beside them."""
     folder = tmp_path_factory.mktemp("first-hour")
-    source = folder / "source"
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=60
     ).stdout.decode()
     for name in filter(None, tracked.split("\0")):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source, cwd=folder)
-    (wheel,) = folder.glob("*.whl")
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / "source" / name, follow_symlinks=False)
+    for name in STRAY:
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "source" / name).write_bytes(b"stray")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    """The wheel of this tree."""
+    return archive(source, "wheel")
+
+
+def borrowed(wheel: Path, folder: Path) -> Path:
+    """bin/ of an environment with the wheel and, through a path file, the packages of this one but for torch."""
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    binaries = folder / "venv" / "bin"
+    run(sys.executable, "-m", "pip", "--python", binaries / "python", "install", "-q", "--no-deps", wheel, cwd=folder)
+    (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    return binaries
+
+
+def installed(wheel: Path, folder: Path) -> Path:
+    """bin/ of an environment with the wheel and what its base install brings."""
     run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     binaries = folder / "venv" / "bin"
     run(binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel, cwd=folder)
+    return binaries
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(borrowed, id="borrowed"), pytest.param(installed, id="installed", marks=pytest.mark.slow)],
+)
+def environment(request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bin/ of an environment without torch."""
+    binaries: Path = request.param(wheel, tmp_path_factory.mktemp("environment"))
     return binaries
 
 
@@ -68,10 +116,22 @@ def mopd(environment: Path, tmp_path: Path) -> Mopd:
     return lambda *words, **options: run(environment / "mopd", *words, cwd=tmp_path, **options)
 
 
-def test_the_base_install_brings_no_torch(environment: Path, tmp_path: Path) -> None:
-    listed = run(environment / "pip", "list", "--format", "json", cwd=tmp_path).stdout
-    names = {package["name"].lower() for package in json.loads(listed)}
-    assert names.isdisjoint({"torch", "transformers", "accelerate"})
+def test_wheel_and_sdist_hold_every_recipe_and_nothing_a_run_left(source: Path, wheel: Path) -> None:
+    in_wheel = zipfile.ZipFile(wheel).namelist()
+    with tarfile.open(archive(source, "sdist")) as opened:
+        in_sdist = [name.partition("/")[2] for name in opened.getnames()]
+    for names in (in_wheel, in_sdist):
+        inside = {name.removeprefix("mopd_dataplane/recipes/") for name in names}
+        assert inside >= RECIPES
+        assert [name for name in names if "/runs" in name or "__pycache__" in name] == []
+    assert {f"jobs/{name}" for name in RECIPES} <= set(in_sdist)
+
+
+def test_the_base_install_brings_no_torch_and_is_not_the_repository(environment: Path, tmp_path: Path) -> None:
+    program = "import mopd_dataplane; print(mopd_dataplane.__file__); import torch"
+    done = run(environment / "python", "-c", program, cwd=tmp_path, check=False)
+    assert Path(done.stdout.strip()).is_relative_to(environment.parent)
+    assert "No module named 'torch'" in done.stderr
 
 
 @pytest.mark.parametrize("columns", [80, 140])
@@ -101,22 +161,39 @@ def test_a_store_made_elsewhere_answers_without_torch(
         shown = mopd(*command, columns=columns).stdout
         assert shown.strip(), command
         assert "⟨" not in shown, "text is text"
-        assert max(map(len, shown.splitlines())) <= columns, command
+        assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= columns, command
+
+
+def test_what_is_left_behind_needs_no_torch(finished_job: Path, mopd: Mopd, tmp_path: Path) -> None:
+    shutil.copytree(finished_job / "store", tmp_path / "store")
     mopd("report", "store", "-o", "report.html")
-    mopd("export", "store", "out.jsonl")
+    mopd("export", "store", "out.jsonl", "--format", "jsonl")
+    assert (tmp_path / "out.jsonl").read_text().count("\n") > 0
     assert (tmp_path / "report.html").stat().st_size > 10_000
     refused = mopd("show", "store", "zz", "--json", check=False)
     assert json.loads(refused.stdout)["error"]["exit_code"] == 2
 
 
-def test_with_torch_the_quickstart_runs_from_its_name(environment: Path, mopd: Mopd, tmp_path: Path) -> None:
-    wheel = next((environment.parents[1]).glob("*.whl"))
+@pytest.mark.slow
+def test_with_torch_the_quickstart_runs_from_its_name(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    binaries = tmp_path / "venv" / "bin"
     wanted = f"mopd-dataplane[train,jobs] @ {wheel.as_uri()}"
-    run(environment / "pip", "install", "-q", "-c", ROOT / "constraints.txt", wanted, cwd=tmp_path)
-    mopd("run", "quickstart", *(word for setting in SHRUNK for word in ("--set", setting)))
+    run(binaries / "pip", "install", "-q", "-c", ROOT / "constraints.txt", "torch==2.13.0", wanted, cwd=tmp_path)
+
+    def mopd(*words: str) -> str:
+        return run(binaries / "mopd", *words, cwd=tmp_path).stdout
+
+    mopd("init", "quickstart", "mine")
+    shrunk = [word for setting in SHRUNK for word in ("--set", setting)]
+    assert "prompts" in mopd("check", "mine", *shrunk)
+    mopd("run", "mine", *shrunk)
     store = "runs/quickstart"
-    (row,) = json.loads(
-        mopd("query", store, "select count(*) as n from responses where policy='student'", "--json").stdout
-    )
+    (row,) = json.loads(mopd("query", store, "select count(*) as n from responses where policy='student'", "--json"))
     assert row["n"] == 48
-    assert "reverse KL" in mopd("show", store).stdout
+    assert "reverse KL" in mopd("show", store)
+    assert "samples" in mopd("schema", store)
+    mopd("report", store, "-o", "report.html")
+    mopd("export", store, "out.jsonl", "--format", "jsonl")
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert (tmp_path / "out.jsonl").read_text().count("\n") > 0

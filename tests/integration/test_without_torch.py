@@ -10,17 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commandline import WITHOUT_TORCH
 
-BLOCKER = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "accelerate", "triton"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
-"""
 Mopd = Callable[..., subprocess.CompletedProcess[str]]
 JobWriter = Callable[..., Path]
 
@@ -28,7 +19,7 @@ JobWriter = Callable[..., Path]
 @pytest.fixture
 def bare(tmp_path: Path) -> Mopd:
     """The command line where torch is not installed."""
-    (tmp_path / "sitecustomize.py").write_text(BLOCKER)
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
 
     def run(*words: str | Path) -> subprocess.CompletedProcess[str]:

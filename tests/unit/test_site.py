@@ -38,6 +38,18 @@ def test_gathered_pages_still_link_to_one_another(build: ModuleType, tmp_path: P
     assert [target for target in local if not (tmp_path / target).is_file()] == []
 
 
+def test_fences_keep_their_language_alone(build: ModuleType, tmp_path: Path) -> None:
+    build.gather(tmp_path)
+    fences = set(re.findall(r"^```(\w.*)$", (tmp_path / "docs" / "tour.md").read_text(), re.MULTILINE))
+    assert fences == {"console", "python"}
+
+
+def test_the_navigation_reaches_search_and_the_api_reference(build: ModuleType, tmp_path: Path) -> None:
+    build.gather(tmp_path)
+    assert all(f"::: {module}\n" in (tmp_path / "api.md").read_text() for module in build.PUBLIC)
+    assert "- search" in (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
+
+
 def test_dead_links_and_anchors_are_found(build: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.html").write_text(

@@ -72,6 +72,9 @@ def _sample(
             done = run.fleet.roll_out(part, already, show)
         else:
             folder = sampling_policy(run, stage, sampler.policy, version)
+            vllm = run.job.engine.kind == "vllm" and not run.job.engine.url
+            what = f"{'starting vLLM with' if vllm else 'loading'} policy {folder.name}"
+            advance(before, waiting=run.progress.waits_for(stage.name, what, [folder], slow=vllm))
             with run.engines.use(folder, version, partner=_partner(run, part)) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
         report.facts = _facts(done)

@@ -12,10 +12,8 @@ import numpy as np
 
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
-from mopd_dataplane.query.text import size
 from mopd_dataplane.records import Signal
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.quantised_teachers import check_precision, record_rounding
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.run.teacher_inputs import prompt_renderer, stored_samples
@@ -24,8 +22,6 @@ from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 from mopd_dataplane.score.topk_source import StudentTopk
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
-LONG_TO_LOAD = 200 << 20
-"""Bytes of weights from which on loading them is worth a line."""
 ALWAYS = ("logprob",)
 """Stored for every rollout: four bytes a token, and what `mopd show` and the report say of a teacher comes from it."""
 
@@ -87,7 +83,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
             for task in tasks:
                 if task.teacher not in announced:
                     announced.add(task.teacher)
-                    _say_what_loads(run, stage, task.teacher, int(counts["signals"]), advance)
+                    advance(int(counts["signals"]), waiting=_loading(run, stage, task.teacher))
                 count(judge(run, stage, pool, student, task))
         report.facts = {
             "signals": f"{int(counts['signals']):,}",
@@ -97,14 +93,11 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     return counts
 
 
-def _say_what_loads(run: Run, stage: Stage, teacher: str, done: int, advance: Advance) -> None:
-    """What the step waits for before a teacher's first signal: beside the bar, and as a line where it takes long."""
+def _loading(run: Run, stage: Stage, teacher: str) -> str:
+    """What the step waits for before a teacher's first signal."""
     members = run.job.members_of(teacher)
     folders = [Path(run.policies.teacher(member, stage)) for member in members if not run.job.teachers[member].url]
-    weight = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
-    advance(done, waiting=f"loading teacher {teacher}, {size(weight)}")
-    if weight >= LONG_TO_LOAD:
-        run.progress.say(f"{stage.name:<16} loading teacher {teacher}, {size(weight)}")
+    return run.progress.waits_for(stage.name, f"loading teacher {teacher}", folders)
 
 
 def register_teachers(run: Run, stage: Stage) -> TeacherPool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commandline import run_mopd
 from typer.testing import CliRunner, Result
 
 from mopd_dataplane import Store, errors
@@ -217,3 +219,23 @@ def test_version() -> None:
     from mopd_dataplane import __version__
 
     assert mopd("--version").stdout == f"mopd-dataplane {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["query"], "Missing argument 'STORE'"),
+        (["querry", "x"], "Did you mean 'query'"),
+        (["query", "x", "y", "--lmit", "3"], "--lmit"),
+        (["query", "x", "y", "--limit", "0"], "greater than or equal to 1"),
+        (["--bogus", "query"], "--bogus"),
+    ],
+)
+def test_what_the_parser_refuses_is_json_where_json_was_asked_for(words: list[str], says: str) -> None:
+    done = run_mopd(*words, "--json", check=False)
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["exit_code"]) == (2, 2)
+    assert says in error["message"]
+    assert done.stderr == ""
+    plain = run_mopd(*words, check=False)
+    assert (plain.returncode, plain.stdout) == (2, "")

@@ -18,7 +18,7 @@ def blocks() -> dict[str, list[str]]:
         if part.startswith("## "):
             heading = part[3:]
         else:
-            found[heading] = re.findall(r"^```python\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
+            found[heading] = re.findall(r"^```python run\n(.*?)^```$", part, flags=re.MULTILINE | re.DOTALL)
     return found
 
 
