@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from commandline import WITHOUT_TORCH
 
+from mopd_dataplane import Store
+
 ROOT = Path(__file__).parents[2]
 SHRUNK = [
     *(f"domains.{name}.train=120" for name in ("spell_backward", "number_sorting", "spiral_matrix")),
@@ -149,9 +151,9 @@ def test_before_the_first_run(mopd: Mopd, tmp_path: Path, columns: int) -> None:
 
 @pytest.mark.parametrize("columns", [80, 140])
 def test_a_store_made_elsewhere_answers_without_torch(
-    finished_job: Path, mopd: Mopd, tmp_path: Path, columns: int
+    demo_store: Store, mopd: Mopd, tmp_path: Path, columns: int
 ) -> None:
-    shutil.copytree(finished_job / "store", tmp_path / "store")
+    shutil.copytree(demo_store.uri, tmp_path / "store")
     commands = [
         ["schema", "store"], ["schema", "store", "samples"], ["query", "store", "select * from samples limit 3"],
         ["query", "store", "from responses limit 3"], ["query", "store", "from accuracy"], ["show", "store"],
@@ -164,8 +166,8 @@ def test_a_store_made_elsewhere_answers_without_torch(
         assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= columns, command
 
 
-def test_what_is_left_behind_needs_no_torch(finished_job: Path, mopd: Mopd, tmp_path: Path) -> None:
-    shutil.copytree(finished_job / "store", tmp_path / "store")
+def test_what_is_left_behind_needs_no_torch(demo_store: Store, mopd: Mopd, tmp_path: Path) -> None:
+    shutil.copytree(demo_store.uri, tmp_path / "store")
     mopd("report", "store", "-o", "report.html")
     mopd("export", "store", "out.jsonl", "--format", "jsonl")
     assert (tmp_path / "out.jsonl").read_text().count("\n") > 0

@@ -23,11 +23,11 @@ TRAIN = {"analysis", "new_teacher", "own_trainer"}
 
 
 def shown(notebook: Any) -> list[str | int]:
-    """What each code cell printed; of one whose figures vary, how many lines."""
+    """What each code cell printed, warnings aside; of one whose figures vary, how many lines."""
     told: list[str | int] = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            text = "".join(output.get("text", "") for output in cell.outputs)
+            text = "".join(output["text"] for output in cell.outputs if output.get("name") == "stdout")
             told.append(text.count("\n") if "varies" in cell.metadata.get("tags", []) else text)
     return told
 
