@@ -41,7 +41,7 @@ REASONS = {
 HELP_EXAMPLES = {
     "run": "job", "check": "minutes", "rollout": "job", "score": "job", "reward": "job", "plan": "job", "train": "job",
     "teachers": "job", "compare": "input", "import": "input", "load": "server", "bench": "minutes",
-    "mopd view runs/quickstart": "server", "store upgrade": "input",
+    "mopd view runs/quickstart": "server", "store upgrade": "input", "store copy": "cluster",
 }  # fmt: skip
 """Commands whose examples in the help texts (docs/cli.md) a test cannot run at once, and the reason of REASONS."""
 
