@@ -6,6 +6,7 @@ EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "triton", "mopd_kernels"), "train"),
     **dict.fromkeys(("gguf", "accelerate"), "jobs"),
     "reasoning_gym": "gym",
+    "peft": "lora",
     "torchao": "quantise",
     "obstore": "s3",
     "datasets": "datasets",

@@ -33,6 +33,7 @@ def check_references(job: Job, where: str) -> None:
             raise JobFileError(f'{at}.concurrent: stored reference data has nothing to overlap; set data = "rollout"')
         _check_retention(job, stage, where)
         _check_scale(job, stage, at)
+        _check_lora(stage, at)
         if stage.data == "rollout":
             _check_rollout(job, stage, at)
         _check_discriminator(job, stage, at)
@@ -79,6 +80,14 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
             f"{at}: objective {stage.objective!r} sums over later tokens (discount = {term.discount}), which the "
             "ranks of scale.context_parallel do not share; set scale.context_parallel = 1, or discount = 0"
         )
+
+
+def _check_lora(stage: Stage, at: str) -> None:
+    lora = stage.train.lora
+    if not lora.target_modules:
+        raise JobFileError(f'{at}.train.lora.target_modules is empty; name some modules, or "all-linear"')
+    if not lora.r and lora != type(lora)():
+        raise JobFileError(f"{at}.train.lora: r = 0 trains the weights themselves; set r, or leave the other keys out")
 
 
 def _check_rollout(job: Job, stage: Stage, at: str) -> None:

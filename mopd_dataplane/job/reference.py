@@ -106,6 +106,7 @@ def _below(path: str, section: type[Section]) -> Iterator[Table]:
                 found, _ = _section_of(Stage.model_fields[default].annotation)
                 assert found is not None
                 yield _table(default, found, f"{found.__doc__} Defaults of every stage.")
+                yield from _below(default, found)
 
 
 def _table(path: str, section: type[Section], doc: str) -> Table:

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import re
 import typing
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
 from mopd_dataplane.base.secrets import check_server_url
-from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 
@@ -49,9 +48,6 @@ class Section(BaseModel):
     """A table of the job file: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-Parsed = TypeVar("Parsed", bound=Section)
 
 
 class Student(Section):
@@ -148,15 +144,6 @@ class Teacher(Section):
         if self.blend and self.quantisation != "none":
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
         return self
-
-
-def parse_section(kind: type[Parsed], text: str, what: str) -> Parsed:
-    """A section given as JSON text; `what` names the text in messages. Raises InputError naming each key."""
-    try:
-        return kind.model_validate_json(text)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'all of it'}: {p['msg']}" for p in error.errors())
-        raise InputError(f"{what}: {problems}") from None
 
 
 def _default(section: Section, name: str) -> Any:
@@ -426,8 +413,26 @@ class Load(Section):
     """Longest wait of a rank for its next pack, and of the loader for a rank that reads one."""
 
 
+class Lora(Section):
+    """A low-rank adapter that is trained in place of the weights (LoRA, arXiv 2106.09685), through peft."""
+
+    r: int = Field(default=0, ge=0)
+    """Rank of the adapter; 0 trains the weights themselves."""
+    alpha: float = Field(default=0.0, ge=0)
+    """The adapter is scaled by alpha / r; 0 takes 2 r."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Modules that get one, by the ends of their names, `["q_proj", "v_proj"]`; `all-linear` is all but the LM head."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of its inputs that are dropped in training; above 0 training and sampling see different policies."""
+    merge: Literal["never", "end"] = "never"
+    """`end` also leaves the last version as a whole model, policies/STAGE/merged, which others then start from."""
+
+
 class Train(Section):
     """The optimizer and the loop."""
+
+    lora: Lora = Lora()
+    """Train an adapter in place of the weights."""
 
     learning_rate: float = Field(default=1e-4, gt=0)
     """Peak of the schedule (AdamW)."""

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from mopd_dataplane.job.objectives import Objective
-from mopd_dataplane.job.sections import Load, Section, parse_section
+from mopd_dataplane.job.parse import parse_section
+from mopd_dataplane.job.sections import Load, Section
 
 
 class LoadSpec(Section):

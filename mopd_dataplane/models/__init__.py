@@ -1,5 +1,7 @@
 """Models on disk and behind a server.
 
+adapter_files.py    adapter folders, and the base that each belongs on
+adapters.py         LoRA adapters in a transformers model: put in, switched, written, merged
 devices.py          which device a model goes to, and its memory back
 families.py         what is known of common model families without their files
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head

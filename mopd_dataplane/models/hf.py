@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
 from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
+from mopd_dataplane.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    base_folder,
+    check_base,
+    is_adapter,
+    read_adapter_config,
+    settings_digest,
+    weights_folder,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +45,15 @@ def file_digest(path: Path) -> str:
 
 
 def weights_digest(folder: str | Path) -> str:
-    """sha256 over the safetensors files and the config of a model folder, 64 hex digits.
+    """sha256 over the safetensors files and the config of a model folder, 64 hex digits; of an adapter, over its
+    factors, what its settings make of them, and its base's digest.
 
     A folder that this package wrote is checked, and its recorded sums are used; any other is read once per process.
     Raises UnknownNameError without weights, DamagedError when a file is not as it was written.
     """
     root = Path(folder).resolve()
+    if is_adapter(root):
+        return _adapter_digest(root)
     files = [*sorted(root.glob("*.safetensors")), root / "config.json"]
     if len(files) == 1:
         raise UnknownNameError(f"no model weights (*.safetensors) in {root}; pickled weights are refused")
@@ -50,7 +63,20 @@ def weights_digest(folder: str | Path) -> str:
     return _read_digest(root, tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
-@lru_cache(maxsize=64)
+def _adapter_digest(root: Path) -> str:
+    recorded = check_folder(root)
+    file = root / ADAPTER_WEIGHTS
+    settings = settings_digest(root)
+    if recorded is not None:
+        factors = recorded[file.name]["sha256"]
+    else:
+        factors = _read_digest(root, ((file.name, file.stat().st_size, file.stat().st_mtime_ns),))
+    base = weights_digest(base_folder(root))
+    check_base(root, base)
+    return _digest_of([(file.name, factors), ("settings", settings), ("base", base)])
+
+
+@lru_cache(maxsize=1024)
 def _read_digest(root: Path, files: tuple[tuple[str, int, int], ...]) -> str:
     """Digest of a folder that has no record; files: (name, bytes, time) of each."""
     return _digest_of([(name, file_digest(root / name)) for name, *_ in files])
@@ -76,14 +102,21 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     _require_sound(folder)
-    files = sorted(file for file in Path(folder).iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
+    place = tokenizer_folder(folder)
+    files = sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
     content = tuple((file.name, file_digest(file)) for file in files if file.name != CHECKSUMS)
     if content not in _tokenizers:
-        with _opening(folder, "tokenizer"):
+        with _opening(place, "tokenizer"):
             _tokenizers[content] = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
+                str(place), local_files_only=True, trust_remote_code=False
             )
     return _tokenizers[content]
+
+
+def tokenizer_folder(folder: str | Path) -> Path:
+    """Where the tokenizer of a policy lies: in its own folder, or beside the base of an adapter that has none."""
+    own = (Path(folder) / "tokenizer.json").is_file() or (Path(folder) / "tokenizer_config.json").is_file()
+    return Path(folder) if own else weights_folder(folder)
 
 
 def check_model_folder(folder: str | Path) -> None:
@@ -94,6 +127,9 @@ def check_model_folder(folder: str | Path) -> None:
     """
     from transformers import AutoConfig
 
+    if is_adapter(folder):
+        read_adapter_config(folder)
+        folder = base_folder(folder)
     _require_folder(folder)
     if not any(Path(folder).glob("*.safetensors")):
         raise UnknownNameError(f"no model weights (*.safetensors) in {folder}; pickled weights are refused")
@@ -122,7 +158,8 @@ def _opening(folder: str | Path, part: str) -> Iterator[None]:
 
 def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """End-of-sequence ids of a model folder's generation config (else its config) and of its tokenizer, ascending."""
-    files = (Path(folder) / name for name in ("generation_config.json", "config.json"))
+    place = weights_folder(folder)
+    files = (place / name for name in ("generation_config.json", "config.json"))
     settings: dict[str, Any] = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
     configured = settings.get("eos_token_id")
     ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
@@ -130,19 +167,26 @@ def stop_ids(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def model_shape(folder: str | Path) -> dict[str, Any]:
-    """The config of a model folder without what may differ between two versions of one model."""
+    """The config of a model folder without what may differ between two versions of one model; an adapter's base's."""
     _require_sound(folder)
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = json.loads((weights_folder(folder) / "config.json").read_text())
     return {key: value for key, value in config.items() if key not in _BESIDE_SHAPE}
 
 
 def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
-    """Causal LM of a local folder, safetensors only, in evaluation mode."""
+    """Causal LM of a local folder, safetensors only, in evaluation mode; an adapter acts in its base, not merged."""
     import torch
     from transformers import AutoModelForCausalLM
 
     quiet_transformers()
     _require_sound(folder)
+    if is_adapter(folder):
+        from mopd_dataplane.models.adapters import attach
+
+        weights_digest(folder)  # refuses another base than the one it was trained on
+        adapted = load_model(base_folder(folder), dtype=dtype, device=device)
+        attach(adapted, folder, "policy")
+        return adapted
     with _opening(folder, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             str(folder),
@@ -154,6 +198,16 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     model.to(device)  # type: ignore[arg-type]
     model.eval()
     return model
+
+
+def load_merged(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+    """load_model, with an adapter added to the weights of its base: a plain transformers model."""
+    model = load_model(folder, dtype=dtype, device=device)
+    if not is_adapter(folder):
+        return model
+    from mopd_dataplane.models.adapters import merge
+
+    return merge(model)
 
 
 def quiet_transformers() -> None:
@@ -191,15 +245,21 @@ def save_policy(
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:
     """Copy the tokenizer files of one model folder into another."""
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        file = Path(source) / name
+        file = tokenizer_folder(source) / name
         if file.is_file():
             shutil.copy2(file, Path(target) / name)
 
 
 def head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """[V, D] weight of the LM head."""
-    weight: torch.Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
-    return weight
+    """[V, D] weight of the LM head, with what the active adapter adds to it."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    weight: torch.Tensor = head.weight
+    if not hasattr(model, "peft_config"):
+        return weight
+    from mopd_dataplane.models.adapters import head_delta
+
+    delta = head_delta(head)
+    return weight if delta is None else weight + delta
 
 
 def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
@@ -286,7 +346,8 @@ def check_same_tokenizer(student: str, teacher: str, *, name: str) -> None:
 
 
 def _require_folder(folder: str | Path) -> None:
-    if not (Path(folder) / "config.json").is_file() and not (Path(folder) / "tokenizer.json").is_file():
+    known = ("config.json", "tokenizer.json", ADAPTER_CONFIG)
+    if not any((Path(folder) / name).is_file() for name in known):
         raise UnknownNameError(f"no model folder at {folder} (a local folder with config.json is needed)")
 
 

@@ -78,6 +78,11 @@ def given_tokenizer(student: Student) -> PreTrainedTokenizerBase:
     return load_tokenizer(student.tokenizer)
 
 
+def student_config(student: Student) -> PretrainedConfig:
+    """transformers config of a student made from one. Raises InputError, MismatchError."""
+    return _config(student, given_tokenizer(student))
+
+
 def check_config(student: Student) -> None:
     """Build the student's architecture without memory for its weights.
 
@@ -86,7 +91,7 @@ def check_config(student: Student) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = _config(student, given_tokenizer(student))
+    config = student_config(student)
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, trust_remote_code=False)

@@ -4,6 +4,7 @@ pipeline.py           the whole job, stage after stage, continuing where it stop
 estimate.py           what a job will take, and what its models will read
 preflight.py          everything a job names, looked at before anything is made
 rehearsal.py          a job made small, to be run before it is paid for
+adapter_check.py      what a job says of adapters: they fit their base, and have a rate of theirs
 light_stages.py       the stages that run no model: reward, plan
 context.py            what every step needs: job, store, policies, tokenizer, progress
 steps/                one file a step: rollout, score, plan, train, evaluate …

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Job, Stage
-from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest
+from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer_folder
 from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.estimate import estimate
@@ -79,7 +79,7 @@ class Run:
 
     @cached_property
     def _decoder(self) -> Decoder | None:
-        file = self.policies.initial() / "tokenizer.json"
+        file = tokenizer_folder(self.policies.initial()) / "tokenizer.json"
         return Decoder(file.read_text()) if file.is_file() else None
 
     def decode(self, ids: list[int]) -> str:
@@ -113,7 +113,9 @@ class Run:
         return len(self.store.table("events", columns=["event_id"], filter=f"event_id = '{event_id}'")) > 0
 
     def mark_done(self, stage: Stage) -> None:
-        """Record that a stage has finished with its newest policy version."""
+        """Record that a stage has finished with its newest policy version, merged first where the job says so."""
+        if stage.train.lora.merge == "end":
+            self.policies.merge(stage)
         version = self.policies.latest(stage)
         self.store.add_event(f"done/{stage.name}", stage.name, "stage_done", -1, float(version), {})
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.load.ring import available_memory
+from mopd_dataplane.models.adapter_files import weights_folder
 from mopd_dataplane.models.devices import free_memory, resolve_device
 from mopd_dataplane.models.hf import load_tokenizer, model_shape
 from mopd_dataplane.models.hub import model_folder
@@ -24,6 +25,7 @@ from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
+from mopd_dataplane.run.adapter_check import adapter_parameters, rate_problem
 from mopd_dataplane.run.preflight import Finding
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ def _folder_shape(place: str, revision: str) -> _Shape | None:
         return None
     try:
         folder = model_folder(place, revision)
-        return _shape(model_shape(folder), sum(map(_parameters, folder.glob("*.safetensors"))))
+        return _shape(model_shape(folder), sum(map(_parameters, weights_folder(folder).glob("*.safetensors"))))
     except (MopdError, OSError, ValueError, LookupError):
         return None
 
@@ -262,9 +264,21 @@ def _memory(
     if sizes and stage.score.engine == "hf":
         need = sum(sizes[: stage.score.max_resident])
         _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
-    _fits(
-        found, f"{stage.name} train", stage.train.device, TRAINED * student.parameters // job.scale.ranks, "scale.ranks"
-    )
+    trained = TRAINED * student.parameters
+    if stage.train.lora.r:
+        frozen = 2 if job.student.dtype == "bfloat16" else 4
+        trained = frozen * student.parameters + TRAINED * _adapter(job, stage)
+    _fits(found, f"{stage.name} train", stage.train.device, trained // job.scale.ranks, "scale.ranks")
+    if problem := rate_problem(stage, student.hidden, pretrained=not job.student.config):
+        found.findings.append(Finding(f"stages.{stage.name}.train.learning_rate", problem, certain=False))
+
+
+def _adapter(job: Job, stage: Stage) -> int:
+    """Numbers in a stage's adapter; 0 where they are not known, or the preflight says why there is none."""
+    try:
+        return adapter_parameters(job, stage.train.lora)
+    except MopdError:
+        return 0
 
 
 def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
@@ -300,8 +314,11 @@ def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str,
         found.disk[f"{stage.name} samples and signals"] = f"at most {_size(bytes_each * tokens)}"
         total += bytes_each * tokens
         if student is not None:
-            policy = student.parameters * (2 if job.student.dtype == "bfloat16" else 4)
-            weights = policy * stage.iterations + 2 * 12 * student.parameters
+            policy, state = student.parameters * (2 if job.student.dtype == "bfloat16" else 4), student.parameters
+            if stage.train.lora.r:
+                state = _adapter(job, stage)
+                policy = 4 * state
+            weights = policy * stage.iterations + 2 * 12 * state
             found.disk[f"{stage.name} policies and checkpoints"] = _size(weights)
             total += weights
     if "://" in job.store:

@@ -8,9 +8,14 @@ from pathlib import Path
 
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.models.adapter_files import is_adapter, named_base
+from mopd_dataplane.models.hf import load_merged, save_policy
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.work_folder import Work
+
+MERGED = "merged"
+"""Name of a stage's last adapter merged into its base, beside its versions."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +43,25 @@ class Policies:
         """Folder of one version of a stage's policy."""
         if version == 0:
             return self.start(stage)
-        name = f"policies/{stage.name}/v{version}"
+        return self._fetched(f"policies/{stage.name}/v{version}")
+
+    def _fetched(self, name: str) -> Path:
+        """A published folder, and the base that it needs where it is an adapter of this store."""
         self.work.fetch(name)
+        folder = self.work.root / name
+        if is_adapter(folder):
+            base = (folder / named_base(folder).place).resolve()
+            if base.is_relative_to(self.work.root.resolve()):
+                self.work.fetch(base.relative_to(self.work.root.resolve()).as_posix())
+        return folder
+
+    def merge(self, stage: Stage) -> Path:
+        """The last version of a stage as a whole model, made once. Raises UnknownNameError before it has trained."""
+        name = f"policies/{stage.name}/{MERGED}"
+        if not self.work.fetch(name):
+            last = self.folder(stage, self.latest(stage))
+            save_policy(load_merged(last, dtype=self.job.student.dtype), last, self.work.root / name)
+            self.work.publish(name)
         return self.work.root / name
 
     def stage_folder(self, stage: Stage) -> Path:
@@ -68,6 +90,8 @@ class Policies:
                 f"stage {stage.name!r} has published no policy under {self.stage_folder(stage)}; "
                 f"run it first: mopd run JOB --stage {stage.name}"
             )
+        if stage.train.lora.merge == "end":
+            return self.merge(stage)
         return self.folder(stage, version)
 
     def teacher(self, name: str, stage: Stage) -> Path:

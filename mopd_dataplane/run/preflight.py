@@ -24,6 +24,7 @@ from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
+from mopd_dataplane.run.adapter_check import adapter_problems
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 
@@ -65,6 +66,7 @@ def preflight(job: Job) -> Checked:
     for name in sorted(_teachers(job)):
         _teacher(look, name)
     _packages(look)
+    look.findings += [Finding(key, problem) for key, problem in adapter_problems(job)]
     return Checked(look.findings, look.prompts)
 
 

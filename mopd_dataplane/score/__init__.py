@@ -2,6 +2,7 @@
 
 scorer.py               samples and a teacher in, signals out: one forward pass a batch serves every kind
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
+adapted_base.py         teachers that are adapters on one base, which is in memory once
 teacher_forward.py      one teacher ready to score: one reader, or several whose logits are added with weights
 readers.py              what turns token ids into the states behind them
 states.py               the states that predict given tokens, many sequences in one forward pass

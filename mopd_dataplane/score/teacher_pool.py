@@ -15,7 +15,9 @@ from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
+from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
 from mopd_dataplane.records import Teacher
+from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader
 from mopd_dataplane.score.teacher_forward import TeacherForward, blended_head
@@ -37,7 +39,8 @@ class TeacherSpec:
 
 
 class TeacherPool:
-    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used.
+    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used. Adapters
+    on one base count as one: the base is loaded once, and which adapter acts is switched.
 
     student_tokenizer: digest every teacher's tokenizer must have. Used as
 
@@ -73,23 +76,32 @@ class TeacherPool:
                     f"teacher {name!r} has quantisation = {spec.settings.quantisation!r}, which the Hugging Face "
                     'scorer applies; set score.engine = "hf", or quantisation = "none"'
                 )
-        self._resident: OrderedDict[str, Reader | LogprobReader] = OrderedDict()
+            if spec.folder is not None and is_adapter(spec.folder):
+                _check_adapter(name, spec.settings, engine)
+        self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase] = OrderedDict()
         self.loads: dict[str, int] = {}
-        """How often each teacher was read from disk."""
+        """How often each teacher's weights were read from disk; of adapters, their base's, under its digest."""
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """Teachers in memory, least recently used first."""
-        return tuple(self._resident)
+        """Teachers in memory, least recently used first; adapters with their base."""
+        held = self._resident.items()
+        return tuple(name for key, one in held for name in (one.teachers if isinstance(one, AdaptedBase) else (key,)))
+
+    @property
+    def switches(self) -> int:
+        """Times another adapter began to act on a base that is in memory."""
+        return sum(base.switches for base in self._resident.values() if isinstance(base, AdaptedBase))
 
     def judge(self, name: str) -> TeacherForward:
         """The teacher ready to judge. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
         may be in memory at once."""
         blend = self._spec(name).settings.blend or {name: 1.0}
-        if len(blend) > self._max_resident:
+        places = len({self._place(member) for member in blend})
+        if places > self._max_resident:
             raise MismatchError(
-                f"teacher {name!r} blends {len(blend)} teachers, score.max_resident = {self._max_resident} may be in "
-                f"memory at once; set it to at least {len(blend)}"
+                f"teacher {name!r} blends {places} teachers, score.max_resident = {self._max_resident} may be in "
+                f"memory at once; set it to at least {places}"
             )
         return TeacherForward(tuple(self.reader(member) for member in blend), tuple(blend.values()))
 
@@ -98,6 +110,8 @@ class TeacherPool:
         reader = self.reader(name)
         if not isinstance(reader, HfReader):
             raise MismatchError(f"teacher {name!r} runs in vLLM; only a transformers model can be had")
+        if isinstance(reader, AdapterReader):
+            reader.act()
         return reader.model
 
     def reader(self, name: str) -> Reader:
@@ -122,15 +136,32 @@ class TeacherPool:
             self._resident.popitem()[1].close()
 
     def _held(self, name: str) -> Reader | LogprobReader:
-        if name not in self._resident:
+        place = self._place(name)
+        if place not in self._resident:
             spec, folder = self._spec(name), self._checked(name)
             while len(self._resident) >= self._max_resident:
                 self._resident.popitem(last=False)[1].close()
                 gc.collect()
-            self._resident[name] = self._open(folder, spec.settings)
-            self.loads[name] = self.loads.get(name, 0) + 1
-        self._resident.move_to_end(name)
-        return self._resident[name]
+            if place == name:
+                self._resident[place] = self._open(folder, spec.settings)
+            else:
+                model = hf.load_model(base_folder(folder), dtype=spec.settings.dtype, device=self._device)
+                self._resident[place] = AdaptedBase(model)
+            self.loads[place] = self.loads.get(place, 0) + 1
+        self._resident.move_to_end(place)
+        held = self._resident[place]
+        if isinstance(held, AdaptedBase):
+            return held.reader(name, self._checked(name))
+        return held
+
+    def _place(self, name: str) -> str:
+        """What a teacher is held under: its name, or what it shares with every adapter on one base in one dtype."""
+        spec = self._spec(name)
+        if spec.folder is None or not is_adapter(spec.folder):
+            return name
+        base = hf.weights_digest(base_folder(spec.folder))
+        check_base(spec.folder, base)
+        return f"{base} in {spec.settings.dtype}"
 
     def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine == "hf":
@@ -172,15 +203,15 @@ class TeacherPool:
         the student's or a head of other weights has the name; UnknownNameError for an unknown name or folder.
         """
         spec = self._spec(name)
-        weights = self._digest(name)
-        file = root / "heads" / f"{name}.safetensors"
+        weights, owner = self._digest(name), self._head_owner(name)
+        file = root / self.head_file(name)
         if not file.is_file():
-            write_head(file, self._head(name), weights)
+            write_head(file, self._head(name), owner)
         shape, metadata = _read_header(file)
-        if metadata["weights_digest"] != weights:
+        if metadata["weights_digest"] != owner:
             raise MismatchError(
                 f"{file} is the head of weights {metadata['weights_digest'][:16]}, teacher {name!r} now has "
-                f"{weights[:16]}; signals of both cannot share a name: give the new teacher another name"
+                f"{owner[:16]}; signals of both cannot share a name: give the new teacher another name"
             )
         return Teacher(
             name=name,
@@ -199,6 +230,27 @@ class TeacherPool:
             head_file=str(file.relative_to(root)),
             head_digest=hf.file_digest(file),
         )
+
+    def head_file(self, name: str) -> str:
+        """Where a teacher's head lies in the store; adapters that leave their base's head alone share one file."""
+        settings = self._spec(name).settings
+        shared = self._shares_head(name)
+        return (
+            f"heads/base-{self._head_owner(name)[:16]}-{settings.dtype}.safetensors"
+            if shared
+            else f"heads/{name}.safetensors"
+        )
+
+    def _shares_head(self, name: str) -> bool:
+        folder = self._spec(name).folder
+        return folder is not None and is_adapter(folder) and not touches_head(folder)
+
+    def _head_owner(self, name: str) -> str:
+        """Digest of the weights whose head a teacher has."""
+        folder = self._spec(name).folder
+        if folder is None or not self._shares_head(name):
+            return self._digest(name)
+        return hf.weights_digest(base_folder(folder))
 
     def _digest(self, name: str) -> str:
         """Digest of the weights a teacher judges with: the stored ones and how they are rounded; of a blend, over its
@@ -222,6 +274,18 @@ class TeacherPool:
         digest = hf.tokenizer_digest(hf.load_tokenizer(folder))
         hf.check_same_tokenizer(self._student_tokenizer, digest, name=name)
         return folder
+
+
+def _check_adapter(name: str, settings: sections.Teacher, engine: str) -> None:
+    if settings.quantisation != "none":
+        raise MismatchError(
+            f'teacher {name!r} is an adapter, whose base is not rounded: set quantisation = "none", or merge it first'
+        )
+    if engine == "vllm":
+        raise MismatchError(
+            f'teacher {name!r} is an adapter, which vLLM is not asked to score with; set score.engine = "hf", or give '
+            "its merged form"
+        )
 
 
 def _digest_of(text: str) -> str:

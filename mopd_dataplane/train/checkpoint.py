@@ -1,7 +1,8 @@
 """Checkpoints: policy, optimizer and position in the plan, written whole or not at all.
 
     <folder>/step-00000120/shard-00001-….safetensors   what rank 0 holds: "policy/<parameter>",
-                                                       "optimizer/<state>/<parameter>"; float32
+                                                       "optimizer/<state>/<parameter>"; float32; of an adapter that is
+                                                       trained only its own, never its base
                                                        a file for every rank
     <folder>/step-00000120/state.json                  Position, and what it belongs to
     <folder>/step-00000120/checksums.json              bytes and crc32c of each of those files
@@ -73,6 +74,8 @@ class Identity:
     """Digest of the plan window trained last."""
     snapshot_digest: str
     """What that plan was made from."""
+    base_digest: str = ""
+    """Weights that an adapter is trained on, which lie in no checkpoint; empty where all weights are trained."""
 
 
 class Checkpoints:
@@ -117,7 +120,7 @@ class Checkpoints:
         reader = HuggingFaceStorageReader(str(place))
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         saved = {name: tuple(entry.size) for name, entry in entries.items()}
-        parameters = dict(module.named_parameters())
+        parameters = _trained(module)
         _check_parameters(place, parameters, saved)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key, parameter in parameters.items():
@@ -226,7 +229,7 @@ def check_identity(saved: Identity, wanted: Identity, place: Path, *, inside_win
 
     inside_window: the resume continues the window the checkpoint was taken in, so its plan must be the same.
     """
-    for field in ("stage", "objective", *(("plan_digest", "snapshot_digest") if inside_window else ())):
+    for field in ("stage", "objective", "base_digest", *(("plan_digest", "snapshot_digest") if inside_window else ())):
         before, now = getattr(saved, field), getattr(wanted, field)
         if before != now:
             raise MismatchError(
@@ -260,10 +263,17 @@ def _check_parameters(place: Path, parameters: dict[str, nn.Parameter], saved: d
             raise MismatchError(f"{place}: parameter {name.partition('/')[2]!r} is {shapes}: another model")
 
 
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that a checkpoint holds: all, unless an adapter is trained; its frozen base lies elsewhere."""
+    every = dict(module.named_parameters())
+    factors = {name: parameter for name, parameter in every.items() if "lora_" in name}
+    return factors or every
+
+
 def _tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What a checkpoint holds, by its name there: the tensors themselves, to read from or to write into."""
     tensors: dict[str, Any] = {}
-    for name, parameter in module.named_parameters():
+    for name, parameter in _trained(module).items():
         tensors[f"policy/{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value

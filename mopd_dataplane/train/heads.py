@@ -36,10 +36,10 @@ class TeacherHeads:
 
     def get(self, teacher: str) -> Head:
         """The head of a teacher, frozen, on the device. Raises UnknownNameError, DamagedError, DeadlineError."""
-        if self._resident is not None and self._resident[0] == teacher:
+        if self._resident is not None and self._same(self._resident[0], teacher):
             return self._resident[1]
         self._resident = None
-        if self._ahead is None or self._ahead[0] != teacher:
+        if self._ahead is None or not self._same(self._ahead[0], teacher):
             self.prefetch(teacher)
         assert self._ahead is not None
         try:
@@ -52,11 +52,15 @@ class TeacherHeads:
 
     def prefetch(self, teacher: str) -> None:
         """Start reading a head that will be asked for soon; nothing happens when it is already here or on its way."""
-        if any(place is not None and place[0] == teacher for place in (self._resident, self._ahead)):
+        if any(place is not None and self._same(place[0], teacher) for place in (self._resident, self._ahead)):
             return
         if teacher not in self._files:
             raise UnknownNameError(f"no head file for teacher {teacher!r}: {nearest(teacher, self._files)}")
         self._ahead = (teacher, self._reader.submit(self._read, teacher))
+
+    def _same(self, one: str, other: str) -> bool:
+        """Whether two teachers have one head, as adapters on one base do."""
+        return one == other or (one in self._files and self._files[one] == self._files.get(other))
 
     def close(self) -> None:
         """Stop the reader thread and let go of every head."""

@@ -14,12 +14,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.models.hf import save_policy
+from mopd_dataplane.models.adapter_files import Base, weights_folder
+from mopd_dataplane.models.adapters import save_adapter, trained_tensors
+from mopd_dataplane.models.hf import save_policy, weights_digest
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, LoadedBatch, Trainer
@@ -30,6 +33,9 @@ from mopd_dataplane.train.spec import TrainSpec, Window
 from mopd_dataplane.train.stop import Interrupted, Stop
 from mopd_dataplane.train.student import Student, load_student
 from mopd_dataplane.train.token_stats import StatsOfSteps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Run:
@@ -47,6 +53,8 @@ class Run:
             self._load(Path(spec.start)), objective, spec.train, ranks, self._heads, spec.teachers,
             total_steps=spec.total_steps, seed=spec.seed, stats=_stats(spec, ranks),
         )  # fmt: skip
+        adapted = bool(spec.train.lora.r)
+        self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
         self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, keep=spec.keep_checkpoints)
         self._position = self._resume()
         self._log = MetricsLog(Path(spec.checkpoint_dir), steps_done=self._position.step) if ranks.leads else None
@@ -167,18 +175,28 @@ class Run:
             objective=self.spec.objective.model_dump(mode="json"),
             plan_digest=window.plan_digest if window else "",
             snapshot_digest=window.snapshot_digest if window else "",
+            base_digest=self._base_digest,
         )
 
     def _publish(self, window: Window) -> None:
         """Write the version that a finished window leads to, unless it is there."""
         folder = self._version_folder(window.policy_version + 1)
         if not folder.exists():
-            weights = full_weights(self._trainer.student, self._ranks)
+            student, adapted = self._trainer.student, bool(self.spec.train.lora.r)
+            model = student.model
+            weights = adapter_weights(model, self._ranks) if adapted else full_weights(student, self._ranks)
             fault_point("train.publish")
-            if self._ranks.leads:
-                save_policy(self._trainer.student.model, self.spec.start, folder, state_dict=weights)
+            if self._ranks.leads and adapted:
+                save_adapter(model, weights, folder, start=Path(self.spec.start), base=self._base())
+            elif self._ranks.leads:
+                save_policy(model, self.spec.start, folder, state_dict=weights)
             fault_point("train.published")
         self._ranks.barrier()
+
+    def _base(self) -> Base:
+        """What an adapter of this stage belongs on."""
+        place = self.spec.hub_name or str(weights_folder(self.spec.start).resolve())
+        return Base(place, self.spec.hub_revision, self._base_digest)
 
     def _version_folder(self, version: int) -> Path:
         return Path(self.spec.start) if version == 0 else Path(self.spec.policy_dir) / f"v{version}"
@@ -187,6 +205,7 @@ class Run:
         return load_student(
             folder, self._ranks, dtype=getattr(torch, self.spec.dtype), freeze_head=self.spec.train.freeze_head,
             gradient_checkpointing=self.spec.train.gradient_checkpointing, dropout=self.spec.train.dropout,
+            lora=self.spec.train.lora, seed=self.spec.seed,
         )  # fmt: skip
 
 
@@ -195,6 +214,12 @@ def _stats(spec: TrainSpec, ranks: Ranks) -> StatsOfSteps | None:
         return None
     folder = Path(spec.checkpoint_dir)
     return StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
+
+
+def adapter_weights(model: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Factors of the adapter that is trained, whole, on the CPU in float32; only the leading rank keeps them."""
+    found = {name: whole(weight).cpu() for name, weight in trained_tensors(model).items()}
+    return found if ranks.leads else {}
 
 
 def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:

@@ -9,7 +9,8 @@ from pydantic import Field
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.objectives import Objective
-from mopd_dataplane.job.sections import Section, Train, parse_section
+from mopd_dataplane.job.parse import parse_section
+from mopd_dataplane.job.sections import Section, Train
 
 
 class HeadFile(Section):
@@ -38,6 +39,9 @@ class TrainSpec(Section):
     stage: str
     start: str
     """Policy folder the stage starts from (weights, config, tokenizer)."""
+    hub_name: str = ""
+    """Name and commit of the start where it comes from the hub: what an adapter names as its base."""
+    hub_revision: str = ""
     policy_dir: str
     """`policies/<stage>`: versions are published as `v<n>` below it."""
     checkpoint_dir: str

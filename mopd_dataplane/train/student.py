@@ -15,7 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.models.hf import embedding_weight, head_weight, hidden_states, lm_head, load_model
+from mopd_dataplane.job.sections import Lora
+from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
+from mopd_dataplane.models.hf import (
+    embedding_weight,
+    head_weight,
+    hidden_states,
+    lm_head,
+    load_merged,
+    load_model,
+    weights_digest,
+)
 from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.train.attention import use_packed_attention
 from mopd_dataplane.train.context import check_heads
@@ -96,14 +106,24 @@ def load_student(
     freeze_head: bool = False,
     gradient_checkpointing: bool = False,
     dropout: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> Student:
     """A policy folder as a trainable module: float32 weights, forward pass in `dtype`, sharded over the ranks.
+
+    lora: what is trained instead, where its rank is not 0: the folder's own adapter, or a new one that is drawn with
+    `seed`; the base is then frozen, in `dtype`. Raises MismatchError when the adapter does not fit.
 
     Without `dropout` the model stays in evaluation mode, so that two passes over the same tokens agree: nothing of it
     (dropout, a router's jitter) makes the ratio of two policies differ from one where they are the same.
     """
     # Several ranks load into host memory, where equal mapped files are there once, and shard from it.
-    model = load_model(folder, device=str(ranks.device) if ranks.world == 1 else "cpu")
+    device = str(ranks.device) if ranks.world == 1 else "cpu"
+    if lora is None or not lora.r:
+        model = load_merged(folder, device=device)
+    else:
+        torch.manual_seed(seed)
+        model = _adapted(folder, lora, dtype=str(dtype).removeprefix("torch."), device=device)
     student = Student(model, dtype=dtype, freeze_head=freeze_head, context_group=ranks.group)
     head = head_weight(model)
     if freeze_head and head is not embedding_weight(model):
@@ -111,8 +131,25 @@ def load_student(
     if gradient_checkpointing:
         _recompute(_layers(model), type(model).__name__)
     student.train(dropout)
+    if lora is not None and lora.dropout:
+        for name, module in model.named_modules():
+            if name.endswith("lora_dropout"):
+                module.train()
     ranks.shard(student, _layers(model), dtype=dtype)
     return student
+
+
+def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrainedModel:
+    """The frozen base of a policy with the adapter that is trained."""
+    from mopd_dataplane.models.adapters import continued_adapter, new_adapter
+
+    model = load_model(weights_folder(folder), dtype=dtype, device=device)
+    if is_adapter(folder):
+        weights_digest(folder)  # refuses another base than the one it was trained on
+        continued_adapter(model, folder, lora)
+    else:
+        new_adapter(model, lora)
+    return model
 
 
 @torch.no_grad()

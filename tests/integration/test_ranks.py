@@ -18,10 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from trainer_ground import Ground, started, wait_for_steps, weights
+from trainer_ground import FULL, Ground, started, wait_for_steps, weights
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import EngineError
+from mopd_dataplane.job.sections import Lora
+from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
 
@@ -55,12 +57,12 @@ def rank_main(spec: str, rank: int, ranks: int) -> None:
 
 @contextmanager
 def running(
-    ground: Ground, place: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = 60.0
+    ground: Ground, place: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = 60.0, lora: Lora = FULL
 ) -> Iterator[list[BaseProcess]]:
     """A loader and the ranks it serves: real processes, forked from one that has torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with ground.loader(place, members=members, rank_deadline_s=rank_deadline_s) as spec:
+    with ground.loader(place, members=members, rank_deadline_s=rank_deadline_s, lora=lora) as spec:
         processes = [context.Process(target=rank_main, args=(str(spec), rank, ranks)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -72,8 +74,8 @@ def running(
                 process.join()
 
 
-def train(ground: Ground, place: Path, *, ranks: int, members: int = 1) -> None:
-    with running(ground, place, ranks=ranks, members=members) as processes:
+def train(ground: Ground, place: Path, *, ranks: int, members: int = 1, lora: Lora = FULL) -> None:
+    with running(ground, place, ranks=ranks, members=members, lora=lora) as processes:
         for process in processes:
             process.join(timeout=120)
         assert [process.exitcode for process in processes] == [0] * ranks
@@ -113,6 +115,33 @@ def assert_same_training(place: Path, alone: Path) -> None:
 def test_losses_and_weights_are_those_of_one_rank(ranks: int, members: int, ground: Ground, alone: Path) -> None:
     place = ground.root / f"r{ranks}m{members}"
     train(ground, place, ranks=ranks, members=members)
+    assert_same_training(place, alone)
+
+
+@pytest.mark.parametrize(("ranks", "members"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_an_adapter_is_trained_by_several_ranks_as_by_one(ranks: int, members: int, ground: Ground) -> None:
+    alone, place = ground.root / f"adapter-alone-{ranks}", ground.root / f"adapter-r{ranks}m{members}"
+    train(ground, alone, ranks=1, lora=Lora(r=4))
+    train(ground, place, ranks=ranks, members=members, lora=Lora(r=4))
+    assert is_adapter(place / "policies" / "v1")
+    assert_same_training(place, alone)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_with_an_adapter_is_continued_by_any_number(ground: Ground) -> None:
+    alone, place = ground.root / "adapter-alone", ground.root / "adapter-killed"
+    train(ground, alone, ranks=1, lora=Lora(r=4))
+    with (
+        ground.loader(place, lora=Lora(r=4)) as spec,
+        started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent,
+    ):
+        wait_for_steps(place, 3, agent)
+        kill_rank(agent, 1)
+        agent.communicate(timeout=DEADLINE_S)
+    saved = latest_checkpoint(place / "checkpoints")
+    assert saved is not None
+    assert 0 < saved[0].step < ground.steps
+    train(ground, place, ranks=1, lora=Lora(r=4))
     assert_same_training(place, alone)
 
 

@@ -107,7 +107,7 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     """
     pool = teacher_pool(run, stage)
     for teacher in dict.fromkeys((*run.job.teachers_of(stage), *_reference(run, stage))):
-        known = run.work.fetch_file(f"heads/{teacher}.safetensors")
+        known = run.work.fetch_file(pool.head_file(teacher))
         record = pool.register(teacher, run.root)
         if not known:
             run.work.publish_file(record.head_file)

@@ -24,6 +24,7 @@ from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.models.devices import free_device_memory
+from mopd_dataplane.models.hub import is_hub_name
 from mopd_dataplane.records import PlanWindow, StepMetrics
 from mopd_dataplane.run.checkpoint_copy import StoredCheckpoints
 from mopd_dataplane.run.context import Run
@@ -170,7 +171,8 @@ class Training:
 
     def _spec(self, scratch: Path) -> TrainSpec:
         run, stage = self._run, self._stage
-        teachers = run.job.teachers_of(stage)
+        teachers, student = run.job.teachers_of(stage), run.job.student
+        from_hub = stage.start == "init" and is_hub_name(student.path)
         known = run.store.teachers()
         for name in teachers:
             if name in known:
@@ -178,6 +180,8 @@ class Training:
         return TrainSpec(
             stage=stage.name,
             start=str(run.policies.start(stage)),
+            hub_name=student.path if from_hub else "",
+            hub_revision=student.revision if from_hub else "",
             policy_dir=str(run.policies.stage_folder(stage)),
             checkpoint_dir=str(self._folder),
             socket=str(scratch / "loader.sock"),

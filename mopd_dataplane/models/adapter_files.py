@@ -1,0 +1,143 @@
+"""Adapter folders: LoRA weights as peft stores them, and the base model that they belong on. Needs no torch, no peft.
+
+    <folder>/adapter_config.json            peft's: rank, targets, and the base by name or place
+    <folder>/adapter_model.safetensors      peft's: the two factors of every target
+    <folder>/base.json                      this package's, beside adapters that it trained: the base's digest, and its
+                                            place as seen from the folder, so that a store can move
+
+A folder of another tool has no base.json: its base is then what adapter_config.json names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError
+from mopd_dataplane.models.hub import is_hub_name, model_folder
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+BASE = "base.json"
+_SETTINGS = (
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "fan_in_fan_out", "use_rslora", "use_dora",
+)  # fmt: skip
+"""Keys of adapter_config.json that say what the weights compute."""
+_FOREIGN = (
+    "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "lora_bias", "use_bdlora",
+    "use_qalora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
+)  # fmt: skip
+"""Keys that make an adapter more than two factors a target; all must be unset."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The model that an adapter belongs on."""
+
+    place: str
+    """Folder, or a name on the hub."""
+    revision: str = ""
+    digest: str = ""
+    """Digest of its weights; empty where nobody recorded it."""
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder holds an adapter rather than a whole model."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """adapter_config.json of a folder whose adapter this package can use: LoRA, also rank-stabilised or with DoRA.
+
+    Raises InputError when it is not readable, MismatchError naming the key that is not supported, UnknownNameError when
+    there are no weights in safetensors.
+    """
+    file = Path(folder) / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text())
+        kind = config.get("peft_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InputError(f"{file} cannot be read ({type(error).__name__}: {error!s:.200}); copy it again") from None
+    if kind != "LORA":
+        raise MismatchError(f"{file}: peft_type = {kind!r}; only LORA can be read: merge it into its base with peft")
+    for key in (*_FOREIGN, "bias"):
+        if config.get(key) not in (None, False, [], {}, "none"):
+            raise MismatchError(
+                f"{file}: {key} = {config[key]!r:.80} changes more than the targets' weights, which is not supported; "
+                "merge the adapter into its base (peft: merge_and_unload) and give the merged folder"
+            )
+    if not (Path(folder) / ADAPTER_WEIGHTS).is_file():
+        raise UnknownNameError(f"no {ADAPTER_WEIGHTS} in {folder}; pickled ones are refused: save it with peft")
+    return dict(config)
+
+
+def named_base(folder: str | Path) -> Base:
+    """The base that an adapter folder names; nothing is looked up."""
+    recorded = Path(folder) / BASE
+    if recorded.is_file():
+        said = json.loads(recorded.read_text())
+        return Base(str(said["place"]), str(said.get("revision", "")), str(said["digest"]))
+    config = read_adapter_config(folder)
+    return Base(str(config.get("base_model_name_or_path") or ""), str(config.get("revision") or ""))
+
+
+def base_folder(folder: str | Path) -> Path:
+    """Folder of the whole model that an adapter belongs on; one of the hub is downloaded unless the cache has it.
+
+    A place is looked for from the adapter's folder first, then from the working directory, then on the hub. Raises
+    UnknownNameError when it is nowhere, MismatchError when it is an adapter itself.
+    """
+    base = named_base(folder)
+    found = Path(folder) / base.place
+    if not base.place or not found.is_dir():
+        if not base.place or not (is_hub_name(base.place) or Path(base.place).is_dir()):
+            raise UnknownNameError(
+                f"adapter {folder}: its base {base.place!r} is no folder here and no name on the hub; write the base's "
+                f"place as base_model_name_or_path into {ADAPTER_CONFIG}"
+            )
+        found = model_folder(base.place, base.revision if is_hub_name(base.place) else "")
+    if is_adapter(found):
+        raise MismatchError(f"adapter {folder}: its base {found} is an adapter too; merge that one into its base first")
+    return found.resolve()
+
+
+def weights_folder(folder: str | Path) -> Path:
+    """Folder with config, and tokenizer where it has none of its own: an adapter's base, any other folder itself."""
+    return base_folder(folder) if is_adapter(folder) else Path(folder)
+
+
+def adapter_rank(folder: str | Path) -> int:
+    """Rank of an adapter's factors."""
+    return int(read_adapter_config(folder)["r"])
+
+
+def touches_head(folder: str | Path) -> bool:
+    """Whether an adapter may change the LM head: it has factors outside the numbered layers, where the head lies."""
+    from safetensors import safe_open
+
+    with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="numpy") as stored:
+        return any(not re.search(r"\.\d+\.", name) for name in stored.keys())  # noqa: SIM118
+
+
+def settings_digest(folder: str | Path) -> str:
+    """sha256 over the settings of an adapter that say what its weights compute; where its base lies is none of them."""
+    config = read_adapter_config(folder)
+    targets = config.get("target_modules")
+    config["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
+    text = json.dumps({key: config.get(key) or None for key in _SETTINGS}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_base(folder: str | Path, digest: str) -> None:
+    """Raise MismatchError unless a base with that digest is the one that an adapter was trained on."""
+    wanted = named_base(folder).digest
+    if wanted and wanted != digest:
+        raise MismatchError(
+            f"adapter {folder} was trained on a base with digest {wanted[:16]}, {base_folder(folder)} has "
+            f"{digest[:16]}; restore that base, or train the adapter again"
+        )

@@ -1,0 +1,270 @@
+"""LoRA adapters in a transformers model, through peft: put in, switched, taken out as a folder, merged.
+
+A linear map W of the base becomes W + s B A with A [r, in], B [out, r] and s = alpha / r (LoRA, arXiv 2106.09685);
+rank-stabilised adapters (arXiv 2312.03732) have s = alpha / sqrt(r), DoRA (arXiv 2402.09353) scales rows of the sum.
+A model may hold any number of adapters, of which one at most is active.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.base.file_checksums import write_checksums
+from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.errors import MismatchError, nearest
+from mopd_dataplane.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE,
+    Base,
+    is_adapter,
+    named_base,
+    read_adapter_config,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+    from mopd_dataplane.job.sections import Lora
+
+TRAINED = "default"
+"""Name of the adapter that is trained, inside its model."""
+_PREFIX = "base_model.model."
+"""What peft puts before the names of an adapter's tensors."""
+
+
+def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
+    """Freeze a model and put in a new adapter that changes nothing yet (B = 0); its factors are float32 and trainable.
+
+    Raises MismatchError when a target is missing, or is what the kernels read as one matrix: the LM head.
+    """
+    from peft import LoraConfig
+
+    targets = lora.target_modules
+    config = LoraConfig(
+        r=lora.r, lora_alpha=lora.alpha or 2 * lora.r,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout, task_type="CAUSAL_LM",
+        target_modules=targets if isinstance(targets, str) else list(targets),
+    )  # fmt: skip
+    _check_targets(model, config, "train.lora.target_modules")
+    _inject(model, config, TRAINED, "train.lora.target_modules")
+    _require_free_head(model, "train.lora.target_modules")
+    _to_float32(model)
+
+
+def continued_adapter(model: PreTrainedModel, folder: Path, lora: Lora) -> None:
+    """Freeze a base and put in the adapter of a folder, to be trained on. Raises MismatchError when its rank is another
+    one than the job's, or when it does not fit the base."""
+    rank = int(read_adapter_config(folder)["r"])
+    if rank != lora.r:
+        raise MismatchError(
+            f"{folder} is an adapter of rank {rank}, train.lora.r = {lora.r}; set it to {rank}, or have the stage that "
+            'it comes from merge its adapter (train.lora.merge = "end")'
+        )
+    attach(model, folder, TRAINED)
+    _require_free_head(model, str(folder))
+    _set_trainable(model)
+    _to_float32(model)
+
+
+def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
+    """Put the adapter of a folder into its base under a name, in the base's dtype, and activate it.
+
+    Raises MismatchError when a target is missing in the base, or a factor has another shape than the base and the rank
+    in its config give it.
+    """
+    import torch
+    from peft import LoraConfig
+    from peft.functional import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    known = LoraConfig.__dataclass_fields__
+    said = {key: value for key, value in read_adapter_config(folder).items() if key in known}
+    config = LoraConfig(**{**said, "inference_mode": True, "init_lora_weights": True, "lora_dropout": 0.0})
+    where = str(Path(folder) / ADAPTER_CONFIG)
+    _check_targets(model, config, where)
+    _inject(model, config, name, where)
+    if model.config.tie_word_embeddings and any(map(_is_adapted, _ends(model))):
+        raise MismatchError(
+            f"{where} targets the embedding or the LM head, which are one matrix in {type(model).__name__}; an adapter "
+            "would part them: train it without, or on a model whose embeddings are not tied"
+        )
+    if config.use_dora and _is_adapted(_ends(model)[1]):
+        raise MismatchError(f"{where}: DoRA on the LM head is not supported; merge the adapter into its base")
+    stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
+    here = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    found = {key.removeprefix(_PREFIX): tensor for key, tensor in stored.items()}
+    _drop_base(model, found, Path(folder) / ADAPTER_WEIGHTS)
+    for key in sorted(here.keys() | found.keys()):
+        mine, theirs = here.get(key), found.get(key)
+        if mine is None or theirs is None or mine.shape != theirs.shape:
+            shapes = [None if one is None else list(one.shape) for one in (theirs, mine)]
+            raise MismatchError(
+                f"{Path(folder) / ADAPTER_WEIGHTS}: {key} is {shapes[0]}, rank {config.r} on this base wants "
+                f"{shapes[1]}; this is an adapter of another rank or for another base"
+            )
+    with torch.no_grad():
+        for key, tensor in here.items():
+            tensor.copy_(found[key])
+    activate(model, name)
+
+
+def activate(model: PreTrainedModel, name: str | None) -> None:
+    """Let one adapter of a model act, or none; nothing of the model is trainable afterwards."""
+    from peft.functional import set_adapter
+
+    for layer in _layers(model):
+        layer.enable_adapters(name is not None)
+    if name is not None:
+        set_adapter(model, name, inference_mode=True)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+
+
+def detach(model: PreTrainedModel, name: str) -> None:
+    """Forget an adapter of a model."""
+    from peft.functional import delete_adapter
+
+    delete_adapter(model, name, "lora_")  # type: ignore[no-untyped-call]
+    model.peft_config.pop(name, None)
+
+
+def merge(model: PreTrainedModel) -> PreTrainedModel:
+    """A model whose active adapter is added to its weights, as a plain transformers model again."""
+    for path, layer in [(path, module) for path, module in model.named_modules() if _is_adapted(module)]:
+        layer.merge()
+        parent, _, leaf = path.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, layer.get_base_layer())
+    del model.peft_config
+    model.requires_grad_(True)
+    return model
+
+
+def head_delta(head: Any) -> torch.Tensor | None:
+    """[V, D] what the active adapter adds to an LM head; None when it leaves it alone."""
+    if not _is_adapted(head) or head.disable_adapters:
+        return None
+    active = [name for name in head.active_adapters if name in head.lora_A]
+    delta: torch.Tensor | None = head.get_delta_weight(active[0]) if active else None
+    return delta
+
+
+def save_adapter(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], folder: Path, *, start: Path, base: Base
+) -> None:
+    """Write the trained adapter as a policy folder, durably and once: a temporary folder, then one rename.
+
+    tensors: of the whole adapter, by their names in the model. start: the policy that the stage started from; an
+    adapter's base is that one's. base: the start itself, where it is a whole model.
+    """
+    from safetensors.torch import save_file
+
+    if folder.exists():
+        return
+    staging = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    config: Any = model.peft_config[TRAINED]
+    if is_adapter(start):
+        base = named_base(start)
+        base = replace(base, place=str((start / base.place).resolve()) if (start / base.place).is_dir() else base.place)
+    name = base.place
+    if Path(name).is_relative_to(folder.parents[1]):  # both lie in one store, which may move
+        base = replace(base, place=os.path.relpath(name, folder))
+    said = {**config.to_dict(), "base_model_name_or_path": name, "revision": base.revision or None}
+    said |= {"inference_mode": True, "target_modules": sorted(config.target_modules)}
+    (staging / ADAPTER_CONFIG).write_text(json.dumps(said, indent=1, default=str))
+    named = {_PREFIX + key.replace(f".{TRAINED}.", "."): tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(named, staging / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (staging / BASE).write_text(json.dumps(asdict(base), indent=1))
+    write_checksums(staging, identities=True)
+    publish_folder(staging, folder)
+
+
+def trained_tensors(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """Parameters of the adapter that is trained, by their names in the model."""
+    return {name: weight for name, weight in model.named_parameters() if f".{TRAINED}." in name and "lora_" in name}
+
+
+def _drop_base(model: PreTrainedModel, stored: dict[str, torch.Tensor], file: Path) -> None:
+    """Leave out the copies of the base's own weights that peft stores beside factors of the embedding or the head.
+
+    Raises MismatchError when such a copy is not what the base has.
+    """
+    import torch
+
+    for key in [key for key in stored if ".base_layer." in key]:
+        mine, theirs = model.get_parameter(key), stored.pop(key)
+        if mine.shape != theirs.shape or not torch.equal(mine.cpu(), theirs.to(mine.dtype)):
+            raise MismatchError(
+                f"{file}: {key} is not the base's own; the adapter belongs on another base: merge it into that one"
+            )
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig, name: str, where: str) -> None:
+    from peft import inject_adapter_in_model
+
+    try:
+        inject_adapter_in_model(config, model, adapter_name=name)
+    except ValueError as error:
+        raise MismatchError(f"{where} does not fit {type(model).__name__}: {error!s:.300}") from None
+
+
+def _check_targets(model: PreTrainedModel, config: LoraConfig, where: str) -> None:
+    """Raise MismatchError unless every target that is named is in the model. peft is content with one of them."""
+    targets = config.target_modules
+    if not isinstance(targets, set | list | tuple):
+        return  # a pattern, or `all-linear`: peft refuses one that nothing fits
+    names = [name for name, _ in model.named_modules() if name]
+    for target in sorted(targets):
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
+            raise MismatchError(f"{where}: {type(model).__name__} has no module {target!r}: {nearest(target, leaves)}")
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    from torch import nn
+
+    return isinstance(module, nn.Linear)
+
+
+def _is_adapted(module: Any) -> bool:
+    """Whether a module is a layer of the base with adapters around it."""
+    from peft.tuners.lora import LoraLayer
+
+    return isinstance(module, LoraLayer)
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    return [module for module in model.modules() if _is_adapted(module)]
+
+
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    """Input embedding and LM head."""
+    return model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+
+def _require_free_head(model: PreTrainedModel, where: str) -> None:
+    if any(map(_is_adapted, _ends(model))):
+        raise MismatchError(
+            f"{where} names the embedding or the LM head; the kernels read the head as one matrix: leave it out"
+        )
+
+
+def _set_trainable(model: PreTrainedModel) -> None:
+    for weight in trained_tensors(model).values():
+        weight.requires_grad_(True)
+
+
+def _to_float32(model: PreTrainedModel) -> None:
+    for weight in trained_tensors(model).values():
+        weight.data = weight.data.float()

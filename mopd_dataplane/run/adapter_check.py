@@ -1,0 +1,124 @@
+"""What a job says of adapters, before anything is made: they fit their base, their rank, and a learning rate of theirs.
+
+Learning rates: the best one for an adapter is about ten times the best one for the weights themselves, at every rank
+(Schulman et al., LoRA Without Regret, Thinking Machines Lab 2025), and falls with the model's width; tinker-cookbook
+puts both at
+
+    full(D) = 5e-5 · (2000 / D)^0.781        adapter(D) = 10 · full(D)        D: hidden size
+
+A rate that is nearer (by ratio) to the other kind's is worth a question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MopdError
+from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.sections import Lora
+from mopd_dataplane.models.adapter_files import adapter_rank, is_adapter
+from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.hub import model_folder
+from mopd_dataplane.models.initial_weights import student_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_RATE = 10.0
+"""Best learning rate of an adapter over that of the weights."""
+
+
+def adapter_problems(job: Job) -> Iterator[tuple[str, str]]:
+    """(key, problem) of everything that would stop a stage which trains an adapter."""
+    adapted = [stage for stage in job.stages if stage.train.lora.r]
+    if adapted and find_spec("peft") is None:
+        yield (
+            f"stages.{adapted[0].name}.train.lora",
+            "adapters need peft, which is not installed: pip install 'mopd-dataplane[lora]'",
+        )
+        return
+    if adapted and job.engine.kind == "vllm":
+        yield (
+            "engine.kind",
+            f'stage {adapted[0].name!r} trains an adapter, and vLLM is only given whole models; set kind = "hf"',
+        )
+    for stage in adapted:
+        key = f"stages.{stage.name}.train.lora"
+        if problem := _of_its_start(job, stage):
+            yield f"{key}.r", problem
+        try:
+            adapter_parameters(job, stage.train.lora)
+        except MopdError as error:
+            yield f"{key}.target_modules", str(error)
+
+
+def adapter_parameters(job: Job, lora: Lora) -> int:
+    """Numbers in an adapter of the student; 0 where its shape is not known yet. Raises MismatchError."""
+    from mopd_dataplane.models.adapters import new_adapter, trained_tensors
+
+    model = _empty_student(job)
+    if model is None or find_spec("peft") is None:
+        return 0
+    new_adapter(model, lora)
+    return sum(weight.numel() for weight in trained_tensors(model).values())
+
+
+def rate_problem(stage: Stage, hidden: int, *, pretrained: bool) -> str:
+    """What to ask about a stage's learning rate for a model of that hidden size; empty when it is of its own kind.
+
+    pretrained: weights that start at random are trained with higher rates than full(D), so those are not judged.
+    """
+    rate, full = stage.train.learning_rate, 5e-5 * (2000 / hidden) ** 0.781
+    between = full * ADAPTER_RATE**0.5
+    if stage.train.lora.r and rate < between:
+        return (
+            f"{rate:g} is a rate for the weights themselves; adapters learn best at about {ADAPTER_RATE * full:.1g} in "
+            f"a model of this width (docs/adapters.md), ten times as much: raise it, or train the weights (lora.r = 0)"
+        )
+    if not stage.train.lora.r and pretrained and rate > between:
+        return (
+            f"{rate:g} is a rate for adapters; the weights of a model of this width are best trained at about "
+            f"{full:.1g} (docs/adapters.md): lower it, or train an adapter ([train.lora])"
+        )
+    return ""
+
+
+def _of_its_start(job: Job, stage: Stage) -> str:
+    """Why a stage cannot go on with the adapter that it starts from; empty when it can, or starts from weights."""
+    mine = stage.train.lora
+    if stage.start == "init":
+        try:
+            folder = model_folder(job.student.path, job.student.revision) if job.student.path else Path()
+            rank = adapter_rank(folder) if is_adapter(folder) else mine.r
+        except MopdError:
+            return ""  # the student's own check names it
+        return "" if rank == mine.r else f"{mine.r}, and student.path is an adapter of rank {rank}; set it to {rank}"
+    theirs = job.stage(stage.start).train.lora
+    same = {"r", "alpha", "target_modules"}
+    if not theirs.r or theirs.merge == "end" or theirs.model_dump(include=same) == mine.model_dump(include=same):
+        return ""
+    return (
+        f"the stage goes on with the adapter of stage {stage.start!r} (rank {theirs.r}, alpha "
+        f"{theirs.alpha or 2 * theirs.r:g}, {theirs.target_modules}), whose shape it cannot change; set the same, or "
+        'merge = "end" there'
+    )
+
+
+def _empty_student(job: Job) -> PreTrainedModel | None:
+    """The student's base without memory for its weights; None where nothing says its shape yet."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if job.student.gguf:
+        return None
+    if job.student.path:
+        shape: dict[str, Any] = model_shape(model_folder(job.student.path, job.student.revision))
+        config = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    else:
+        config = student_config(job.student)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model

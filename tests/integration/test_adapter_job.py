@@ -1,0 +1,84 @@
+"""A job whose specialists and student are adapters on one base: run, killed, run again, and read by its other tools."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mopd_dataplane import open_store
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, BASE, is_adapter
+
+LORA = ("sums", "words", "student")
+SETTINGS = [f"stages.{name}.train={{lora={{r=4}}, learning_rate=5e-3}}" for name in LORA]
+
+
+def arguments(*more: str) -> list[str]:
+    return [part for setting in (*SETTINGS, *more) for part in ("--set", setting)]
+
+
+@pytest.fixture(scope="module")
+def adapter_job(tmp_path_factory: pytest.TempPathFactory, write_job: Callable, mopd: Callable) -> Path:
+    folder = tmp_path_factory.mktemp("adapters")
+    mopd("run", write_job(folder), *arguments('stages.student.train.lora={r=4, merge="end"}'))
+    return folder
+
+
+def test_specialists_and_student_are_adapters_on_the_stage_they_start_from(adapter_job: Path) -> None:
+    policies = adapter_job / "store" / "policies"
+    store = open_store(str(adapter_job / "store"))
+    base = policies / "base" / "v1"
+    assert not is_adapter(base)
+    for name in LORA:
+        folder = policies / name / "v1"
+        assert json.loads((folder / BASE).read_text())["place"] == "../../base/v1"
+        size = sum(file.stat().st_size for file in folder.rglob("*"))
+        assert size < sum(file.stat().st_size for file in base.rglob("*.safetensors")) / 4
+    teachers = store.teachers()
+    assert {name: one.weights_digest for name, one in teachers.items()} == {
+        name: hf.weights_digest(policies / name / "v1") for name in teachers
+    }
+    assert len({one.weights_digest for one in teachers.values()} | {hf.weights_digest(base)}) == 3
+    assert len({one.head_file for one in teachers.values()}) == 1  # the base's
+    assert {row["policy"] for row in store.table("evals", ["policy"]).to_pylist()} == {"base", *LORA}
+    assert store.verify().ok
+
+
+def test_the_student_is_left_as_an_adapter_and_merged(adapter_job: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    policies = adapter_job / "store" / "policies"
+    ids = torch.arange(4, 30)[None]
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(policies / "student" / "merged", dtype=torch.float32)(ids).logits
+        base = AutoModelForCausalLM.from_pretrained(policies / "base" / "v1", dtype=torch.float32)
+        adapted = PeftModel.from_pretrained(base, policies / "student" / "v2")(ids).logits
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
+    named = json.loads((policies / "student" / "v2" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    assert Path(named) == policies / "base" / "v1"
+
+
+def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
+    adapter_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
+) -> None:
+    job = write_job(tmp_path)
+    given = arguments('stages.student.train.lora={r=4, merge="end"}')
+    attempt = start_mopd("run", job, *given)
+    latest = tmp_path / "store" / "checkpoints" / "student" / "latest"
+    while not latest.exists():  # in the first window of the student's adapter
+        assert attempt.poll() is None
+        time.sleep(0.01)
+    attempt.kill()
+    attempt.wait()
+    mopd("run", job, *given)
+    query = "select uid, response_len from samples order by uid"
+    assert open_store(str(tmp_path / "store")).sql(query) == open_store(str(adapter_job / "store")).sql(query)
+    for version in ("v1", "v2"):
+        digests = {hf.weights_digest(root / "store/policies/student" / version) for root in (tmp_path, adapter_job)}
+        assert len(digests) == 1
