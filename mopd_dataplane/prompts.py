@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
 from mopd_dataplane.base.plugins import find_plugin
-from mopd_dataplane.errors import PromptError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, PromptError, UnknownNameError, nearest
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.records import Prompt
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _RATIO, _FREE_BYTES, _ROWS = 100, 64 << 20, 256
 """A parquet file may unpack to this many times its size and this much more; looked at every so many rows."""
+_SUFFIXES = (".jsonl", ".parquet")
 _SUPPLY = 50
 """A generator that gives fewer than one new question in this many is exhausted."""
 
@@ -97,12 +98,13 @@ def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
     """(text, answer, verifier data, teacher context) of each entry of the source."""
     if domain.source == "reasoning-gym":
         return _reasoning_gym(name, domain)
-    path = Path(domain.source)
-    if path.suffix not in (".jsonl", ".parquet"):
+    if not (is_url(domain.source) or suffix_of(domain.source) in _SUFFIXES or local_path(domain.source).is_dir()):
         return _plugin(name, domain)
-    if not path.is_file():
-        raise PromptError(f"domain {name!r}: no file {path}")
-    return iter(list(_from_rows(name, path, list(_rows(path)), domain)))
+    try:
+        files = files_at(domain.source, _SUFFIXES)
+    except InputError as error:
+        raise PromptError(f"domain {name!r}: {error}") from None
+    return iter([entry for file in files for entry in _from_rows(name, file, list(_rows(file)), domain)])
 
 
 def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -148,7 +150,7 @@ def _fill(name: str, key: str, template: str, fields: dict[str, Any]) -> str:
         ) from None
 
 
-def _from_rows(name: str, path: Path | str, rows: list[dict[str, Any]], domain: Domain) -> Iterator[_Entry]:
+def _from_rows(name: str, path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterator[_Entry]:
     if not rows:
         raise PromptError(f"domain {name!r}: {path} has no prompts")
     for number, row in enumerate(rows, start=1):
@@ -167,11 +169,12 @@ def _from_rows(name: str, path: Path | str, rows: list[dict[str, Any]], domain: 
         )
 
 
-def _rows(path: Path) -> Iterable[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
+def _rows(path: str) -> Iterable[dict[str, Any]]:
+    if suffix_of(path) == ".parquet":
+        with open_file(path) as file:
+            return _parquet_rows(path, file)
     parsed = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(read_file(path).decode().splitlines(), start=1):
         if line.strip():
             try:
                 parsed.append(json.loads(line))
@@ -180,19 +183,21 @@ def _rows(path: Path) -> Iterable[dict[str, Any]]:
     return parsed
 
 
-def _parquet_rows(path: Path) -> list[dict[str, Any]]:
+def _parquet_rows(path: str, content: BinaryIO) -> list[dict[str, Any]]:
     """Rows of a parquet file. Raises PromptError when it unpacks to far more than prompts ever do."""
     import pyarrow.parquet as pq
 
     rows: list[dict[str, Any]] = []
-    limit, unpacked = _FREE_BYTES + _RATIO * path.stat().st_size, 0
-    with pq.ParquetFile(path) as file:
+    size = content.seek(0, 2)
+    content.seek(0)
+    limit, unpacked = _FREE_BYTES + _RATIO * size, 0
+    with pq.ParquetFile(content) as file:
         for batch in file.iter_batches(batch_size=_ROWS):
             found = batch.to_pylist()
             unpacked += sum(len(str(value)) for row in found for value in row.values())
             if unpacked > limit:
                 raise PromptError(
-                    f"{path}: {path.stat().st_size:,} bytes unpack to more than {limit:,}; text does not compress like "
+                    f"{path}: {size:,} bytes unpack to more than {limit:,}; text does not compress like "
                     "that: look at the file, or give it as .jsonl"
                 )
             rows += found

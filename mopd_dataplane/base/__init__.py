@@ -1,6 +1,7 @@
 """What every stage stands on: files, checksums, and named places where a process may die.
 
 files.py           durable local files: written beside their place, synced, renamed
+file_urls.py       files by path or by URL: what a user names is read and written through it
 processes.py       children that end with their parent; folders that outlive no run
 secrets.py         what must not be printed or kept
 plugins.py         what a name stands for: built in, installed, or importable

@@ -107,7 +107,7 @@ def _chosen(store: Store, uid: str | None, ways: dict[str, bool], domain: str | 
 
 def report(
     store: StoreUri,
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="FILE", help="HTML file to write.")] = None,
+    out: Annotated[str | None, typer.Option("-o", "--out", metavar="FILE", help="HTML file; path or URL.")] = None,
     tokenizer: TokenizerFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the numbers of the report.")] = False,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,12 +25,16 @@ def import_(
             help="verl, trl, prime-rl, tinker, plain, one that a package installs, or module:function.",
         ),
     ],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A .jsonl or .parquet file, or a folder of them.")],
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A .jsonl or .parquet file, a folder of them or a pattern; path or URL."),
+    ],
     store: Annotated[
         str, typer.Option("--store", metavar="STORE", help="Store to import into; made when there is none.")
     ],
     tokenizer: Annotated[
-        Path, typer.Option("--tokenizer", metavar="DIR", help="Folder with the tokenizer of the model to train.")
+        str,
+        typer.Option("--tokenizer", metavar="DIR", help="Tokenizer of the model to train: a folder, URL or hub name."),
     ],
     stage: Annotated[
         str, typer.Option("--stage", metavar="NAME", help="Job stage that owns the samples; a plain row may say it.")
@@ -62,7 +65,7 @@ def import_(
 
 def export(
     store: StoreUri,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New file, or folder for --format datasets.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="New file, or folder for --format datasets; path or URL.")],
     kind: Annotated[str, typer.Option("--format", metavar="KIND", help="parquet, jsonl or datasets.")] = "parquet",
     where: Annotated[
         str | None, typer.Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
@@ -90,10 +93,13 @@ def add_to(app: typer.Typer) -> None:
     register(app, export, "mopd export runs/demo samples.parquet --where \"domain = 'math'\"", panel=PANEL)
 
 
-def _vocabulary(folder: Path, template: str) -> Vocabulary:
+def _vocabulary(place: str, template: str) -> Vocabulary:
     from mopd_dataplane.errors import InputError
     from mopd_dataplane.models import hf
+    from mopd_dataplane.models.hub import model_folder
     from mopd_dataplane.prompts import render
+
+    folder = model_folder(place, weights=False)
 
     class FromFolder:
         """The tokenizer of a model folder."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.base.files import fsync
+from mopd_dataplane.base.file_urls import Place, check_new, publish_new, scratch_beside
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
 from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.records import Snapshot
@@ -47,14 +45,15 @@ SCHEMA = pa.schema(
 
 def export_samples(
     store: Store,
-    out: Path,
+    out: Place,
     kind: str,
     *,
     where: str | None = None,
     snapshot: Snapshot | None = None,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> int:
-    """Write samples with payload, prompt and rewards to a new file (parquet, jsonl) or folder (datasets); how many.
+    """Write samples with payload, prompt and rewards to a new file (parquet, jsonl) or folder (datasets), a path or a URL; how
+    many.
 
     where: a Lance predicate over `samples`, such as "domain = 'math'". The place appears when it is complete.
     Raises InputError when the place is taken or the kind needs a package that is missing, UnknownNameError when no
@@ -62,29 +61,24 @@ def export_samples(
     """
     if kind not in KINDS:
         raise InputError(f"no export kind {kind!r}: {nearest(kind, KINDS)}")
-    if out.exists():
-        raise InputError(f"{out} exists; give a new place")
+    check_new(out)
     if kind == "datasets":
         _require_datasets()
     pinned = snapshot or store.snapshot()
     rows = _chosen(store, where, pinned)
     if not len(rows):
         raise UnknownNameError(f"{store.uri}: no sample fits {where!r}" if where else f"{store.uri} has no samples")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        staging = Path(scratch) / "rows.parquet"
+    with scratch_beside(out) as scratch:
+        staging = scratch / "rows.parquet"
         batches = _batches(store, rows, pinned, progress)
         if kind == "jsonl":
-            staging = Path(scratch) / "rows.jsonl"
+            staging = scratch / "rows.jsonl"
             _write_jsonl(staging, batches)
         else:
             _write_parquet(staging, batches)
         if kind == "datasets":
-            staging = _as_dataset(staging, Path(scratch))
-        for file in [*staging.rglob("*"), staging] if staging.is_dir() else [staging]:
-            fsync(file)
-        shutil.move(staging, out)
-        fsync(out.parent)
+            staging = _as_dataset(staging, scratch)
+        publish_new(staging, out)
     return len(rows)
 
 

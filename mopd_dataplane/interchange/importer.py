@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mopd_dataplane.base.file_urls import Place
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.fields import RECORDED, Field, arguments
@@ -79,13 +80,13 @@ class ImportReport:
 
 def import_rollouts(
     store: Store | str,
-    path: Path,
+    path: Place,
     settings: ImportSettings,
     vocabulary: Vocabulary,
     *,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> ImportReport:
-    """Import a file, or all .jsonl and .parquet files of a folder.
+    """Import a file, all .jsonl and .parquet files of a folder, or those a pattern fits; a path or a URL.
 
     store: or the place of one, which is made there once every row is checked.
     Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
@@ -111,7 +112,7 @@ def import_rollouts(
     return report
 
 
-def _check(store: Store | None, path: Path, converted: Iterator[tuple[Row, Prompt, Sample]]) -> None:
+def _check(store: Store | None, path: Place, converted: Iterator[tuple[Row, Prompt, Sample]]) -> None:
     """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name."""
     known = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
     places: list[str] = []
@@ -135,9 +136,9 @@ def _check(store: Store | None, path: Path, converted: Iterator[tuple[Row, Promp
         )
 
 
-def batch_name(files: Sequence[Path], settings: ImportSettings) -> str:
+def batch_name(files: Sequence[str], settings: ImportSettings) -> str:
     """A name for this import that is the same when it is repeated."""
-    text = "\0".join([settings.format, settings.stage, *(file.name for file in files)])
+    text = "\0".join([settings.format, settings.stage, *(Path(file).name for file in files)])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -164,7 +165,7 @@ def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: Import
 
 
 def _samples(
-    files: Sequence[Path], settings: ImportSettings, vocabulary: Vocabulary
+    files: Sequence[str], settings: ImportSettings, vocabulary: Vocabulary
 ) -> Iterator[tuple[Row, Prompt, Sample]]:
     """Every row as prompt and sample, checked."""
     reader = find_plugin("mopd.importers", settings.format, FORMATS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.base.file_urls import Place, files_at, open_file, suffix_of
 from mopd_dataplane.errors import InputError
 
 SUFFIXES = (".jsonl", ".parquet")
@@ -18,29 +18,23 @@ _ROWS = 64
 Fields = dict[str, Any]
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file, or the files with a known suffix under a folder, in the order of their names (numbers by value).
-
-    Raises InputError when there is none.
+def files_of(path: Place) -> list[str]:
+    """The file, the files with a known suffix under a folder, or those a pattern fits, local or by URL, in the order of
+    their names (numbers by value). Raises InputError when there is none.
     """
-    if path.is_file() and path.suffix in SUFFIXES:
-        return [path]
-    found = [file for file in path.rglob("*") if file.suffix in SUFFIXES] if path.is_dir() else []
-    if not found:
-        raise InputError(f"{path}: no {' or '.join(SUFFIXES)} file there; give a file, or a folder that holds some")
-    return sorted(found, key=lambda file: (len(file.name), file.as_posix()))
+    return files_at(path, SUFFIXES)
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, Fields]]:
+def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
     """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet, from 1.
 
     Raises InputError with the place of a row that cannot be read.
     """
-    return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
+    return _parquet(file) if suffix_of(file) == ".parquet" else _jsonl(file)
 
 
-def _jsonl(file: Path) -> Iterator[tuple[str, Fields]]:
-    with file.open("rb") as lines:
+def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
+    with open_file(file) as lines:
         number = 0
         while line := lines.readline(_LINE_BYTES + 1):
             number += 1
@@ -58,13 +52,13 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Fields]]:
             yield place, fields
 
 
-def _parquet(file: Path) -> Iterator[tuple[str, Fields]]:
+def _parquet(file: Place) -> Iterator[tuple[str, Fields]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        with pq.ParquetFile(file) as stored:
+        with open_file(file) as content, pq.ParquetFile(content) as stored:
             for batch in stored.iter_batches(batch_size=_ROWS):
                 for fields in batch.to_pylist():
                     number += 1

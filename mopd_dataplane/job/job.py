@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import types
 import typing
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from mopd_dataplane.base.file_urls import Place, is_file, read_file, suffix_of
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.check import check_references
@@ -173,8 +173,8 @@ class Job(Section):
         return tuple(dict.fromkeys(names))
 
 
-def load_job(path: str | Path, *, overrides: list[str] | None = None) -> Job:
-    """Read and check a job file, the `job.toml` of a job folder, or the `job.json` that a store keeps.
+def load_job(path: Place, *, overrides: list[str] | None = None) -> Job:
+    """Read and check a job file, the `job.toml` of a job folder (paths or URLs), or the `job.json` that a store keeps.
 
     overrides: `key.path=value` in TOML syntax; a stage is addressed by its name, as in
     `stages.student.objective="full-vocab"`.
@@ -209,7 +209,7 @@ def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any],
 
     raw: the job as read; whole: with the stages' defaults in every stage, where one mistake shows up many times.
     """
-    text = Path(where).read_text() if where.endswith(".toml") and Path(where).is_file() else ""
+    text = read_file(where).decode() if suffix_of(where) == ".toml" and is_file(where) else ""
     lines: dict[str, None] = {}
     for problem in error.errors():
         parts, section = _locate(problem["loc"], whole)

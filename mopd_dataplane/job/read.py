@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import tomllib
-from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.base.file_urls import Place, folder_of, is_url, local_path, read_file, suffix_of
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.recipes import job_file
@@ -23,17 +23,17 @@ STAGE_TABLES = ("rollout", "score", "plan", "train")
 Raw = dict[str, Any]
 
 
-def read_job(path: str | Path, overrides: list[str]) -> tuple[Raw, str]:
+def read_job(path: Place, overrides: list[str]) -> tuple[Raw, str]:
     """A job file with everything it extends and the overrides applied: (its table, the file's name for messages).
 
-    path: a .toml file, a folder with a job.toml, the name of a recipe, or the job.json that a store keeps.
+    path: a .toml file, a folder with a job.toml, a URL of either, the name of a recipe, or a store's job.json.
     Raises JobFileError, DamagedError for a job.json that is not as it was written.
     """
     file = job_file(path)
     raw = _with_parents(file, ())
     for override in overrides:
         _apply_override(raw, override)
-    return raw, str(file)
+    return raw, file
 
 
 def with_stage_defaults(raw: Raw, where: str) -> Raw:
@@ -56,7 +56,7 @@ def child(node: Any, key: int | str) -> Any:
     return node[key] if isinstance(node, list) and isinstance(key, int) and key < len(node) else None
 
 
-def _with_parents(file: Path, children: tuple[Path, ...]) -> Raw:
+def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     """A job file over the job it extends: tables merge key by key, its stages follow the ones it inherits."""
     raw = _parse(file)
     if "extends" not in raw:
@@ -69,16 +69,16 @@ def _with_parents(file: Path, children: tuple[Path, ...]) -> Raw:
         )
     if set(wanted) - {"job", "stages", "domains"}:
         raise JobFileError(f"{file}: extends has keys {sorted(wanted)}; it takes job, stages and domains")
-    lineage = (*children, file.resolve())
-    parent_file = job_file(wanted["job"], beside=file.parent)
-    if parent_file.resolve() in lineage or len(lineage) > MAX_DEPTH:
+    lineage = (*children, _identity(file))
+    parent_file = job_file(wanted["job"], beside=folder_of(file))
+    if _identity(parent_file) in lineage or len(lineage) > MAX_DEPTH:
         raise JobFileError(f"{file}: extends {wanted['job']!r}, which leads back here; extend a job that stands alone")
     parent = _with_parents(parent_file, lineage)
     every = parent.get("domains", {})
     # A stage without domains has all of its own job's, not also those that the child adds.
     known = {
         str(stage.get("name")): {**stage, "domains": stage.get("domains") or list(every)}
-        for stage in _stages(parent, str(parent_file))
+        for stage in _stages(parent, parent_file)
     }
     inherited = _named(known, wanted.get("stages", []), f"{file}: extends.stages: {wanted['job']} has no stage")
     domains = _named(
@@ -86,7 +86,7 @@ def _with_parents(file: Path, children: tuple[Path, ...]) -> Raw:
     )
     routing = {key: value for key, value in parent.get("routing", {}).items() if key.partition("/")[0] in domains}
     merged: Raw = _merged({**parent, "domains": domains, "routing": routing}, raw)
-    return {**merged, "stages": [*inherited.values(), *_stages(raw, str(file))]}
+    return {**merged, "stages": [*inherited.values(), *_stages(raw, file)]}
 
 
 def _named(known: Raw, names: list[Any], refusal: str) -> Raw:
@@ -96,18 +96,25 @@ def _named(known: Raw, names: list[Any], refusal: str) -> Raw:
     return {name: known[name] for name in names}
 
 
-def _parse(file: Path) -> Raw:
-    if file.stat().st_size > MAX_BYTES:
-        raise JobFileError(f"{file}: {file.stat().st_size:,} bytes; a job file has at most {MAX_BYTES:,}")
+def _identity(file: str) -> str:
+    """A name that two ways to the same file share."""
+    return file if is_url(file) else str(local_path(file).resolve())
+
+
+def _parse(file: str) -> Raw:
+    content = read_file(file, MAX_BYTES)
+    if len(content) > MAX_BYTES:
+        raise JobFileError(f"{file}: more than {MAX_BYTES:,} bytes, which is the most a job file has")
+    is_json = suffix_of(file) == ".json"
     try:
-        text = file.read_text()
-        parsed = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        text = content.decode()
+        parsed = json.loads(text) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        kind = "JSON" if file.suffix == ".json" else "TOML"
+        kind = "JSON" if is_json else "TOML"
         raise JobFileError(f"{file}: not valid {kind}: {error}") from None
     if not isinstance(parsed, dict):
         raise JobFileError(f"{file}: holds a {type(parsed).__name__}, a job is a table of keys")
-    return unseal(text, str(file)) if SEAL in parsed else parsed
+    return unseal(text, file) if SEAL in parsed else parsed
 
 
 def _stages(raw: Raw, where: str) -> list[Raw]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mopd_dataplane.base.file_urls import Place, is_url, joined, local_path, suffix_of
 from mopd_dataplane.errors import JobFileError, nearest
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -19,19 +20,24 @@ def recipe_names() -> list[str]:
     return sorted(file.parent.name for file in FOLDER.glob(f"*/{JOB}"))
 
 
-def job_file(path: str | Path, *, beside: Path = Path()) -> Path:
-    """The file that a job's path means: a file, the job.toml of a folder, or a recipe by its name.
+def job_file(path: Place, *, beside: Place = "") -> str:
+    """The file that a job's path or URL means: a file, the job.toml of a folder, or a recipe by its name.
 
     What lies at the path wins over a recipe of that name. beside: folder that relative paths start from.
     Raises JobFileError when there is nothing.
     """
-    place = beside / path
-    file = place / JOB if place.is_dir() else place
-    if file.is_file():
-        return file
     names = recipe_names()
+    if is_url(path) or is_url(beside):
+        if not is_url(path) and str(path).removeprefix("../") in names:
+            return str(FOLDER / str(path).removeprefix("../") / JOB)
+        place = str(path) if is_url(path) else joined(beside, str(path))
+        return place if suffix_of(place) in (".toml", ".json") else joined(place, JOB)
+    file = Path(beside) / local_path(path)
+    file = file / JOB if file.is_dir() else file
+    if file.is_file():
+        return str(file)
     if str(path) in names:
-        return FOLDER / path / JOB
+        return str(FOLDER / path / JOB)
     raise JobFileError(
         f"no job file at {file}; give a .toml file, a folder with a {JOB}, or the name of a recipe "
         f"({nearest(Path(path).name, names)})"

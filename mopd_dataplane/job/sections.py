@@ -83,8 +83,8 @@ class Domain(Section):
     """Where the prompts of one domain come from and how an answer is verified."""
 
     source: str
-    """`reasoning-gym` (with `dataset`), the path of a .jsonl/.parquet file with a column `text`, or `store`: only what
-    was imported."""
+    """`reasoning-gym` (with `dataset`), .jsonl/.parquet files with a column `text` (a file, a folder or a pattern, path
+    or URL), or `store`: only what was imported."""
     dataset: str = ""
     """reasoning-gym dataset name."""
     args: dict[str, Any] = {}

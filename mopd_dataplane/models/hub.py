@@ -1,15 +1,18 @@
 """Models by their Hugging Face name: downloaded once to the hub's own cache, and then a folder like any other.
 
+A model may also lie behind a URL that fsspec opens, as `s3://bucket/model`, and is kept in the user's cache folder.
 A name is what huggingface.co calls a repository, as `Qwen/Qwen3-0.6B`; a path that exists is a folder and never a name.
 Only weights in safetensors, configs and tokenizers are fetched; code and pickles stay where they are.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from functools import lru_cache
 from pathlib import Path
 
+from mopd_dataplane.base.file_urls import is_url, kept_copy, local_path
 from mopd_dataplane.errors import InputError, UnknownNameError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -27,7 +30,7 @@ def is_hub_name(place: str) -> bool:
 
 
 def model_folder(place: str, revision: str = "", *, weights: bool = True) -> Path:
-    """Local folder of a model: its own path, or the snapshot of a hub name, downloaded unless the cache has it.
+    """Local folder of a model: its own path, or the copy of a URL or hub name, downloaded unless the cache has it.
 
     revision: branch, tag or commit; default the main branch. weights: without them, only config and tokenizer are
     fetched. HF_HOME says where the cache lies; with HF_HUB_OFFLINE=1 the network is not asked. Raises InputError for a
@@ -37,12 +40,18 @@ def model_folder(place: str, revision: str = "", *, weights: bool = True) -> Pat
         return _snapshot(place, revision, (*_SMALL, "*.safetensors") if weights else _SMALL)
     if revision:
         raise InputError(f"{place} is a folder, which has no revision {revision!r}; leave it out, or name a hub model")
-    return Path(place)
+    return _url_copy(place) if is_url(place) else local_path(place)
 
 
 def commit_of(place: str, revision: str = "") -> str:
     """Commit that a hub name stands for now, 40 hex digits; empty for a folder. Raises what model_folder raises."""
     return model_folder(place, revision).name if is_hub_name(place) else ""
+
+
+@lru_cache(maxsize=256)
+def _url_copy(place: str) -> Path:
+    """A model of a URL, as it was when this process first asked."""
+    return kept_copy(place, Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mopd" / "models")
 
 
 @lru_cache(maxsize=256)

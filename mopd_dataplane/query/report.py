@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.file_urls import Place, write_file
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.run_sections import run_sections
 from mopd_dataplane.query.sections import cards, sections
@@ -50,17 +50,16 @@ class Excerpts:
 
 
 def write_report(
-    store: Store, out: str | Path, *, measures: Measures | None = None, tokenizer: Path | None = None
-) -> Path:
-    """Write the report of a store to one HTML file, and return its path.
+    store: Store, out: Place, *, measures: Measures | None = None, tokenizer: Path | None = None
+) -> Place:
+    """Write the report of a store to one HTML file, a path or a URL, and return where it is.
 
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
     """
     numbers = measures or measure(store)
     page = render(numbers, excerpts(store, numbers.snapshot, tokenizer=tokenizer))
-    target = Path(out)
-    publish_file(target, page.encode())
-    return target
+    write_file(out, page.encode())
+    return out
 
 
 def excerpts(store: Store, snapshot: Snapshot, *, tokenizer: Path | None = None) -> Excerpts:

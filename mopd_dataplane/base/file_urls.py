@@ -1,0 +1,333 @@
+"""Files by path or by URL: every file that a user names, but for the store itself, is read and written through here.
+
+A URL is whatever fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only), `memory://`, and
+what its plug-ins add. S3, Google and Azure go through obstore where it is installed, so that a file and a store find
+their credentials in one place. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the environment,
+or a file under ~/.config/fsspec. Writing is as for local files (files.py): a name has its whole content, or nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mopd_dataplane.base.files import fsync, publish_file, publish_folder
+from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError, UnknownNameError
+
+Place = str | Path
+
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "adl", "abfs", "abfss")
+_WHOLE_WRITES = (*_OBJECT_STORES, "hf", "memory")
+"""Protocols under which a name appears with its whole content; elsewhere a file is written beside it and renamed."""
+_READ_ONLY = ("http", "https", "github", "git", "zip", "tar")
+_GLOB = set("*?[")
+
+
+def is_url(place: Place) -> bool:
+    """Whether a place is a URL; `file://` is a path.
+
+    >>> is_url("s3://bucket/a.jsonl"), is_url("runs/a.jsonl"), is_url("file:///tmp/a")
+    (True, False, False)
+    """
+    return "://" in str(place) and not str(place).startswith("file://")
+
+
+def local_path(place: Place) -> Path:
+    """The path of a place that is no URL."""
+    return Path(str(place).removeprefix("file://"))
+
+
+def joined(folder: Place, name: str) -> str:
+    """Place of a file below a folder.
+
+    >>> joined("s3://bucket/jobs/", "job.toml")
+    's3://bucket/jobs/job.toml'
+    """
+    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(local_path(folder) / name)
+
+
+def folder_of(place: Place) -> str:
+    """The folder that a file lies in."""
+    return str(place).rpartition("/")[0] if is_url(place) else str(local_path(place).parent)
+
+
+def suffix_of(place: Place) -> str:
+    """Suffix of a file's name, as `.jsonl`; a URL's query is no part of it."""
+    return Path(str(place).partition("?")[0] if str(place).startswith("http") else str(place)).suffix
+
+
+def is_file(place: Place) -> bool:
+    """Whether there is a file. Raises what read_file raises, but for a missing file."""
+    if not is_url(place):
+        return local_path(place).is_file()
+    with _reached(place) as (system, path):
+        return bool(system.isfile(path))
+
+
+def exists(place: Place) -> bool:
+    """Whether there is a file or a folder. Raises what read_file raises, but for a missing file."""
+    if not is_url(place):
+        return local_path(place).exists()
+    with _reached(place) as (system, path):
+        return bool(system.exists(path))
+
+
+def read_file(place: Place, most: int | None = None) -> bytes:
+    """Content of a file, its first `most` + 1 bytes where a bound is given.
+
+    Raises UnknownNameError when there is none, InputError for a URL nothing here can open or that is refused,
+    DeadlineError or ResourceError when its server does not answer or fails.
+    """
+    with open_file(place) as file:
+        return file.read() if most is None else file.read(most + 1)
+
+
+@contextmanager
+def open_file(place: Place) -> Iterator[BinaryIO]:
+    """A file, open for reading in bytes and seekable. Raises what read_file raises, also while it is read."""
+    if not is_url(place):
+        path = local_path(place)
+        if not path.is_file():
+            raise UnknownNameError(f"no file {path}")
+        with path.open("rb") as file:
+            yield file
+        return
+    with _reached(place) as (system, path), system.open(path, "rb") as remote:
+        yield remote
+
+
+def files_at(place: Place, suffixes: Iterable[str]) -> list[str]:
+    """The files with these suffixes that a place means: itself, those under a folder, or those that a pattern with `*`,
+    `?` or `[…]` fits; in the order of their names, numbers by value. Raises InputError when there is none.
+    """
+    wanted = tuple(suffixes)
+    found = _remote_files(place) if is_url(place) else _local_files(str(local_path(place)))
+    fitting = [file for file in found if suffix_of(file) in wanted]
+    if not fitting:
+        raise InputError(
+            f"{place}: no {' or '.join(wanted)} file there; give a file, a folder that holds some, or a pattern"
+        )
+    return sorted(fitting, key=lambda file: (len(Path(file).name), file))
+
+
+def _local_files(place: str) -> list[str]:
+    import glob
+
+    if os.path.isfile(place):
+        return [place]
+    if os.path.isdir(place):
+        return [str(file) for file in Path(place).rglob("*") if file.is_file()]
+    return [file for file in glob.glob(place, recursive=True) if os.path.isfile(file)]
+
+
+def _remote_files(place: Place) -> list[str]:
+    protocol = str(place).partition("://")[0]
+    if protocol in ("http", "https"):  # a `?` is a query, and only some servers list a folder
+        return [str(place)]
+    with _reached(place) as (system, path):
+        if _GLOB & set(path):
+            found = [name for name in system.glob(path) if system.isfile(name)]
+        else:
+            found = [path] if system.isfile(path) else system.find(path)
+        return [str(system.unstrip_protocol(name)) for name in found]
+
+
+@contextmanager
+def local_copy(place: Place) -> Iterator[Path]:
+    """A file or a folder as a local path: its own, or a copy of a URL's that lives as long as the context.
+
+    Raises what read_file raises.
+    """
+    if not is_url(place):
+        yield local_path(place)
+        return
+    with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
+        target = Path(scratch) / Path(str(place).partition("?")[0]).name
+        _download(place, target)
+        yield target
+
+
+def kept_copy(place: Place, cache_folder: Path) -> Path:
+    """A folder behind a URL as a local folder that stays: downloaded once for each state that its listing shows.
+
+    Names, sizes and the server's tags of the files say which state it is. Raises what read_file raises.
+    """
+    with _reached(place) as (system, path):
+        listing = system.find(path, detail=True)
+        if not listing:
+            raise UnknownNameError(f"nothing at {place}")
+        state = sorted(
+            (name, entry.get("size"), str(entry.get("e_tag") or entry.get("ETag") or entry.get("blob_id") or ""),
+             str(entry.get("last_modified") or entry.get("created") or ""))
+            for name, entry in listing.items()
+        )  # fmt: skip
+    folder = cache_folder / hashlib.sha256(repr((str(place), state)).encode()).hexdigest()[:32]
+    if folder.is_dir():
+        return folder
+    cache_folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder, prefix=".arriving-") as scratch:
+        arrived = Path(scratch) / "folder"
+        _download(place, arrived)
+        try:
+            publish_folder(arrived, folder)
+        except OSError:
+            if not folder.is_dir():  # another process has brought the same folder meanwhile
+                raise
+    return folder
+
+
+def _download(place: Place, target: Path) -> None:
+    """A file or a folder of a URL to a new local path."""
+    with _reached(place) as (system, path):
+        if system.isfile(path):
+            system.get_file(path, str(target))
+            return
+        names = system.find(path)
+        if not names:
+            raise UnknownNameError(f"nothing at {place}")
+        root = path.rstrip("/") + "/"
+        for name in names:
+            below = name.removeprefix(root)
+            file = target / below
+            if below == name or not file.resolve().is_relative_to(target.resolve()):
+                raise InputError(f"{place} lists {name!r:.80}, which does not lie under it")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(name, str(file))
+
+
+def write_file(place: Place, content: bytes) -> None:
+    """Replace a small file; a reader sees the old content or the new. Raises what read_file raises, and InputError for
+    a place that cannot be written to."""
+    if not is_url(place):
+        publish_file(local_path(place), content)
+        return
+    with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
+        staging = Path(scratch) / "content"
+        staging.write_bytes(content)
+        _upload(staging, place)
+
+
+def check_new(place: Place) -> None:
+    """Raise InputError where something is, or nothing can be written."""
+    if is_url(place):
+        _check_writable(place)
+    if exists(place):
+        raise InputError(f"{place} exists; give a new place")
+
+
+@contextmanager
+def scratch_beside(place: Place) -> Iterator[Path]:
+    """A temporary folder on the disk where a local place lies, or anywhere for a URL: for publish_new."""
+    parent = None if is_url(place) else local_path(place).parent
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+    prefix = "mopd-" if parent is None else f".{local_path(place).name}."
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as scratch:
+        yield Path(scratch)
+
+
+def publish_new(staging: Path, place: Place) -> None:
+    """Move a finished file or folder of scratch_beside to its place, durably.
+
+    A folder goes to a URL file by file, the JSON files that lie at its top last: what reads it begins with them.
+    """
+    if not is_url(place):
+        for file in [*staging.rglob("*"), staging] if staging.is_dir() else [staging]:
+            fsync(file)
+        shutil.move(staging, local_path(place))
+        fsync(local_path(place).parent)
+        return
+    if staging.is_file():
+        _upload(staging, place)
+        return
+    files = [file for file in staging.rglob("*") if file.is_file()]
+    for file in sorted(files, key=lambda file: (file.suffix == ".json" and file.parent == staging, file)):
+        _upload(file, joined(place, file.relative_to(staging).as_posix()))
+
+
+def _upload(file: Path, place: Place) -> None:
+    _check_writable(place)
+    protocol = str(place).partition("://")[0]
+    with _reached(place) as (system, path):
+        if protocol not in _OBJECT_STORES:
+            system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if protocol in _WHOLE_WRITES:
+            system.put_file(str(file), path)
+            return
+        beside = f"{path}.{os.urandom(4).hex()}.tmp"
+        try:
+            system.put_file(str(file), beside)
+            system.mv(beside, path)
+        except BaseException:
+            if system.exists(beside):
+                system.rm_file(beside)
+            raise
+
+
+def _check_writable(place: Place) -> None:
+    if (protocol := str(place).partition("://")[0]) in _READ_ONLY:
+        raise InputError(f"{place} cannot be written: {protocol} is for reading; give a file, or an object store's URL")
+
+
+@contextmanager
+def _reached(place: Place) -> Iterator[tuple[Any, str]]:
+    """(file system, path in it) of a URL; what goes wrong inside becomes an error of the tree.
+
+    Messages of servers may hold what was signed, so only their kind is passed on.
+    """
+    url = str(place)
+    host = url.partition("://")[2].partition("/")[0]
+    if "@" in host and not url.startswith("hf://"):
+        raise InputError("a URL must not carry a user or a password, which would be stored; use the environment")
+    try:
+        import fsspec
+
+        _prefer_obstore(url.partition("://")[0])
+        yield fsspec.core.url_to_fs(url)
+    except (MopdError, GeneratorExit):
+        raise
+    except FileNotFoundError:
+        raise UnknownNameError(f"nothing at {url}; check the name") from None
+    except (ImportError, ValueError) as error:
+        known = isinstance(error, ImportError) or "rotocol" in str(error)
+        if not known:
+            raise
+        raise InputError(
+            f"{url}: nothing here opens {url.partition('://')[0]}:// ({error!s:.120}); "
+            "pip install 'mopd-dataplane[files]', or what the message names"
+        ) from None
+    except PermissionError:
+        raise InputError(f"{url}: access is refused; see docs/storage.md for where credentials come from") from None
+    except TimeoutError:
+        raise DeadlineError(f"{url}: no answer in time; run the same command again") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in _CLIENTS:
+            raise
+        status = getattr(error, "status", "") or getattr(getattr(error, "response", None), "status_code", "")
+        what = f"{type(error).__name__} {status}".strip()
+        if status in (401, 403):
+            raise InputError(f"{url}: access is refused ({what})") from None
+        if status == 404:
+            raise UnknownNameError(f"nothing at {url}; check the name") from None
+        raise ResourceError(f"{url}: its server fails ({what}); run the same command again") from None
+
+
+_CLIENTS = ("aiohttp", "obstore", "_obstore", "botocore", "aiobotocore", "gcsfs", "adlfs", "huggingface_hub", "httpx")
+"""Top-level modules whose errors are those of a server or its client."""
+
+
+@cache
+def _prefer_obstore(protocol: str) -> None:
+    """Object stores through obstore, where it is installed: it reads the environment as the store does."""
+    if protocol in _OBJECT_STORES and find_spec("obstore"):
+        from obstore.fsspec import register
+
+        register(protocol)
