@@ -10,6 +10,7 @@ EXTRAS = {
     "torchao": "quantise",
     "obstore": "s3",
     "datasets": "datasets",
+    "aiohttp": "files",
     "vllm": "vllm",
     "httpx2": "server",
     "ray": "ray",

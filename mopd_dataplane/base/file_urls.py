@@ -1,15 +1,16 @@
 """Files by path or by URL: every file that a user names, but for the store itself, is read and written through here.
 
-A URL is whatever fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only), `memory://`, and
-what its plug-ins add. S3, Google and Azure go through obstore where it is installed, so that a file and a store find
-their credentials in one place. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the environment,
-or a file under ~/.config/fsspec. Writing is as for local files (files.py): a name has its whole content, or nothing.
+A URL is whatever fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only), `memory://`,
+and what its plug-ins add. S3, Google and Azure go through obstore where it is installed, so that a file and a store
+find their credentials in one place. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the
+environment, or a file under ~/.config/fsspec. Writing is as for local files (files.py): a name has its whole content, or nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,7 @@ _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "adl", "abfs", "abfss")
 _WHOLE_WRITES = (*_OBJECT_STORES, "hf", "memory")
 """Protocols under which a name appears with its whole content; elsewhere a file is written beside it and renamed."""
 _READ_ONLY = ("http", "https", "github", "git", "zip", "tar")
+_WEB = ("http://", "https://")
 _GLOB = set("*?[")
 
 
@@ -46,12 +48,15 @@ def local_path(place: Place) -> Path:
 
 
 def joined(folder: Place, name: str) -> str:
-    """Place of a file below a folder.
+    """Place of a file that a folder's path leads to; `..` goes up.
 
     >>> joined("s3://bucket/jobs/", "job.toml")
     's3://bucket/jobs/job.toml'
     """
-    return f"{str(folder).rstrip('/')}/{name}" if is_url(folder) else str(local_path(folder) / name)
+    if not is_url(folder):
+        return str(local_path(folder) / name)
+    protocol, _, path = str(folder).partition("://")
+    return f"{protocol}://" + posixpath.normpath(f"{path}/{name}").lstrip("/")
 
 
 def folder_of(place: Place) -> str:
@@ -61,7 +66,7 @@ def folder_of(place: Place) -> str:
 
 def suffix_of(place: Place) -> str:
     """Suffix of a file's name, as `.jsonl`; a URL's query is no part of it."""
-    return Path(str(place).partition("?")[0] if str(place).startswith("http") else str(place)).suffix
+    return Path(str(place).partition("?")[0] if str(place).startswith(_WEB) else str(place)).suffix
 
 
 def is_file(place: Place) -> bool:
@@ -92,7 +97,8 @@ def read_file(place: Place, most: int | None = None) -> bytes:
 
 @contextmanager
 def open_file(place: Place) -> Iterator[BinaryIO]:
-    """A file, open for reading in bytes and seekable. Raises what read_file raises, also while it is read."""
+    """A file, open for reading in bytes and seekable; a URL's is downloaded first, since not every server knows byte
+    ranges and not every client knows lines. Raises what read_file raises."""
     if not is_url(place):
         path = local_path(place)
         if not path.is_file():
@@ -100,8 +106,8 @@ def open_file(place: Place) -> Iterator[BinaryIO]:
         with path.open("rb") as file:
             yield file
         return
-    with _reached(place) as (system, path), system.open(path, "rb") as remote:
-        yield remote
+    with local_copy(place) as path, path.open("rb") as file:
+        yield file
 
 
 def files_at(place: Place, suffixes: Iterable[str]) -> list[str]:
@@ -129,8 +135,7 @@ def _local_files(place: str) -> list[str]:
 
 
 def _remote_files(place: Place) -> list[str]:
-    protocol = str(place).partition("://")[0]
-    if protocol in ("http", "https"):  # a `?` is a query, and only some servers list a folder
+    if str(place).startswith(_WEB):  # a `?` is a query, and only some servers list a folder
         return [str(place)]
     with _reached(place) as (system, path):
         if _GLOB & set(path):
@@ -187,7 +192,7 @@ def kept_copy(place: Place, cache_folder: Path) -> Path:
 def _download(place: Place, target: Path) -> None:
     """A file or a folder of a URL to a new local path."""
     with _reached(place) as (system, path):
-        if system.isfile(path):
+        if str(place).startswith(_WEB) or system.isfile(path):
             system.get_file(path, str(target))
             return
         names = system.find(path)

@@ -52,10 +52,10 @@ def export_samples(
     snapshot: Snapshot | None = None,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> int:
-    """Write samples with payload, prompt and rewards to a new file (parquet, jsonl) or folder (datasets), a path or a URL; how
-    many.
+    """Write samples with payload, prompt and rewards to a new file (parquet, jsonl) or folder (datasets); how many.
 
-    where: a Lance predicate over `samples`, such as "domain = 'math'". The place appears when it is complete.
+    out: a path or a URL; it appears when it is complete. where: a Lance predicate over `samples`, such as
+    "domain = 'math'".
     Raises InputError when the place is taken or the kind needs a package that is missing, UnknownNameError when no
     sample fits.
     """

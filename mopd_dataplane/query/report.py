@@ -49,9 +49,7 @@ class Excerpts:
     """Rows of `evals` joined with their prompt: one right and one wrong answer of each domain."""
 
 
-def write_report(
-    store: Store, out: Place, *, measures: Measures | None = None, tokenizer: Path | None = None
-) -> Place:
+def write_report(store: Store, out: Place, *, measures: Measures | None = None, tokenizer: Path | None = None) -> Place:
     """Write the report of a store to one HTML file, a path or a URL, and return where it is.
 
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
