@@ -3,7 +3,8 @@
 A URL is whatever fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only), `memory://`,
 and what its plug-ins add. S3, Google and Azure go through obstore where it is installed, so that a file and a store
 find their credentials in one place. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the
-environment, or a file under ~/.config/fsspec. Writing is as for local files (files.py): a name has its whole content, or nothing.
+environment, or a file under ~/.config/fsspec. Writing is as for local files (files.py): a name has its whole content,
+or nothing.
 """
 
 from __future__ import annotations
