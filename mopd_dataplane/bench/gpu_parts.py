@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def kernels(device: str, small: bool) -> Found:
     bench, began = Bench(device), time.monotonic()
     tiny = Case(rows=4, vocabulary=700, student_width=64, teacher_width=64, distance=0.3)
     case = tiny if small else GPU_CASES[0]
-    sections = {
+    sections: dict[str, Callable[[], Iterable[str]]] = {
         "Accuracy": lambda: gpu_accuracy.rows(device, small),
         "Speed against the goals": lambda: gpu_speed.op_rows(bench, case),
     }
