@@ -20,7 +20,7 @@ help:  ## list the targets
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,jobs,triton,ray,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,lora,jobs,files,triton,ray,dev]"
 	@touch $@
 
 run: $(INSTALLED)  ## the quickstart: base, specialists, MOPD; ends with the table and runs/quickstart/report.html

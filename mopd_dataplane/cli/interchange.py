@@ -90,7 +90,8 @@ def add_to(app: typer.Typer) -> None:
         app, import_, "mopd import verl dumps/ --store runs/demo --stage student --domain math --tokenizer models/base",
         name="import", panel=PANEL,
     )  # fmt: skip
-    register(app, export, "mopd export runs/demo samples.parquet --where \"domain = 'math'\"", panel=PANEL)
+    example = "mopd export runs/quickstart samples.parquet --where \"domain = 'spell_backward'\""
+    register(app, export, example, panel=PANEL)
 
 
 def _vocabulary(place: str, template: str) -> Vocabulary:

@@ -38,7 +38,8 @@ def run(recipe: str, folder: Path) -> Rehearsal:
     assert {step["stage"] for step in steps} == {stage.name for stage in job.stages}
     for stage in small.job.stages:
         assert {step["window"] for step in steps if step["stage"] == stage.name} == set(range(stage.iterations))
-    assert any(step["grad_norm"] > 0 for step in steps)
+    if any(job.objective(stage).signals for stage in job.stages):  # rewards alone say nothing of answers all wrong
+        assert any(step["grad_norm"] > 0 for step in steps)
     assert not store.verify().findings
     return small
 

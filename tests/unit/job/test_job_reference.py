@@ -116,11 +116,11 @@ def test_help_finds_tables_and_keys_by_any_of_their_names() -> None:
 
 def test_a_recipe_goes_by_its_name_where_nothing_else_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert job_file("quickstart") == FOLDER / "quickstart" / "job.toml"
+    assert job_file("quickstart") == str(FOLDER / "quickstart" / "job.toml")
     assert load_job("opd").name == "opd"
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "job.toml").write_text("")
-    assert job_file("quickstart").resolve() == tmp_path / "quickstart" / "job.toml"
+    assert Path(job_file("quickstart")).resolve() == tmp_path / "quickstart" / "job.toml"
     with pytest.raises(JobFileError, match="did you mean 'quickstart'"):
         job_file("quickstar")
 
