@@ -425,7 +425,7 @@ class Lora(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of its inputs that are dropped in training; above 0 training and sampling see different policies."""
     merge: Literal["never", "end"] = "never"
-    """`end` also leaves the last version as a whole model, policies/STAGE/merged, which others then start from."""
+    """`end` also leaves the last version as a whole model, policies/STAGE/merged-vN, which others then start from."""
 
 
 class Train(Section):

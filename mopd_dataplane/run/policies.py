@@ -14,9 +14,6 @@ from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.work_folder import Work
 
-MERGED = "merged"
-"""Name of a stage's last adapter merged into its base, beside its versions."""
-
 
 @dataclass(frozen=True)
 class Policies:
@@ -56,10 +53,11 @@ class Policies:
         return folder
 
     def merge(self, stage: Stage) -> Path:
-        """The last version of a stage as a whole model, made once. Raises UnknownNameError before it has trained."""
-        name = f"policies/{stage.name}/{MERGED}"
+        """The last version of a stage as a whole model, made once."""
+        version = self.latest(stage)
+        name = f"policies/{stage.name}/merged-v{version}"
         if not self.work.fetch(name):
-            last = self.folder(stage, self.latest(stage))
+            last = self.folder(stage, version)
             save_policy(load_merged(last, dtype=self.job.student.dtype), last, self.work.root / name)
             self.work.publish(name)
         return self.work.root / name

@@ -56,7 +56,8 @@ def test_the_student_is_left_as_an_adapter_and_merged(adapter_job: Path) -> None
     policies = adapter_job / "store" / "policies"
     ids = torch.arange(4, 30)[None]
     with torch.no_grad():
-        merged = AutoModelForCausalLM.from_pretrained(policies / "student" / "merged", dtype=torch.float32)(ids).logits
+        whole = policies / "student" / "merged-v2"
+        merged = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)(ids).logits
         base = AutoModelForCausalLM.from_pretrained(policies / "base" / "v1", dtype=torch.float32)
         adapted = PeftModel.from_pretrained(base, policies / "student" / "v2")(ids).logits
     torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-4)
