@@ -130,14 +130,6 @@ def activate(model: PreTrainedModel, name: str | None) -> None:
         weight.requires_grad_(False)
 
 
-def detach(model: PreTrainedModel, name: str) -> None:
-    """Forget an adapter of a model."""
-    from peft.functional import delete_adapter
-
-    delete_adapter(model, name, "lora_")  # type: ignore[no-untyped-call]
-    model.peft_config.pop(name, None)
-
-
 def merge(model: PreTrainedModel) -> PreTrainedModel:
     """A model whose active adapter is added to its weights, as a plain transformers model again."""
     for path, layer in [(path, module) for path, module in model.named_modules() if _is_adapted(module)]:
