@@ -66,7 +66,6 @@ def test_the_student_is_left_as_an_adapter_and_merged(adapter_job: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
     adapter_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ) -> None:
