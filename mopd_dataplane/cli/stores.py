@@ -16,6 +16,7 @@ from mopd_dataplane.query.text import size
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 AUDIT_FAILED = 1
+LEFT_BEHIND = "plans, snapshots, checkpoints and the token log"
 INFO_COLUMNS = ("rows", "bytes", "freeable_bytes", "files", "version")
 
 
@@ -53,8 +54,9 @@ def verify(
     are counted; nobody sees them and they are harmless.
     """
     from mopd_dataplane import open_store
+    from mopd_dataplane.store.verify_apart import verify_apart
 
-    audit = open_store(store).verify(deep=not fast)
+    audit = verify_apart(open_store(store), deep=not fast)
     if as_json:
         print_json({"ok": audit.ok, **plain(audit)})
     else:
@@ -115,19 +117,22 @@ def copy(
         str, typer.Option("--where", help="Only samples that fit: a predicate over samples, \"domain = 'math'\".")
     ] = "",
 ) -> None:
-    """Copy samples with everything that speaks of them into a new store, in a folder or on an object store.
+    """Copy a store, or samples of it with everything that speaks of them, into a folder or onto an object store.
 
-    Tokens, signals, rewards and labels go with their samples; prompts whose samples all stay behind stay behind too.
-    Every checksum is compared and carried, and the copy is verified before it opens as a store. Rows are numbered anew:
-    plans, snapshots, checkpoints and the token log, which name rows, stay behind. Killed, the same line goes on.
-
-    To remove samples for good: copy those that stay, then delete the old store.
+    A whole store is copied as it is, with snapshots, plans, checkpoints and the token log: an interrupted job goes on
+    in the copy. With --where, tokens, signals, rewards and labels go with their samples, and prompts whose samples all
+    stay behind stay behind too; rows are numbered anew, so plans, snapshots, checkpoints and the token log, which name
+    rows, stay behind. Every checksum is compared before the copy opens as a store. Killed, the same line goes on.
     """
     from mopd_dataplane import open_store
-    from mopd_dataplane.store.copying import copy_store
+    from mopd_dataplane.run.whole_copy import copy_whole
+    from mopd_dataplane.store.copying import copy_samples
 
-    for part in copy_store(open_store(source), target, where or None):
+    opened = open_store(source)
+    for part in copy_samples(opened, target, where) if where else copy_whole(opened, target):
         note(part)
+    if where:
+        note(f"left behind, because rows are numbered anew: {LEFT_BEHIND}")
     note(f"{target} is a store; {source} is as it was")
 
 

@@ -24,6 +24,7 @@ work_folder.py        the local folder, and its way to an object store
 checkpoint_copy.py    checkpoints on their way to an object store and back
 token_log_copy.py     the token log's copy there
 upgrade.py            a store of format 1, whole, in today's format
+whole_copy.py         a store, whole, at another place
 provenance.py         commit, settings, sampler and machine of a published figure
 progress.py           bars on a terminal, one line per finished step everywhere
 """

@@ -24,6 +24,7 @@ from mopd_dataplane.base.sealed_json import seal, seal_line
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.hf import file_digest
+from mopd_dataplane.run.whole_copy import copy_log_folder
 from mopd_dataplane.store.dataset_format import MARK
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
@@ -186,11 +187,7 @@ def _carry_heads(old: Path, root: Path) -> None:
 
 def _carry_log(old: Path, root: Path) -> None:
     """The token log byte by byte: it has checksums of its own, and its readers know the names of format 1."""
-    for file in sorted(path for path in (old / "wal").rglob("*") if path.is_file()):
-        target = root / file.relative_to(old)
-        if not target.exists() or target.read_bytes() != file.read_bytes():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            publish_file(target, file.read_bytes())
+    copy_log_folder(old / "wal", root / "wal")
 
 
 _FILES: dict[str, Callable[[Path, Path], None]] = {

@@ -32,15 +32,19 @@ cache.py           byte ranges of an object store, kept on the node
 retire.py          hidden states that have served are freed
 token_stats.py     what scoring and training found for each trained token
 snapshot.py        pinned versions
+tags.py            what pins them, beside other processes
 maintain.py        counts, compaction, clean-up
 row_checksums.py   a checksum over the content of each row of metadata
 verify.py          the audit
-verify_report.py   what it says
+verify_report.py   what it says, and at which step it is
+verify_apart.py    the audit in a process of its own, which damaged bytes may end
 verify_rows.py     the audit of rows of metadata
 verify_pins.py     the audit of pinned versions
 verify_files.py    the audit of what lies beside the tables
 upgrade.py         tables of format 1, copied into format 2
 copying.py         samples that fit, with everything that speaks of them, in a new store
+whole_copy.py      every table as it is, file by file
+copy_files.py      how a copy begins and ends, and the files beside the tables
 queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
 sql.py             one read-only SQL statement at pinned versions
 views.py           what is asked most, as views and macros of that SQL

@@ -93,7 +93,12 @@ class Torn(NamedTuple):
 
 def manifest(root: Path, version: int) -> Path:
     """The manifest of a version of a local dataset."""
-    return root / "_versions" / f"{_LAST_VERSION - version:020d}.manifest"
+    return root / "_versions" / manifest_name(version)
+
+
+def manifest_name(version: int) -> str:
+    """How Lance names the manifest of a version: the newest comes first in order of name."""
+    return f"{_LAST_VERSION - version:020d}.manifest"
 
 
 def torn_manifests(root: Path, acknowledged: int) -> tuple[list[Torn], int]:

@@ -10,6 +10,7 @@ first wins and the other's files go.
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import time
 import uuid
@@ -24,6 +25,8 @@ from mopd_dataplane.store.objects import ObjectFiles
 
 FRESH_S = 2.0
 """How long a listing is believed."""
+_ATTEMPT = re.compile(r".+\.[0-9a-f]{8}")
+"""Where the files of one attempt lie, beside the list that names them."""
 
 
 class ArtifactStore:
@@ -42,6 +45,12 @@ class ArtifactStore:
             self._listed[parent] = (time.monotonic(), found)
         return found
 
+    def below(self, parent: str) -> list[str]:
+        """Names of the folders published under a parent, and under each stage in it: "policies/student/v3"."""
+        stages = [name for name in self._files.children(parent) if not _ATTEMPT.fullmatch(name)]
+        inside = [parent, *(f"{parent}/{stage}" for stage in stages if not stage.endswith(".json"))]
+        return [f"{folder}/{name}" for folder in inside for name in self.names(folder)]
+
     def has(self, name: str) -> bool:
         """Whether a folder is published."""
         return self._files.size(f"{name}.json") is not None
@@ -50,7 +59,7 @@ class ArtifactStore:
         """Upload a finished folder; durable on return. Nothing happens when the name is taken."""
         if self.has(name):
             return
-        attempt = f"{name}.{uuid.uuid4().hex[:8]}"
+        attempt = f"{name}.{uuid.uuid4().hex[:8]}"  # as _ATTEMPT says
         listing: dict[str, Any] = {"folder": attempt, "files": {}}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             relative = file.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""Samples that fit, with everything that speaks of them, in a new store: in a folder or on an object store.
+"""Samples that fit a predicate, with everything that speaks of them, in a new store, in a folder or on an object store.
 
     samples, tokens, signals, scores, rewards, labels,
     token_stats                                          of the samples that fit
@@ -12,12 +12,7 @@ looks at what is there first: killed anywhere, the same call goes on.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import uuid
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 
 import lance
 import numpy as np
@@ -26,12 +21,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import fsync, publish_folder
-from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.records import Signal, Snapshot
-from mopd_dataplane.store.artifacts import ArtifactStore
+from mopd_dataplane.store.copy_files import begin_copy, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.dataset_format import FREED, MARK
+from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.place import Place
@@ -39,28 +33,25 @@ from mopd_dataplane.store.reading import read_signal, signal_crcs, take_payload,
 from mopd_dataplane.store.row_checksums import wrong_rows
 from mopd_dataplane.store.signals import payload_table
 from mopd_dataplane.store.table import Table
-from mopd_dataplane.store.upgrade import link_file
-from mopd_dataplane.store.verify import verify
-from mopd_dataplane.tables import FORMAT_VERSION, ROW_CRC, TABLES
+from mopd_dataplane.tables import ROW_CRC, TABLES
 
-PROGRESS = "copy.json"
-"""What a target is being copied from; gone when it is whole."""
 ROWS, BYTES = 4096, 64 << 20
 """Bounds of one commit of copied payload."""
-WEIGHTS = ("policies", "discriminators")
 _WHOLE = ("teachers", "steps", "events")
 
 
-def copy_store(source: Store, target: str, where: str | None = None) -> Iterator[str]:
-    """Copy the samples that a predicate over `samples` lets through (all without one); names each part that is done.
+def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
+    """Copy the samples that a predicate over `samples` lets through; names each part that is done.
 
     Raises InputError for a predicate that is none or a place that cannot be used, UnknownNameError when no sample fits,
     MismatchError for half a copy of something else, DamagedError naming what of the source is damaged.
     """
     place = Place(target)
     at = source.snapshot()
-    rows = _chosen(source, where, at)
-    _begin(source, place, where)
+    rows = fitting_samples(source, where, at)
+    begin_copy(source, place, where)
+    for name in TABLES:
+        Table(place, name).create()
     copy = _Copy(source, place, at)
     yield f"samples: {copy.samples(rows):,}"
     for name in source.names():
@@ -68,22 +59,15 @@ def copy_store(source: Store, target: str, where: str | None = None) -> Iterator
             yield f"{name}: {copy.signals(name):,}"
     for name, count in copy.others().items():
         yield f"{name}: {count:,}"
-    _carry_files(source, place)
+    copy_weights(source, place)
+    copy_job(source, place)
     yield "files"
-    report = verify(place, {name: Table(place, name) for name in [*TABLES, *copy.made]}, deep=True)
-    if not report.ok:
-        said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
-        raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    place.write_json(
-        MARK, {"format_version": FORMAT_VERSION, "created": now, "uuid": str(uuid.uuid4()), "copied_from": source.uuid}
-    )
-    place.remove(PROGRESS)
+    finish_copy(source, place, [*TABLES, *copy.made])
     yield "verified"
 
 
-def _chosen(source: Store, where: str | None, at: Snapshot) -> NDArray[np.int64]:
-    """[n] row ids of the samples that fit."""
+def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
+    """[n] row ids of the samples that fit a predicate. Raises InputError, UnknownNameError when there is none."""
     samples = source.dataset("samples", at)
     try:
         found = samples.to_table(columns=[], filter=where, with_row_id=True)["_rowid"].to_numpy()
@@ -91,31 +75,9 @@ def _chosen(source: Store, where: str | None, at: Snapshot) -> NDArray[np.int64]
         if not isinstance(error, ValueError | OSError) and not is_panic(error):
             raise
         raise InputError(f"filter {where!r:.200} is no predicate over samples: {error!s:.300}") from None
-    if where is not None and not len(found):
+    if not len(found):
         raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
     return np.sort(found).astype(np.int64)
-
-
-def _begin(source: Store, place: Place, where: str | None) -> None:
-    if place.uri == source.uri or place.uri.startswith(f"{source.uri}/") or source.uri.startswith(f"{place.uri}/"):
-        raise InputError(f"{place.uri} and {source.uri} overlap; give a place of its own")
-    wanted = {"source": source.uuid, "where": where or ""}
-    begun = place.read_json(PROGRESS)
-    if begun is None:
-        if place.has(MARK) or (place.root is not None and place.root.exists() and any(place.root.iterdir())):
-            raise InputError(f"{place.uri} is not empty; give a place where nothing is")
-        place.check_new()
-        if place.root is not None:
-            place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        place.admit_writer()
-        place.write_json(PROGRESS, wanted)
-    elif {name: begun[name] for name in wanted} != wanted:
-        raise MismatchError(
-            f"{place.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
-            "another place"
-        )
-    for name in TABLES:
-        Table(place, name).create()
 
 
 class _Copy:
@@ -259,57 +221,3 @@ def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -
         return take_payload(old, some["payload_row"].to_numpy(), old.schema.names)
 
     return lists
-
-
-def _carry_files(source: Store, place: Place) -> None:
-    """Heads, policies, discriminators and the job."""
-    with tempfile.TemporaryDirectory(prefix="mopd-copy-") as folder:
-        for teacher in source.teachers().values():
-            _carry_file(source, place, teacher.head_file, Path(folder) / "file")
-        for name in _weights(source):
-            _carry_folder(source, place, name, Path(folder) / "folder")
-    job = source.read_json("job.json")
-    if job is not None:
-        place.write_json("job.json", {**job, "store": place.uri} if "store" in job else job)
-
-
-def _carry_file(source: Store, place: Place, name: str, scratch: Path) -> None:
-    if place.has(name) or not source._place.has(name):
-        return
-    if source.files is not None:
-        source.files.download(name, scratch)
-    file = scratch if source.files is not None else source.path(name)
-    if place.files is not None:
-        place.files.upload(name, file)
-        return
-    target = place.local(name)
-    link_file(file, target)
-    for path in (target, target.parent):
-        fsync(path)
-
-
-def _weights(source: Store) -> list[str]:
-    """Names of the folders of weights."""
-    parents = ["policies", *(f"{parent}/{stage}" for parent in WEIGHTS for stage in source._place.children(parent))]
-    if source.files is not None:
-        shelf = ArtifactStore(source.files)
-        return [f"{parent}/{name}" for parent in parents for name in shelf.names(parent)]
-    named = [f"{parent}/{name}" for parent in parents for name in source._place.children(parent)]
-    return [name for name in named if source.path(f"{name}/checksums.json").is_file()]
-
-
-def _carry_folder(source: Store, place: Place, name: str, scratch: Path) -> None:
-    if source.files is not None:
-        ArtifactStore(source.files).fetch(name, scratch)
-    folder = scratch if source.files is not None else source.path(name)
-    if place.files is not None:
-        ArtifactStore(place.files).publish(name, folder)
-        return
-    target = place.local(name)
-    if target.exists():
-        return
-    staging = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        link_file(file, staging / file.relative_to(folder))
-    publish_folder(staging, target)

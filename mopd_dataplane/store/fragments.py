@@ -15,6 +15,7 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.barrier import Barrier
 from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.merge_check import check_copies
+from mopd_dataplane.store.tags import drop_versions
 
 MIB = 1 << 20
 TIERS = ((4 * MIB, 64), (64 * MIB, 32), (1024 * MIB, 32))
@@ -69,8 +70,7 @@ def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
 
     Files that no version names (of interrupted commits) go when they are seven days old.
     """
-    freed = dataset.cleanup_old_versions(older_than=KEEP, error_if_tagged_old_versions=False)
-    return freed.old_versions, freed.bytes_removed
+    return drop_versions(dataset, older_than=KEEP)
 
 
 def _sizes(fragments: list[lance.LanceFragment]) -> dict[int, float]:

@@ -18,6 +18,7 @@ from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import ATTEMPTS, Table
+from mopd_dataplane.store.tags import drop_versions, tagged
 
 LARGE_FILE = 1 << 30
 """Bytes from which on a file is left as it is."""
@@ -53,7 +54,7 @@ def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:
 
 def _needed(dataset: lance.LanceDataset, sizes: Mapping[str, int]) -> int:
     """Bytes of the data files, with their sidecars, of the newest and every tagged version, and of what is no data."""
-    named = _data_of(dataset, {dataset.version, *(tag["version"] for tag in dataset.tags.list().values())})
+    named = _data_of(dataset, {dataset.version, *tagged(dataset).values()})
     return sum(size for path, size in sizes.items() if not path.startswith("data/") or _file_of(path) in named)
 
 
@@ -89,13 +90,13 @@ def _drop_unheld(root: Path, dataset: lance.LanceDataset) -> tuple[int, int, dic
 
     Returns (versions dropped, bytes freed, who holds each of the others).
     """
-    tagged = {tag["version"] for tag in dataset.tags.list().values()}
-    old = [version for version in names_of_versions(root) if version < dataset.version and version not in tagged]
+    pinned = set(tagged(dataset).values())
+    old = [version for version in names_of_versions(root) if version < dataset.version and version not in pinned]
     gc.collect()  # a handle that nothing refers to any more holds its version no longer
     with free_versions(root, old) as (free, holders):
         freed = 0
         if free:
-            freed = dataset.cleanup_old_versions(versions=free, error_if_tagged_old_versions=False).bytes_removed
+            _, freed = drop_versions(dataset, versions=free)
     return len(free), freed, {version: ", ".join(names) for version, names in holders.items()}
 
 
@@ -105,8 +106,8 @@ def _reasons(
     """Why data is still there that the newest version does not need: what holds it, and its bytes."""
     needed = _data_of(dataset, {dataset.version})
     reasons: dict[str, set[int]] = {}
-    for tag, what in dataset.tags.list().items():
-        reasons.setdefault(f"snapshot {tag}", set()).add(what["version"])
+    for tag, version in tagged(dataset).items():
+        reasons.setdefault(f"snapshot {tag}", set()).add(version)
     for version, who in held.items():
         reasons.setdefault(f"read by {who}", set()).add(version)
     for why, versions in reasons.items():

@@ -26,6 +26,7 @@ from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import in_row_order, row_ids
 from mopd_dataplane.store.table import ATTEMPTS, BACKOFF_S, Table
+from mopd_dataplane.store.tags import drop_tag, drop_versions, set_tag, tagged
 
 CLEARED = "cleared"
 KEEP = timedelta(minutes=10)
@@ -98,15 +99,15 @@ class Queue:
     def pin(self, name: str) -> None:
         """Keep what there is now for `restore`, whatever happens to it; the newest PINS are kept."""
         dataset = self._table.open()
-        dataset.tags.create(name, dataset.version)
-        held = sorted(dataset.tags.list().items(), key=lambda item: item[1]["version"], reverse=True)
+        set_tag(dataset, name, dataset.version)
+        held = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
         for old, _ in held[PINS:]:
-            dataset.tags.delete(old)
+            drop_tag(dataset, old)
         self._table.make_durable(dataset)
 
     def restore(self, name: str) -> None:
         """Have what there was at a pin, and nothing else. Raises UnknownNameError when it is not kept any more."""
-        if name not in self._table.open().tags.list():
+        if name not in tagged(self._table.open()):
             raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
         before, now = self._contents(self._table.open(name)), self._contents(self._table.open())
         self.clear([key for key in now if key not in before])
@@ -140,7 +141,7 @@ class Queue:
                         raise
                     return 0
             self._table.make_durable(dataset)
-        dataset.cleanup_old_versions(older_than=KEEP, error_if_tagged_old_versions=False)
+        drop_versions(dataset, older_than=KEEP)
         return len(unneeded)
 
     def _append(self, keys: Sequence[Key], values: Sequence[Value]) -> None:

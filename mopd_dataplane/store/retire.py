@@ -27,6 +27,7 @@ from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.signals import blob_column
 from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.tags import drop_versions, tagged
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,8 @@ class _States:
 
 def _drop_versions(dataset: lance.LanceDataset, in_use: Collection[int]) -> int:
     """Drop every version but the newest, those in use and those tagged; bytes that left the disk."""
-    tagged = {tag["version"] for tag in dataset.tags.list().values()}
-    keep = {dataset.version, *tagged, *in_use}
+    keep = {dataset.version, *tagged(dataset).values(), *in_use}
     old = [entry["version"] for entry in dataset.versions() if entry["version"] not in keep]
     if not old:
         return 0
-    return int(dataset.cleanup_old_versions(versions=old, error_if_tagged_old_versions=False).bytes_removed)
+    return drop_versions(dataset, versions=old)[1]

@@ -12,6 +12,7 @@ from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.tags import drop_tag, set_tag
 
 TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
@@ -42,11 +43,7 @@ def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | 
         return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
     snapshot, handles = take_snapshot(place, tables) if wanted is None else (wanted, [])
     for name, version in snapshot.versions.items():
-        tags = tables[name].open(version).tags
-        if tag in tags.list():
-            tags.update(tag, version)
-        else:
-            tags.create(tag, version)
+        set_tag(tables[name].open(version), tag, version)
     del handles  # held until the tags were there
     place.write_json(_file(tag), {"versions": snapshot.versions, "manifests": _manifests(place, snapshot)})
     return snapshot
@@ -56,9 +53,7 @@ def release(place: Place, tables: Mapping[str, Table], tag: str) -> None:
     """Give a pinned snapshot free; no error when there is none."""
     place.remove(_file(tag))
     for table in tables.values():
-        tags = table.open().tags
-        if tag in tags.list():
-            tags.delete(tag)
+        drop_tag(table.open(), tag)
 
 
 def _manifests(place: Place, snapshot: Snapshot) -> dict[str, str]:

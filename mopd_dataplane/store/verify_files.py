@@ -9,6 +9,7 @@ from pathlib import Path
 from mopd_dataplane.base.file_checksums import CHECKSUMS, find_damage
 from mopd_dataplane.base.sealed_json import unseal
 from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset_format import MARK
 from mopd_dataplane.store.place import Place
 
@@ -97,17 +98,11 @@ def _metrics(place: Place, name: str) -> Iterator[Damage]:
 
 def _published(place: Place, deep: bool) -> Iterator[Damage]:
     """Folders on an object store: each file its list names, by sha256."""
+    assert place.files is not None
+    shelf = ArtifactStore(place.files)
     for parent in FOLDERS:
-        entries = place.children(parent)
-        lists = [f"{parent}/{name}" for name in entries if name.endswith(".json")]
-        lists += [
-            f"{parent}/{stage}/{name}"
-            for stage in entries
-            for name in place.children(f"{parent}/{stage}")
-            if name.endswith(".json")
-        ]
-        for name in lists:
-            yield from _listed(place, name, deep)
+        for name in shelf.below(parent):
+            yield from _listed(place, f"{name}.json", deep)
 
 
 def _listed(place: Place, name: str, deep: bool) -> Iterator[Damage]:

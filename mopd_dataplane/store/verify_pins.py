@@ -11,6 +11,7 @@ from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import fragment_ids
 from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.tags import tagged
 from mopd_dataplane.store.verify_report import Finding, met
 from mopd_dataplane.store.verify_rows import audit_rows, files_of
 
@@ -62,9 +63,9 @@ def _open(
 def _tag(opened: Mapping[str, lance.LanceDataset], name: str, version: int, tag: str) -> Iterator[Finding]:
     """The tag that keeps clean-up away is where the snapshot says."""
     if name in opened:
-        found = opened[name].tags.list().get(tag)
-        if found is None or found["version"] != version:
-            at = "is gone" if found is None else f"is at version {found['version']}"
+        found = tagged(opened[name]).get(tag)
+        if found != version:
+            at = "is gone" if found is None else f"is at version {found}"
             yield Finding(name, -1, "", f"tag {tag!r} {at}, its snapshot pins version {version}")
 
 

@@ -9,7 +9,7 @@ import lance
 from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.row_checksums import wrong_rows
 from mopd_dataplane.store.row_ids import fragment_ids
-from mopd_dataplane.store.verify_report import Finding
+from mopd_dataplane.store.verify_report import Finding, left_out
 
 ROWS = 1 << 16
 """Rows read at once."""
@@ -22,7 +22,9 @@ def audit_rows(
 ) -> Iterator[Finding]:
     """Rows of a version that are not what was committed; files in `read` were audited before."""
     for fragment in dataset.get_fragments():
-        if not set(files_of(fragment)) <= set(read):
+        if why := left_out(name, "rows", fragment.fragment_id):
+            yield Finding(name, -1, "", f"{', '.join(files_of(fragment))}: {why}")
+        elif not set(files_of(fragment)) <= set(read):
             for place, uid, problem in _audit_part(fragment, key, 0, fragment.count_rows()):
                 yield Finding(name, int(fragment_ids(fragment)[place]), uid, problem)
 

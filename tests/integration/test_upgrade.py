@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -16,9 +17,10 @@ import pytest
 from commandline import ENVIRONMENT, run_mopd
 
 from mopd_dataplane import Store, open_store
-from mopd_dataplane.errors import DamagedError, InputError, MismatchError
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError, ResourceError
 from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.run.upgrade import upgrade_store
+from mopd_dataplane.run.whole_copy import copy_whole
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
@@ -93,6 +95,57 @@ def test_every_row_of_every_version_that_counts_is_the_same(upgraded: tuple[Path
             assert lance.dataset(f"{new}/{name}").tags.list()[file.stem]["version"] == version
 
 
+STAYS = ("latest_version_hint.json", "store.json", "job.json")
+"""Files that a copy makes anew, or does without."""
+
+
+def carried(root: Path) -> dict[str, str]:
+    """sha256 of every file that a whole copy has as it is: all but tags, which hold a time, and versions that are
+    neither newest nor pinned."""
+    made = contents(root)
+    needed = {name for name in made if name.rsplit("/", 1)[-1] not in (*STAYS, "LOCK")}
+    return {name: made[name] for name in needed if "/_refs/" not in name and not name.startswith("locks/")}
+
+
+def test_a_whole_copy_has_every_file_that_counts(upgraded: tuple[Path, Path], tmp_path: Path) -> None:
+    """So a job that was killed inside its last rollout continues in it as in the original."""
+    _, source = upgraded
+    list(copy_whole(open_store(source), str(tmp_path / "copy")))
+    found, wanted = carried(tmp_path / "copy"), carried(source)
+    assert found.items() <= wanted.items()
+    left = {
+        name for name in wanted.keys() - found.keys() if "/_versions/" not in name and "/_transactions/" not in name
+    }
+    assert left == set()
+    for file in (source / "snapshots").iterdir():
+        for name, version in json.loads(file.read_text())["versions"].items():
+            assert rows(f"{tmp_path}/copy/{name}", version) == rows(f"{source}/{name}", version)
+            assert lance.dataset(f"{tmp_path}/copy/{name}").tags.list()[file.stem]["version"] == version
+
+
+def test_a_token_log_goes_to_an_object_store_and_back(upgraded: tuple[Path, Path], tmp_path: Path) -> None:
+    """Where it has another form; a log that somebody writes is left alone."""
+    _, source = upgraded
+    far = f"file-object-store://{tmp_path}/far"
+    list(copy_whole(open_store(source), far))
+    list(copy_whole(open_store(far), str(tmp_path / "back")))
+    log = "wal/student/engine-0"
+    segments = {name: digest for name, digest in contents(tmp_path / "back").items() if name.endswith(".wal")}
+    wanted = {name: digest for name, digest in contents(source).items() if name.endswith(".wal")}
+    assert {n: d for n, d in segments.items() if n.startswith(log)} == {
+        n: d for n, d in wanted.items() if n.startswith(log)
+    }
+    assert latest_checkpoint(tmp_path / "back" / "checkpoints" / "student") == latest_checkpoint(
+        source / "checkpoints" / "student"
+    )
+    with open(source / log / "LOCK", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ResourceError, match="a rollout is writing wal/student/engine-0"):
+            list(copy_whole(open_store(source), str(tmp_path / "busy")))
+    (source / log / "LOCK").unlink()
+    assert not (tmp_path / "busy").exists()
+
+
 def test_weights_checkpoints_log_and_job_are_carried(upgraded: tuple[Path, Path]) -> None:
     old, new = upgraded
     store = open_store(new)
@@ -106,9 +159,9 @@ def test_weights_checkpoints_log_and_job_are_carried(upgraded: tuple[Path, Path]
     position, identity = latest_checkpoint(new / "checkpoints" / "student") or (None, None)
     assert (position.step, identity.stage) == (4, "student")
     log = "wal/student/engine-0"
-    assert {k: v for k, v in contents(new).items() if k.startswith(log)} == {
-        k: v for k, v in contents(old).items() if k.startswith(log)
-    }
+    here, there = ({k: v for k, v in contents(root).items() if k.startswith(log)} for root in (new, old))
+    del there[f"{log}/LOCK"]  # of a process, and not of the log
+    assert here == there
     assert store.read_json("job.json")["seed"] == 7
     assert not (new / "upgrade.json").exists()
 

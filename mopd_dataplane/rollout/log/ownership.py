@@ -17,10 +17,13 @@ from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 
+LOCK = "LOCK"
+"""File of a log folder that is locked as long as somebody writes the log."""
+
 
 def take_lock(folder: Path) -> int:
     """Lock a log folder; the descriptor that holds the lock. Raises ResourceError naming the holder."""
-    descriptor = os.open(folder / "LOCK", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -15,17 +15,20 @@ import pytest
 
 from mopd_dataplane import Store
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
-from mopd_dataplane.store.copying import copy_store
+from mopd_dataplane.run.whole_copy import copy_whole
+from mopd_dataplane.store.copying import copy_samples
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 WHERE = "domain = 'chain_sum'"
 KILLED = """
 import os, signal, sys
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.store.copying import copy_store
+from mopd_dataplane.run.whole_copy import copy_whole
+from mopd_dataplane.store.copying import copy_samples
 from mopd_dataplane.store.dataset import Store
 fault_points.observe(lambda point: point == sys.argv[3] and os.kill(os.getpid(), signal.SIGKILL))
-list(copy_store(Store.open(sys.argv[1]), sys.argv[2], sys.argv[4]))
+source, target, _, where = Store.open(sys.argv[1]), *sys.argv[2:]
+list(copy_samples(source, target, where) if where else copy_whole(source, target))
 """
 
 
@@ -89,7 +92,7 @@ def uids(store: Store, where: str | None = None) -> set[str]:
 def test_what_fits_is_copied_and_nothing_else(source: Store, tmp_path: Path) -> None:
     chosen = uids(source, WHERE)
     assert 0 < len(chosen) < len(uids(source))
-    list(copy_store(source, str(tmp_path / "copy"), WHERE))
+    list(copy_samples(source, str(tmp_path / "copy"), WHERE))
     copy = Store.open(tmp_path / "copy")
     check(source, copy, chosen)
     assert {prompt.domain for prompt in copy.prompts() if prompt.split == "train"} == {"chain_sum"}
@@ -101,15 +104,68 @@ def test_what_fits_is_copied_and_nothing_else(source: Store, tmp_path: Path) -> 
     ).read_bytes()
 
 
-def test_a_whole_store_goes_to_an_object_store_and_back(source: Store, s3: str, tmp_path: Path) -> None:
-    list(copy_store(source, s3))
-    check(source, Store.open(s3), uids(source))
-    list(copy_store(Store.open(s3), str(tmp_path / "back")))
-    check(source, Store.open(tmp_path / "back"), uids(source))
+def ids_and_versions(store: Store) -> dict[str, object]:
+    """What names rows and versions, as plain Lance tells it: row ids with their uids, versions, tags."""
+    options = store._place.storage_options or None
+    found: dict[str, object] = {}
+    for name in store.names():
+        dataset = lance.dataset(store._place.of(name), storage_options=options)
+        key = dataset.schema.names[0]
+        rows = dataset.to_table(columns=[key], with_row_id=True).to_pydict()
+        tags = {tag: held["version"] for tag, held in dataset.tags.list().items()}
+        found[name] = (dataset.version, sorted(zip(rows["_rowid"], rows[key], strict=True)), tags)
+    return found
+
+
+@pytest.mark.slow
+def test_a_whole_store_goes_to_an_object_store_and_back(
+    make_store: Callable[..., Store], s3: str, tmp_path: Path
+) -> None:
+    """Merged, pinned at an older version and with a snapshot: everything that names rows and versions stays true."""
+    source = make_store(tmp_path / "source", prompts=1)
+    source.snapshot(tag="before")
+    source.add_event("later", "student", "note", 0, None, {})
+    source.compact(now=True)
+    list(copy_whole(source, s3))
+    list(copy_whole(Store.open(s3), str(tmp_path / "back")))
+    for copy in (Store.open(s3), Store.open(tmp_path / "back")):
+        assert copy.verify().ok
+        assert ids_and_versions(copy) == ids_and_versions(source)
+        for name in source.names():
+            assert rows_of(copy, name).equals(rows_of(source, name)), name
+        at = copy.snapshot(tag="before")
+        assert at.versions == source.snapshot(tag="before").versions
+        assert copy.samples(snapshot=at).equals(source.samples(snapshot=source.snapshot(tag="before")))
     assert (tmp_path / "back" / "policies" / "student" / "v1" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("point", ["copy.payload", "copy.signals"])
+@pytest.mark.parametrize("point", ["whole_copy.version", pytest.param("whole_copy.pinned", marks=pytest.mark.slow)])
+def test_a_whole_copy_that_was_killed_goes_on(make_store: Callable[..., Store], tmp_path: Path, point: str) -> None:
+    source, target = make_store(tmp_path / "source", prompts=1), str(tmp_path / "copy")
+    done = subprocess.run([sys.executable, "-c", KILLED, source.uri, target, point, ""], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(UnknownNameError, match="no store at"):
+        Store.open(target)
+    list(copy_whole(source, target))
+    assert ids_and_versions(Store.open(target)) == ids_and_versions(source)
+    assert not list(Path(target).rglob("*.copied"))
+
+
+def test_a_manifest_that_is_not_the_acknowledged_one_is_not_copied(
+    make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    """Its copy would be acknowledged anew, and look sound."""
+    make_store(tmp_path / "source", prompts=1)
+    newest = min((tmp_path / "source" / "steps" / "_versions").glob("*.manifest"))
+    content = bytearray(newest.read_bytes())
+    place = content.index(b"informative only")
+    content[place] ^= 1  # the text of a column's description: the dataset opens all the same
+    newest.write_bytes(content)
+    with pytest.raises(DamagedError, match="acknowledged was"):
+        list(copy_whole(Store.open(tmp_path / "source"), str(tmp_path / "copy")))
+
+
+@pytest.mark.parametrize("point", ["copy.payload", pytest.param("copy.signals", marks=pytest.mark.slow)])
 def test_a_copy_that_was_killed_goes_on(source: Store, tmp_path: Path, point: str) -> None:
     target = str(tmp_path / "copy")
     done = subprocess.run([sys.executable, "-c", KILLED, source.uri, target, point, WHERE], timeout=120)
@@ -117,8 +173,8 @@ def test_a_copy_that_was_killed_goes_on(source: Store, tmp_path: Path, point: st
     with pytest.raises(UnknownNameError, match="no store at"):
         Store.open(target)
     with pytest.raises(MismatchError, match="half a copy"):
-        list(copy_store(source, target, "domain = 'spell_backward'"))
-    list(copy_store(source, target, WHERE))
+        list(copy_samples(source, target, "domain = 'spell_backward'"))
+    list(copy_samples(source, target, WHERE))
     check(source, Store.open(target), uids(source, WHERE))
 
 
@@ -126,14 +182,14 @@ def test_what_cannot_be_copied_is_refused_and_nothing_is_left(source: Store, tmp
     target = tmp_path / "copy"
     for where, error in (("no such", InputError), ("domain = 'x'", UnknownNameError), ("nocol = 1", InputError)):
         with pytest.raises(error):
-            list(copy_store(source, str(target), where))
+            list(copy_samples(source, str(target), where))
     with pytest.raises(InputError, match="overlap"):
-        list(copy_store(source, f"{source.uri}/inside"))
+        list(copy_whole(source, f"{source.uri}/inside"))
     assert not target.exists()
     target.mkdir()
     (target / "mine").write_text("mine")
     with pytest.raises(InputError, match="is not empty"):
-        list(copy_store(source, str(target)))
+        list(copy_whole(source, str(target)))
     assert [path.name for path in target.iterdir()] == ["mine"]
 
 
@@ -143,7 +199,10 @@ def test_a_damaged_row_is_named_and_the_copy_is_no_store(make_store: Callable[..
     content = file.read_bytes()
     place = content.index(b"chain_sum")
     file.write_bytes(content[:place] + b"C" + content[place + 1 :])
-    with pytest.raises(DamagedError, match=r"prompts .*: row crc32c .*, committed was"):
-        list(copy_store(Store.open(tmp_path / "source"), str(tmp_path / "copy")))
-    with pytest.raises(UnknownNameError):
-        Store.open(tmp_path / "copy")
+    damaged = Store.open(tmp_path / "source")
+    for copied, name in ((copy_samples(damaged, str(tmp_path / "some"), "true"), "some"),
+                         (copy_whole(damaged, str(tmp_path / "all")), "all")):  # fmt: skip
+        with pytest.raises(DamagedError, match=r"prompts .*: row crc32c .*, committed was"):
+            list(copied)
+        with pytest.raises(UnknownNameError):
+            Store.open(tmp_path / name)

@@ -1,0 +1,131 @@
+"""A whole store at another place, in a folder or on an object store: a job that was interrupted continues in it.
+
+    token log, checkpoints    first, so that the tables have whatever they name
+    tables, snapshots         as they are: rows keep their ids, versions their numbers
+    weights, heads, the job   last, so that whatever the tables name is there
+
+Every checksum is compared at the end, before the copy opens as a store. Killed anywhere, the same call goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.files import publish_file, try_lock
+from mopd_dataplane.errors import ResourceError
+from mopd_dataplane.rollout.log.ownership import LOCK
+from mopd_dataplane.rollout.log.recovery import epoch_folders
+from mopd_dataplane.run.checkpoint_copy import KEEP
+from mopd_dataplane.run.token_log_copy import StoredLog
+from mopd_dataplane.store.artifacts import ArtifactStore
+from mopd_dataplane.store.copy_files import begin_copy, copy_file, copy_folders, copy_job, copy_weights, finish_copy
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.objects import ObjectFiles
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.whole_copy import copy_tables, table_names
+from mopd_dataplane.train.checkpoint import name_newest, newest_checkpoint
+from mopd_dataplane.train.metrics import FILE as METRICS
+
+_CHECKPOINTS = "checkpoints"
+
+
+def copy_whole(source: Store, target: str) -> Iterator[str]:
+    """Copy everything of a store; names each part that is done.
+
+    Raises ResourceError while a rollout writes the store's token log, InputError for a place that cannot be used,
+    MismatchError for half a copy of something else, DamagedError naming what of the source is damaged.
+    """
+    place = Place(target)
+    with _logs_at_rest(source) as logs:
+        begin_copy(source, place, "")
+        for name in logs:
+            _copy_log(source, place, name)
+            fault_point("whole_copy.log")
+        yield f"token logs: {len(logs)}"
+        for stage in source._place.children(_CHECKPOINTS):
+            _copy_checkpoints(source, place, stage)
+            fault_point("whole_copy.checkpoints")
+        yield "checkpoints"
+        yield from copy_tables(source, place)
+    copy_weights(source, place)
+    copy_job(source, place)
+    yield "files"
+    finish_copy(source, place, table_names(source))
+    yield "verified"
+
+
+@contextmanager
+def _logs_at_rest(source: Store) -> Iterator[list[str]]:
+    """Names of the token logs, wal/<stage>/<writer>, none of which grows until the block ends."""
+    stages = source._place.children("wal")
+    logs = [f"wal/{stage}/{writer}" for stage in stages for writer in source._place.children(f"wal/{stage}")]
+    with ExitStack() as stack:
+        for name in logs if source.root is not None else ():
+            lock = source.path(name) / LOCK
+            if not lock.is_file():
+                continue
+            descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, descriptor)
+            if not try_lock(descriptor):
+                raise ResourceError(
+                    f"a rollout is writing {name} of {source.uri}; stop it with Ctrl-C (its samples go on in the copy "
+                    "too), or copy its finished samples alone: --where true"
+                )
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        yield logs
+
+
+def _copy_log(source: Store, place: Place, name: str) -> None:
+    """One token log; on an object store it has another form (token_log_copy.py)."""
+    if source.files is None and place.files is None:
+        copy_log_folder(source.path(name), place.local(name))
+        return
+    with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
+        folder = Path(scratch) if place.files is not None else place.local(name)
+        if source.files is None:
+            folder = source.path(name)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            _stored(source.files, name).fetch(folder)
+        epoch = max(epoch_folders(folder), default=0)
+        if place.files is not None and epoch:
+            stored = _stored(place.files, name)
+            stored.claim(epoch)
+            stored.ship(folder, epoch)
+
+
+def _stored(files: ObjectFiles, name: str) -> StoredLog:
+    _, stage, writer = name.split("/")
+    return StoredLog(files, stage, writer)
+
+
+def copy_log_folder(folder: Path, target: Path) -> None:
+    """A token log byte by byte: it has checksums of its own. Files that the target has as they are stay."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK):
+        beside = target / file.relative_to(folder)
+        if not beside.exists() or beside.read_bytes() != file.read_bytes():
+            publish_file(beside, file.read_bytes())
+
+
+def _copy_checkpoints(source: Store, place: Place, stage: str) -> None:
+    """Checkpoints of a stage with its metrics, and which of them is the newest."""
+    name = f"{_CHECKPOINTS}/{stage}"
+    newest = newest_checkpoint(source.path(name)) if source.files is None else ""
+    if source.files is None and place.files is not None:  # the newest are kept there, as a job does
+        shelf = ArtifactStore(place.files)
+        folders = sorted(path for path in source.path(name).glob("step-*") if path.name <= newest)
+        for folder in folders[-KEEP:]:
+            shelf.publish(f"{name}/{folder.name}", folder)
+    else:
+        copy_folders(source, place, name)
+    copy_file(source, place, f"{name}/{METRICS}")
+    if place.files is None:
+        folders = sorted(path for path in place.local(name).glob("step-*"))
+        if newest or folders:
+            name_newest(place.local(name), newest or folders[-1].name)

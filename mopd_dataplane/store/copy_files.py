@@ -1,0 +1,141 @@
+"""What every copy of a store has in common: its beginning, its end, and the files beside the tables.
+
+A target that is being made has PROGRESS, which says of what; it opens as a store once it is whole. Every file is
+written beside its place, synced and renamed, so that what has its name is whole: killed anywhere, the same call goes
+on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mopd_dataplane.base.file_checksums import CHECKSUMS
+from mopd_dataplane.base.files import fsync, publish_folder
+from mopd_dataplane.errors import DamagedError, InputError, MismatchError
+from mopd_dataplane.store.artifacts import ArtifactStore
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.verify import verify
+from mopd_dataplane.tables import FORMAT_VERSION
+
+PROGRESS = "copy.json"
+"""What a target is being copied from; gone when it is whole."""
+WEIGHTS = ("policies", "discriminators")
+_JSON = ("job.json", "provenance.json")
+
+
+def begin_copy(source: Store, place: Place, where: str) -> None:
+    """Make a place ready for the copy of a store, or for the rest of one.
+
+    where: the predicate of the samples that fit; empty for the whole store.
+    Raises InputError for a place that cannot be used, MismatchError for half a copy of something else.
+    """
+    if place.uri == source.uri or place.uri.startswith(f"{source.uri}/") or source.uri.startswith(f"{place.uri}/"):
+        raise InputError(f"{place.uri} and {source.uri} overlap; give a place of its own")
+    wanted = {"source": source.uuid, "where": where}
+    begun = place.read_json(PROGRESS)
+    if begun is None:
+        if place.has(MARK) or (place.root is not None and place.root.exists() and any(place.root.iterdir())):
+            raise InputError(f"{place.uri} is not empty; give a place where nothing is")
+        place.check_new()
+        if place.root is not None:
+            place.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        place.admit_writer()
+        place.write_json(PROGRESS, wanted)
+    elif {name: begun[name] for name in wanted} != wanted:
+        raise MismatchError(
+            f"{place.uri} is half a copy of another store, or with where {begun['where']!r:.80}; delete it, or give "
+            "another place"
+        )
+
+
+def finish_copy(source: Store, place: Place, names: Iterable[str]) -> None:
+    """Verify the tables and files of a copy in full, then let it open as a store. Raises DamagedError."""
+    report = verify(place, {name: Table(place, name) for name in names}, deep=True)
+    if not report.ok:
+        said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
+        raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    place.write_json(
+        MARK, {"format_version": FORMAT_VERSION, "created": now, "uuid": str(uuid.uuid4()), "copied_from": source.uuid}
+    )
+    place.remove(PROGRESS)
+
+
+def copy_job(source: Store, place: Place) -> None:
+    """The job that the store remembers, and what made it."""
+    for name in _JSON:
+        value = source.read_json(name)
+        if value is not None:
+            place.write_json(name, {**value, "store": place.uri} if "store" in value else value)
+
+
+def copy_weights(source: Store, place: Place) -> None:
+    """Heads, policies and discriminators."""
+    for teacher in source.teachers().values():
+        copy_file(source, place, teacher.head_file)
+    for parent in WEIGHTS:
+        copy_folders(source, place, parent)
+
+
+def copy_file(source: Store, place: Place, name: str) -> None:
+    """One file that nobody rewrites; one that is there, or that the source does not have, is left alone."""
+    if place.has(name) or not source._place.has(name):
+        return
+    if source.files is None and place.files is None:
+        duplicate(source.path(name), place.local(name))
+        return
+    with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
+        file = Path(scratch) / "file" if source.files is not None else source.path(name)
+        if source.files is not None:
+            source.files.download(name, file)
+        if place.files is not None:
+            place.files.upload(name, file)
+        else:
+            duplicate(file, place.local(name))
+
+
+def copy_folders(source: Store, place: Place, parent: str) -> None:
+    """The recorded folders below a parent, "policies": of each stage, and of none."""
+    if source.files is not None:
+        names = ArtifactStore(source.files).below(parent)
+    else:
+        inside = [parent, *(f"{parent}/{stage}" for stage in source._place.children(parent))]
+        names = [f"{folder}/{name}" for folder in inside for name in source._place.children(folder)]
+        names = [name for name in names if source.path(f"{name}/{CHECKSUMS}").is_file()]
+    for name in names:
+        _copy_folder(source, place, name)
+
+
+def _copy_folder(source: Store, place: Place, name: str) -> None:
+    if place.files is None and place.local(name).exists():
+        return
+    with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
+        folder = Path(scratch) / "folder" if source.files is not None else source.path(name)
+        if source.files is not None:
+            ArtifactStore(source.files).fetch(name, folder)
+        if place.files is not None:
+            ArtifactStore(place.files).publish(name, folder)
+            return
+        target = place.local(name)
+        staging = target.with_name(f".{target.name}.tmp")
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.copytree(folder, staging)
+        publish_folder(staging, target)
+
+
+def duplicate(file: Path, target: Path) -> None:
+    """A durable copy of a file that shares nothing with it: damage of one is not damage of the other."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.copied")
+    shutil.copyfile(file, staging)
+    fsync(staging)
+    staging.rename(target)
+    fsync(target.parent)

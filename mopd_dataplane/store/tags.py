@@ -1,0 +1,61 @@
+"""Tags of a dataset, which keep clean-up away from versions, beside other processes that set and delete them.
+
+Lance lists a folder and then reads each file of it: a tag that is deleted between the two ends the call, whichever
+version was asked about. Such a call is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import lance
+
+ATTEMPTS = 64
+
+T = TypeVar("T")
+
+
+def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
+    """Version by tag."""
+    found = _again(dataset.tags.list)
+    return {tag: int(held["version"]) for tag, held in found.items()}
+
+
+def set_tag(dataset: lance.LanceDataset, tag: str, version: int) -> None:
+    """Have a tag at a version, wherever it was."""
+    if tag in tagged(dataset):
+        dataset.tags.update(tag, version)
+    else:
+        dataset.tags.create(tag, version)
+
+
+def drop_tag(dataset: lance.LanceDataset, tag: str) -> None:
+    """Delete a tag; nothing happens when there is none, or another process was first."""
+    if tag in tagged(dataset):
+        with contextlib.suppress(ValueError, OSError):
+            dataset.tags.delete(tag)
+        if tag in tagged(dataset):
+            dataset.tags.delete(tag)
+
+
+def drop_versions(
+    dataset: lance.LanceDataset, *, versions: Sequence[int] | None = None, older_than: timedelta | None = None
+) -> tuple[int, int]:
+    """Drop given versions, or those of an age, that no tag keeps; how many, and bytes that left the disk."""
+    given: dict[str, Any] = {"older_than": older_than} if versions is None else {"versions": list(versions)}
+    freed = _again(lambda: dataset.cleanup_old_versions(**given, error_if_tagged_old_versions=False))
+    return int(freed.old_versions), int(freed.bytes_removed)
+
+
+def _again(work: Callable[[], T]) -> T:
+    """What a call returns that meets no tag on its way out."""
+    for _ in range(ATTEMPTS):
+        try:
+            return work()
+        except (ValueError, OSError) as error:
+            if not ("_refs/tags/" in str(error) and "Not found" in str(error)):
+                raise
+    return work()

@@ -1,0 +1,96 @@
+"""Every table of a store as it is, file by file: rows keep their ids and versions their numbers.
+
+What Lance writes names files relative to the table, and nobody rewrites one. So the newest version of each table and
+those that snapshots pin are copied as they lie there: data, sidecars and deletions first, then the manifests that name
+them. Plans, checkpoints and the token log, which name rows and versions, stay true. Other versions stay behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import lance
+
+from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.records import Snapshot
+from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.acknowledged import manifest_name
+from mopd_dataplane.store.copy_files import copy_file
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.table import Table
+
+
+def copy_tables(source: Store, place: Place) -> Iterator[str]:
+    """Copy every table and snapshot, durable at the end; names each that is done."""
+    pins = _pins(source)
+    at = source.snapshot().versions
+    at |= {name: source._table(name).open().version for name in _queues(source)}
+    for name, newest in at.items():
+        versions = sorted({newest, *(held[name] for held in pins.values() if name in held)})
+        _check_manifest(source._table(name))
+        for version in versions:
+            _copy_version(source, place, name, source._table(name).open(version))
+            fault_point("whole_copy.version")
+        table = Table(place, name)
+        for version in versions:
+            opened = table.open(version)
+            if table.barrier is not None:
+                table.barrier.sync_version(opened)
+        table.make_durable(table.open())
+        yield f"{name}: {table.open().count_rows():,}"
+    tables = {name: Table(place, name) for name in at}
+    for tag, held in pins.items():
+        snapshots.pin(place, tables, tag, Snapshot(uri=place.uri, versions=held))
+    fault_point("whole_copy.pinned")
+    yield f"snapshots: {len(pins):,}"
+
+
+def table_names(source: Store) -> list[str]:
+    """Every dataset of a store, queues included."""
+    return [*source.names(), *_queues(source)]
+
+
+def _queues(source: Store) -> list[str]:
+    return [f"queues/{name}" for name in source._place.children("queues")]
+
+
+def _pins(source: Store) -> dict[str, dict[str, int]]:
+    """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
+    pins = {}
+    for tag in (name.removesuffix(".json") for name in source._place.children("snapshots") if name.endswith(".json")):
+        pins[tag] = source.snapshot(tag=tag).versions
+        recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
+        for name, known in recorded.items():
+            content = source._place.read(f"{name}/_versions/{manifest_name(pins[tag][name])}")
+            if content is not None and f"{crc32c(content):08x}" != known:
+                problem = f"version {pins[tag][name]}, which {tag} pins, has another manifest than it had"
+                raise DamagedError(f"{source.uri}/{name}: {problem}; nothing is copied of it, restore it from a copy")
+    return pins
+
+
+def _check_manifest(table: Table) -> None:
+    """Raise DamagedError for a manifest that is not the one that was acknowledged: its copy would be."""
+    if problem := table.manifest_damage():
+        raise DamagedError(f"{table.uri}: {problem}; nothing is copied of it, restore it from a copy")
+
+
+def _copy_version(source: Store, place: Place, name: str, dataset: lance.LanceDataset) -> None:
+    """The files of one version of a table, its manifest last."""
+    known = set(place.children(f"{name}/data"))
+    for fragment in dataset.get_fragments():
+        for data_file in fragment.data_files():
+            stem = data_file.path.removesuffix(".lance")
+            for beside in source._place.children(f"{name}/data/{stem}"):
+                copy_file(source, place, f"{name}/data/{stem}/{beside}")
+            if data_file.path not in known:
+                copy_file(source, place, f"{name}/data/{data_file.path}")
+        deletions = fragment.metadata.deletion_file
+        if deletions is not None:
+            copy_file(source, place, f"{name}/{deletions.path(fragment.fragment_id)}")
+    transaction = dataset.read_transaction(dataset.version)
+    if transaction is not None:
+        copy_file(source, place, f"{name}/_transactions/{transaction.read_version}-{transaction.uuid}.txn")
+    copy_file(source, place, f"{name}/_versions/{manifest_name(dataset.version)}")
