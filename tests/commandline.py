@@ -28,7 +28,7 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "mopd_dataplane", *map(str, arguments)]
 
 
-def run_mopd(*arguments: str | Path, check: bool = True, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_mopd(*arguments: str | Path, check: bool = True, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
     words = command(*arguments)
     done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, env=ENVIRONMENT, check=False)

@@ -126,7 +126,7 @@ def _teacher(root: Path, domain: str) -> Teacher:
 
 def _iteration(store: Store, questions: list[Prompt], iteration: int, noise: np.random.Generator) -> None:
     samples = [_sample(question, iteration, noise) for question in questions]
-    receipt = store.commit_samples(samples, writer="engine-0")
+    receipt = store.commit_samples(samples)
     rows = dict(zip((s.uid for s in samples), (int(row) for row in receipt.rows), strict=True))
     for domain in DOMAINS:
         own = [sample for sample in samples if sample.domain == domain]

@@ -11,6 +11,9 @@ write.py         figures of the write path
 commits.py       the life of a store under many small commits
 wal.py           the token log at work
 sample.py        what drawing a token costs
+step.py          one iteration of a real model, by its phases
+step_floor.py    what its work costs at least
+step_trl.py      the same iteration in TRL
 resume.py        how often a resume is exact
 length_bias.py   does an interruption make samples shorter?
 length_stats.py  statistics of that experiment

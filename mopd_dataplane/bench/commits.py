@@ -40,7 +40,7 @@ def measure(folder: Path, commits: int) -> dict[str, Any]:
         for number in range(commits):
             batch = [bench_sample(i, RESPONSE) for i in range(number * BATCH, (number + 1) * BATCH)]
             began = time.perf_counter()
-            store.commit_samples(batch, writer="bench")
+            store.commit_samples(batch)
             times.append(time.perf_counter() - began)
             if (number + 1) % every == 0:
                 curve.append({"commits": number + 1, **_point(store, times[-every:])})

@@ -57,17 +57,17 @@ def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()
                 pass  # a library may have something to say first
         roots = [*helpers, *(process.pid for process in started)]
         for _ in range(ROUNDS):
-            before = _cpu_seconds(roots)
+            before = cpu_seconds(roots)
             for process in started:
                 _go(process)
             answers = [json.loads(_line(process)) for process in started]
-            cpu = _cpu_seconds(roots) - before
-            rounds.append(Crowd(answers, cpu, sum(_pss(pid) for pid in _tree(roots))))
+            cpu = cpu_seconds(roots) - before
+            rounds.append(Crowd(answers, cpu, sum(pss_bytes(pid) for pid in process_tree(roots))))
         for process in started:
             process.communicate(timeout=DEADLINE_S)
     finally:
         for process in started:
-            for pid in _tree([process.pid]) if process.poll() is None else []:
+            for pid in process_tree([process.pid]) if process.poll() is None else []:
                 os.kill(pid, signal.SIGKILL)  # its own readers would wait for it for ever
             process.wait(DEADLINE_S)
     best = min(rounds, key=lambda one: one.seconds)
@@ -91,7 +91,7 @@ def _line(process: subprocess.Popen[bytes]) -> str:
     return line.decode().strip()
 
 
-def _tree(roots: Iterable[int]) -> list[int]:
+def process_tree(roots: Iterable[int]) -> list[int]:
     """The processes and everything below them."""
     found, queue = [], list(roots)
     while queue:
@@ -103,15 +103,16 @@ def _tree(roots: Iterable[int]) -> list[int]:
     return found
 
 
-def _cpu_seconds(roots: Iterable[int]) -> float:
+def cpu_seconds(roots: Iterable[int]) -> float:
     """User and system time of all processes of the trees, those that have ended included."""
     ticks = 0
-    for pid in _tree(roots):
+    for pid in process_tree(roots):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += sum(int(field) for field in fields[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _pss(pid: int) -> int:
+def pss_bytes(pid: int) -> int:
+    """Proportional set size of one process: shared pages count in part."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

@@ -49,7 +49,7 @@ def make_store(
             _sample(index, int(lengths[index]), teachers, group_size, noise)
             for index in range(first, min(first + BATCH, len(lengths)))
         ]
-        rows = store.commit_samples(batch, writer="bench").rows
+        rows = store.commit_samples(batch).rows
         for number, teacher in enumerate(teachers):
             start = (number - first) % len(teachers)
             own = list(zip(batch[start :: len(teachers)], rows[start :: len(teachers)].tolist(), strict=True))

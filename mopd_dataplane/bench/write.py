@@ -69,7 +69,7 @@ def _hidden_speed(folder: Path) -> tuple[float, float]:
         )
     )  # fmt: skip
     samples = [bench_sample(i, RESPONSE) for i in range((ROUNDS + 1) * HIDDEN_BATCH)]
-    places = store.commit_samples(samples, writer="bench").rows.tolist()
+    places = store.commit_samples(samples).rows.tolist()
     noise = np.random.default_rng(0)
 
     def batch(number: int) -> list[Signal]:
@@ -100,7 +100,7 @@ def _token_speed(folder: Path) -> tuple[float, float]:
     def arrays(samples: list[Sample]) -> Iterator[NDArray[Any]]:
         return (getattr(sample, name) for sample in samples for name in column_names(PAYLOAD))
 
-    speeds = _in_turn(folder, batch, lambda samples: store.commit_samples(samples, writer="bench"), arrays)
+    speeds = _in_turn(folder, batch, lambda samples: store.commit_samples(samples), arrays)
     shutil.rmtree(folder / "tokens")
     return speeds
 
@@ -143,7 +143,7 @@ def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
         for count, store in stores.items():
             batch = [bench_sample(count + i, 64) for i in range(start, start + BATCH)]
             started = time.perf_counter()
-            store.commit_samples(batch, writer="bench")
+            store.commit_samples(batch)
             times[count].append(time.perf_counter() - started)
     return {str(count): round(1e3 * statistics.median(taken[1:]), 2) for count, taken in times.items()}
 

@@ -148,6 +148,44 @@ def sample(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def step(
+    iterations: Annotated[int, typer.Option("--iterations", min=2, help="Iterations; the first is not counted.")] = 3,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            exists=True,
+            file_okay=False,
+            resolve_path=True,
+            help="SmolLM2-135M-Instruct as a folder; default: the package that the recipe names.",
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of an iteration.")] = 32,
+    peers: Annotated[
+        str, typer.Option("--peers", metavar="PYTHON", help="An interpreter with TRL, which is measured beside it.")
+    ] = "",
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """One iteration of the recipe smollm2, phase by phase: sampling, scoring, planning, training, and the rest.
+
+    Beside plain transformers doing the same work with nothing around it, and beside TRL's SDFTTrainer. Seconds are
+    medians over all iterations but the first; processor time and peak memory are those of the whole run.
+    """
+    from mopd_dataplane.bench.step import measure
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-step-") as scratch:
+        figures = measure(
+            Path(scratch).resolve(), iterations=iterations, prompts=prompts, model=model, peer_python=peers
+        )
+    if as_json:
+        print_json(figures)
+        return
+    names = list(dict.fromkeys(name for part in figures.values() for name in part if name != "version"))
+    print_rows(("", *figures), [[name, *(part.get(name, "–") for part in figures.values())] for name in names])
+
+
 def length_bias(
     samples: Annotated[int, typer.Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
     dose: Annotated[
@@ -264,6 +302,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, commits, "mopd bench commits --commits 2000 --json")
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
+    register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
     register(group, view, "mopd bench view --samples 100000 --json")

@@ -145,7 +145,7 @@ def batch_name(files: Sequence[str], settings: ImportSettings) -> str:
 def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: ImportReport) -> None:
     store.add_prompts({prompt.prompt_id: prompt for _, prompt, _ in batch}.values())
     samples = [sample for _, _, sample in batch]
-    receipt = store.commit_samples(samples, writer=samples[0].writer)
+    receipt = store.commit_samples(samples)
     records: list[dict[str, Any]] = [
         {
             "uid": sample.uid,

@@ -101,6 +101,6 @@ def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = N
     samples = list(reference_samples(run.job, stage, prompts, run.tokenizer, digest, iteration=iteration))
     with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
         for start in range(0, len(samples), REFERENCE_BATCH):
-            run.store.commit_samples(samples[start : start + REFERENCE_BATCH], writer="reference")
+            run.store.commit_samples(samples[start : start + REFERENCE_BATCH])
             advance(start)
         report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}

@@ -18,16 +18,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import MismatchError, ResourceError
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_rows, token_rows
-from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
 from mopd_dataplane.store.sample_values import other_content
 from mopd_dataplane.store.table import Table
-
-EPOCH_KEY = "mopd:epoch:"
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,11 @@ class CommitReceipt:
 
 
 def commit_samples(
-    samples: Table, tokens: Table, batch: Sequence[Sample], *, writer: str, epoch: int = 0, keep_first: bool = False
+    samples: Table, tokens: Table, batch: Sequence[Sample], *, keep_first: bool = False
 ) -> CommitReceipt:
     """Make samples visible and durable; see Store.commit_samples."""
     for sample in batch:
         check_sample(sample)
-    _check_epoch(samples.open(), writer, epoch)
-    fence(samples, writer, epoch)
     crcs = [sample_crc(sample) for sample in batch]
     uids = [sample.uid for sample in batch]
     found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
@@ -71,9 +66,7 @@ def commit_samples(
     )
     tokens.make_durable(with_payload)
     fault_point("commit.payload.durable")
-    done = samples.insert(
-        sample_rows(batch, payload_rows, crcs), admit=lambda dataset: _check_epoch(dataset, writer, epoch)
-    )
+    done = samples.insert(sample_rows(batch, payload_rows, crcs))
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
@@ -95,30 +88,3 @@ def _dropped(
             "such); a uid names one content for ever: give the new sample a uid of its own (records.sample_uid)"
         )
     return lost
-
-
-def fence(samples: Table, writer: str, epoch: int) -> None:
-    """Record that `writer` has reached `epoch`: commits of its earlier epochs are refused from here on.
-
-    The epoch lies in the schema metadata of `samples`, so that raising it is itself a commit: an insert that was
-    prepared on an earlier version is refused by the compare-and-swap, looks again, and sees the new epoch.
-    """
-    while _epoch_of(dataset := samples.open(), writer) < epoch:
-        with writing(samples.uri):
-            try:
-                dataset.update_schema_metadata({EPOCH_KEY + writer: str(epoch)})
-            except OSError as error:
-                if not is_overtaken(error):
-                    raise
-
-
-def _epoch_of(dataset: lance.LanceDataset, writer: str) -> int:
-    return int((dataset.schema.metadata or {}).get((EPOCH_KEY + writer).encode(), b"0"))
-
-
-def _check_epoch(dataset: lance.LanceDataset, writer: str, epoch: int) -> None:
-    newest = _epoch_of(dataset, writer)
-    if epoch < newest:
-        raise ResourceError(
-            f"writer {writer!r} commits with epoch {epoch}, but epoch {newest} has taken over; this process must stop"
-        )

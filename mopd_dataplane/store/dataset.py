@@ -45,7 +45,7 @@ class Store:
 
     Example:
         store = Store.create("runs/demo")
-        receipt = store.commit_samples(samples, writer="engine-0")
+        receipt = store.commit_samples(samples)
         store.sql("select domain, count(*) from samples group by 1")
     """
 
@@ -262,23 +262,17 @@ class Store:
             if (split is None or row["split"] == split) and (allowed is None or row["domain"] in allowed)
         ]
 
-    def commit_samples(
-        self, batch: Sequence[Sample], *, writer: str, epoch: int = 0, keep_first: bool = False
-    ) -> CommitReceipt:
+    def commit_samples(self, batch: Sequence[Sample], *, keep_first: bool = False) -> CommitReceipt:
         """Make samples visible and durable, payload first, exactly once by uid.
 
-        Repeating the call with the same samples, here or in another process, changes nothing. `epoch` fences: once a
-        writer has committed with epoch n, its processes of an earlier epoch are refused.
+        Repeating the call with the same samples, here or in another process, changes nothing, also where a process
+        that was stopped in the middle wakes up after its successor.
         Raises MismatchError (shapes, values, a uid that names other content; `keep_first` drops the sample instead and
-        says so), EngineError (impossible log-probs), ResourceError (fenced, disk full).
+        says so), EngineError (impossible log-probs), ResourceError (disk full).
         """
         with committing(self._place, "samples"):
             samples, tokens = self._table("samples"), self._table("tokens")
-            return commit.commit_samples(samples, tokens, batch, writer=writer, epoch=epoch, keep_first=keep_first)
-
-    def fence(self, writer: str, epoch: int) -> None:
-        """Refuse every later commit of `writer` with an epoch below this one."""
-        commit.fence(self._table("samples"), writer, epoch)
+            return commit.commit_samples(samples, tokens, batch, keep_first=keep_first)
 
     # -- teachers and signals --------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import lance
@@ -208,18 +207,13 @@ class Table:
         with writing(self.uri):
             return self._swap(dataset, self._write(dataset, rows))
 
-    def insert(self, rows: pa.Table, admit: Callable[[lance.LanceDataset], None] | None = None) -> Inserted:
-        """Insert the rows whose key the table does not have; the keys decide, other columns are not compared.
-
-        `admit` sees the version about to be committed on and may refuse by raising.
-        """
+    def insert(self, rows: pa.Table) -> Inserted:
+        """Insert the rows whose key the table does not have; the keys decide, other columns are not compared."""
         fresh: _Fresh | None = None
         first = _first_of_each(rows.select(self.spec.key))
         self._evolved()
         for attempt in range(ATTEMPTS):
             found, dataset = self.find(rows)
-            if admit is not None:
-                admit(dataset)
             if fresh is not None and _holds(dataset, fresh.fragments):
                 return Inserted(found, fresh.new, dataset)
             new = (found < 0) & (first == np.arange(rows.num_rows))

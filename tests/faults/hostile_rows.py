@@ -61,7 +61,7 @@ def with_name(name: str) -> Iterator[tuple[str, Act]]:
     yield "teacher", lambda home: Store.open(home).add_teacher(build.teacher(name))
     yield "signals of a teacher", lambda home: Store.open(home).commit_signals(name, "logprob", [])
     yield "table", lambda home: Store.open(home).table(name)
-    yield "sample uid", lambda home: Store.open(home).commit_samples([build.sample(0, uid=name)], writer="w")
+    yield "sample uid", lambda home: Store.open(home).commit_samples([build.sample(0, uid=name)])
     yield "name of a job", lambda home: check_job({"name": name, "store": "s"}, where="job.toml")
     yield "checkpoint pointer", lambda home: read_checkpoint(home, name)
 

@@ -139,7 +139,7 @@ def use(name: str) -> Callable[[Path], object]:
     def act(home: Path) -> object:
         store = Store.open(home)
         if name in ("samples", "tokens"):
-            return store.commit_samples([build.sample(99)], writer="w")
+            return store.commit_samples([build.sample(99)])
         if name == "events":
             return store.add_event("e", "s", "k", 0, None, {})
         if name == "teachers":

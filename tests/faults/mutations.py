@@ -125,8 +125,6 @@ MUTATIONS = [
     Mutation("ignore the uid key", "store/table.py",
              "            new = (found < 0) & (first == np.arange(rows.num_rows))",
              "            new = first == np.arange(rows.num_rows)", "8"),
-    Mutation("ignore the epoch fence in the store", "store/commit.py", "    if epoch < newest:", "    if False:",
-             STORE + 'test_store_exactly_once.py -k "wakes_up or older_epoch"'),
     Mutation("open a manifest with a hole", "store/acknowledged.py",
              " or any(not any(sector) for sector in sectors)", "",
              STORE + "test_store_disk.py -k hole"),

@@ -65,7 +65,7 @@ def roll(store: Store, home: Path, acknowledged: list[str] | None = None) -> Non
     """The rollout of one iteration into the store, or what is left of it."""
 
     def commit(samples: list[Sample]) -> None:
-        store.commit_samples(samples, writer="w")
+        store.commit_samples(samples)
         if acknowledged is not None:
             acknowledged.extend(sample.uid for sample in samples)
 

@@ -113,7 +113,7 @@ def write(ground: Ground, writer: int, moment_s: float | None = None) -> int:
     for first in range(0, len(work), BATCH):
         numbers = work[first : first + BATCH]
         samples = [build.sample(number) for number in numbers]
-        receipt = store.commit_samples(samples, writer=f"w{writer}")
+        receipt = store.commit_samples(samples)
         rows = receipt.rows.tolist()
         ground.acknowledge([{"sample": n, "row": row} for n, row in zip(numbers, rows, strict=True)])
         for kind in KINDS:

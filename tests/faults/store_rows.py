@@ -65,13 +65,13 @@ def commit_until_killed(home: Path, point: str, visit: int, moment_s: float) -> 
         fault_points.observe(killer(point, visit))
     store = Store.open(home)
     for first in range(0, SAMPLES, BATCH):
-        store.commit_samples([build.sample(i) for i in range(first, first + BATCH)], writer="w")
+        store.commit_samples([build.sample(i) for i in range(first, first + BATCH)])
 
 
 def commit_all_and_audit(home: Path) -> list[str]:
     """What is wrong after everything was committed once more; empty when nothing is."""
     store = Store.open(home)
-    store.commit_samples([build.sample(i) for i in range(SAMPLES)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(SAMPLES)])
     return audit(store, SAMPLES)
 
 
@@ -107,7 +107,7 @@ def race(home: Path, start: float, unlocked: bool) -> int:
     store = Store.open(home)
     time.sleep(0.01 * start)
     batches = ([build.sample(i) for i in range(first, first + BATCH)] for first in range(0, SAMPLES, BATCH))
-    return sum(store.commit_samples(batch, writer="w").inserted for batch in batches)
+    return sum(store.commit_samples(batch).inserted for batch in batches)
 
 
 def audit_path(home: Path) -> list[str]:
@@ -143,7 +143,7 @@ def lose_replies(home: Path, seed: int) -> list[str]:
         batch = [build.sample(i) for i in range(first, first + BATCH)]
         for _ in range(64):
             try:
-                store.commit_samples(batch, writer="w")
+                store.commit_samples(batch)
                 break
             except (OSError, MopdError):
                 continue
@@ -169,7 +169,7 @@ def read_while_cleaned(home: Path, pinned_at: int) -> list[str]:
     store, reader = Store.open(home), Store.open(home)
     pinned = None
     for number, first in enumerate(range(0, SAMPLES, BATCH), start=1):
-        store.commit_samples([build.sample(i) for i in range(first, first + BATCH)], writer="w")
+        store.commit_samples([build.sample(i) for i in range(first, first + BATCH)])
         if number == pinned_at:
             pinned = reader.snapshot(tag="pinned")
         store.compact()

@@ -45,7 +45,7 @@ def make_stage(home: Path) -> int:
     """A store with samples, one teacher's log-probs, a planned window and the end of the log; its number of steps."""
     store = Store.create(home)
     samples = [build.sample(number) for number in range(SAMPLES)]
-    rows = store.commit_samples(samples, writer="w").rows
+    rows = store.commit_samples(samples).rows
     store.add_teacher(build.teacher(TEACHER))
     judged = [build.signal(sample, int(row), "logprob") for sample, row in zip(samples, rows, strict=True)]
     store.commit_signals(TEACHER, "logprob", judged)

@@ -50,6 +50,7 @@ def test_training_while_samples_are_written(
     assert len(sampled_by) > 1, "rollouts picked up a policy that was published while they ran"
 
 
+@pytest.mark.slow
 def test_a_killed_follower_continues(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable, start_mopd: Callable
 ):

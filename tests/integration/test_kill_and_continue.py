@@ -8,21 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from mopd_dataplane import open_store
 
-KILLS = 5
 RUN_S = (3.0, 14.0)
 """Life of a killed attempt: long enough to get somewhere, short enough to die everywhere."""
 
 
-def test_a_job_killed_five_times_ends_with_the_same_samples(
-    finished_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_job_killed_again_and_again_ends_with_the_same_samples(
+    kills: int, finished_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
 ):
     job = write_job(tmp_path)
     seed = random.randrange(1 << 32)
     chance = random.Random(seed)
-    for _ in range(KILLS):
+    for _ in range(kills):
         attempt = start_mopd("run", job)
         time.sleep(chance.uniform(*RUN_S))
         attempt.kill()

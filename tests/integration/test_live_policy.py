@@ -77,7 +77,7 @@ def test_a_sample_that_was_given_up_is_recorded_with_its_reason(tmp_path: Path) 
     def commit(samples: list[Sample]) -> None:
         for _ in range(2):  # a commit may be repeated after a crash
             record_abandoned(store, samples)
-            store.commit_samples(samples, writer="engine-0")
+            store.commit_samples(samples)
 
     def environment(turn: Turn) -> None:
         if turn.prompt.prompt_id == "p1":

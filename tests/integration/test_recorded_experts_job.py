@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from mopd_dataplane.store.dataset import Store
 
 MIXTURE = 'model_type = "qwen3_moe"\nnum_experts = 6\nnum_experts_per_tok = 2\nmoe_intermediate_size = 48'
+SPECIALISTS = re.compile(r'\n\[\[stages\]\]\nname = "(sums|words)"[^\[]*?domains = \[[^\n]*\n')
 SHARED = "\n[scale]\nranks = 2\ncontext_parallel = 2\n"
 
 
@@ -22,10 +24,11 @@ def trained(
     mopd: Callable[..., object],
     write_job: Callable[..., Path],
 ) -> Store:
-    """The tiny job with a mixture of experts, sampled under a cut: everything is recorded."""
+    """A student that is a mixture of experts, sampled under a cut: everything is recorded. Its teacher is its base."""
     folder = tmp_path_factory.mktemp("experts")
     job = write_job(folder)
-    text = job.read_text().replace('model_type = "qwen3"', MIXTURE)
+    text = SPECIALISTS.sub("", job.read_text()).replace('model_type = "qwen3"', MIXTURE)
+    text = text.replace("stage:sums", "stage:base").replace("stage:words", "stage:base")
     record = '[stages.rollout]\ntop_p = 0.9\ntop_k = 20\nrecord = ["sampling_mask", "experts"]\n'
     job.write_text(text.replace("iterations = 2\n", f"iterations = 2\n{record}") + request.param)
     mopd("run", job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,18 +24,27 @@ from mopd_dataplane.train.student import load_student
 
 MASKS = tuple(field for field in RECORDED if field.record == "sampling_mask")
 TEMPERATURE = 0.9
-CUT = f'temperature = {TEMPERATURE}\ntop_p = 0.7\ntop_k = 12\nrecord = ["sampling_mask"]'
+CUT_STAGE = f"""
+[[stages]]
+name = "cut"
+start = "base"
+objective = "sampled"
+iterations = 2
+rollout = {{{{ temperature = {TEMPERATURE}, top_p = 0.7, top_k = 12, record = ["sampling_mask"] }}}}
+"""
 
 
 @pytest.fixture(scope="module")
 def trained(
-    tmp_path_factory: pytest.TempPathFactory, mopd: Callable[..., object], write_job: Callable[..., Path]
+    tmp_path_factory: pytest.TempPathFactory,
+    finished_job: Path,
+    mopd: Callable[..., object],
+    write_job: Callable[..., Path],
 ) -> Store:
-    """The tiny job, its student sampled under a cut."""
+    """The tiny job, with one stage more that is sampled under a cut."""
     folder = tmp_path_factory.mktemp("kept")
-    job = write_job(folder)
-    job.write_text(job.read_text().replace("iterations = 2\n", f"iterations = 2\n[stages.rollout]\n{CUT}\n"))
-    mopd("run", job)
+    shutil.copytree(finished_job / "store", folder / "store", symlinks=True)
+    mopd("run", write_job(folder, extra=CUT_STAGE), "--stage", "cut")
     return Store.open(str(folder / "store"))
 
 
@@ -58,8 +68,13 @@ def as_pack(store: Store, row: int) -> Pack:
 def test_on_policy_every_ratio_is_one_with_the_kept_sets_and_is_not_without(trained: Store) -> None:
     """The policy that wrote the samples, in the trainer; float32 through two layers moves log-probs by some 1e-6."""
     assert trained.root is not None
-    rows = np.flatnonzero(trained.samples(["policy_version_first"])["policy_version_first"].to_numpy() == 1)
-    student = load_student(trained.root / "policies" / "student" / "v1", Ranks(0, 1, torch.device("cpu")))
+    rows = np.flatnonzero(
+        [
+            row["stage"] == "cut" and row["policy_version_first"] == 1
+            for row in trained.samples(["stage", "policy_version_first"]).to_pylist()
+        ]
+    )
+    student = load_student(trained.root / "policies" / "cut" / "v1", Ranks(0, 1, torch.device("cpu")))
     batch = build([as_pack(trained, row) for row in rows.tolist()])
     loss = ObjectiveLoss(Objective(policy_gradient=PolicyGradientTerm()), temperature=TEMPERATURE)
     with torch.no_grad():
@@ -76,7 +91,7 @@ def test_on_policy_every_ratio_is_one_with_the_kept_sets_and_is_not_without(trai
 
 def test_the_first_step_of_an_iteration_sees_no_gap_to_its_sampler(trained: Store) -> None:
     steps = trained.table("steps", ["stage", "step", "window", "extra"]).to_pylist()
-    own = [row for row in steps if row["stage"] == "student"]
+    own = [row for row in steps if row["stage"] == "cut"]
     assert {row["window"] for row in own} == {0, 1}
     for window in (0, 1):
         step = min((row for row in own if row["window"] == window), key=lambda row: row["step"])
@@ -90,6 +105,6 @@ def test_every_sample_of_the_stage_has_its_sets(trained: Store) -> None:
         "select stage, count(sampling_mask_len) as n, count(*) as total from samples group by 1"
     ).to_pylist()
     counts = {row["stage"]: (row["n"], row["total"]) for row in found}
-    assert counts["student"] == (64, 64)
+    assert counts["cut"] == (64, 64)
     assert counts["base"][0] == 0
     assert trained.verify().ok

@@ -55,7 +55,7 @@ class Ground:
         self.start = make_student(sections.Student(config=CONFIG), root / "start", seed=0)
         self.store: Store = create_store(str(root / "store"))
         samples = [self._sample(number) for number in range(SAMPLES)]
-        rows = self.store.commit_samples(samples, writer="test").rows
+        rows = self.store.commit_samples(samples).rows
         self._score(samples, rows)
         self.plan = self._plan(rows)
         self.store.add_plan(self.plan)

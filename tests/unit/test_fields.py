@@ -76,12 +76,12 @@ def main(folder):
             bad = sample(0)
             bad.extra["depths"][2] = 10
         try:
-            store.commit_samples([bad], writer="w")
+            store.commit_samples([bad])
         except MismatchError as error:
             assert said in str(error), error
         else:
             raise AssertionError(said)
-    rows = store.commit_samples(samples, writer="w").rows
+    rows = store.commit_samples(samples).rows
     stored = store.read_tokens(rows, ["surprise", "depths"], verify=True).to_pylist()
     for one, row in zip(samples, stored, strict=True):
         for name in ("surprise", "depths"):

@@ -119,7 +119,7 @@ def roll_out(
     def commit(samples: list[Sample]) -> object:
         nonlocal dropped
         record_abandoned(run.store, samples)
-        receipt = run.store.commit_samples(samples, writer=writer, keep_first=True)
+        receipt = run.store.commit_samples(samples, keep_first=True)
         record_dropped(run.store, part, receipt.dropped)
         dropped += len(receipt.dropped)
         return receipt

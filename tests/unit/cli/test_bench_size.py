@@ -53,9 +53,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], i
     root = tmp_path_factory.mktemp("size") / "store"
     store = create_store(str(root))
     samples = [sample(number) for number in range(SAMPLES)]
-    store.commit_samples(samples[:512], writer="w")
+    store.commit_samples(samples[:512])
     before = {path for path in root.rglob("*") if path.is_file()}
-    store.commit_samples(samples[512:], writer="w")
+    store.commit_samples(samples[512:])
     added = [path for path in root.rglob("*") if path.is_file() and path not in before and "locks" not in path.parts]
     store.add_teacher(Teacher(
         name="t", source="t", weights_digest="w", tokenizer_digest="t", vocab_size=150_000, hidden_size=WIDTH,

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from mopd_dataplane.cli.app import app
+from mopd_dataplane.models.families import FAMILIES, family_of
+from mopd_dataplane.models.tiny import of_family
 
 
 def figures(*words: str) -> dict[str, Any]:
@@ -72,3 +74,20 @@ def test_wal(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["bench", "wal", "--folder", str(tmp_path / "none")]).exit_code == 2
+
+
+@pytest.mark.slow
+def test_step(tmp_path: Path) -> None:
+    model = tmp_path / "SmolLM2-135M"
+    model.mkdir()
+    of_family(FAMILIES[family_of("HuggingFaceTB/SmolLM2-135M-Instruct")], model, seed=0, dtype="float32")
+    words = ["--iterations", "2", "--prompts", "4", "--model", str(model), "--folder", str(tmp_path)]
+    found = figures("step", *words)
+    assert found.keys() == {"here", "floor"}
+    for part in found.values():
+        phases = [part[f"{name}, s"] for name in ("rollout", "score", "train")]
+        assert all(seconds > 0 for seconds in phases)
+        assert part["an iteration, s"] > max(phases)
+        assert part["peak memory, GB"] > 0.1
+    assert 0 < found["here"]["response tokens"] <= 4 * 48
+    assert [file.name for file in tmp_path.iterdir()] == [model.name]

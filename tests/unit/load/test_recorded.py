@@ -56,7 +56,7 @@ def sample(number: int, *, kept: bool) -> Sample:
 
 def opened(folder: Path, samples: list[Sample], spec: LoadSpec = ASKS) -> WindowSource:
     store = Store.create(folder / "store")
-    rows = store.commit_samples(samples, writer="w").rows
+    rows = store.commit_samples(samples).rows
     columns = collect_columns(store.scan_samples(SAMPLE_COLUMNS), len(rows), route=None, teachers=[])
     settings = sections.Plan(pack_tokens=64, batch_samples=4)
     plan = build_window(

@@ -45,7 +45,7 @@ def sample(number: int) -> Sample:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = Store.create(tmp_path_factory.mktemp("sql") / "store")
     store.add_prompts([Prompt(prompt_id=f"p{i}", domain="math", text="?") for i in range(6)])
-    rows = store.commit_samples([sample(i) for i in range(6)], writer="w").rows
+    rows = store.commit_samples([sample(i) for i in range(6)]).rows
     store.add_rewards(
         [
             {"uid": sample(i).uid, "sample_row": rows[i], "verifier": "v", "verifier_version": "1", "reward": i / 4}

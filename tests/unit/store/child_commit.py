@@ -1,7 +1,7 @@
 """A committer in a process of its own, which can be made to die, stop or run without the lock.
 
     python child_commit.py URI --samples 0 64 --batch 16 [--die-at POINT [--on N]] [--stop-at POINT] [--unlocked]
-                               [--epoch 1] [--file-limit BYTES] [--signal TEACHER KIND] [--compact]
+                               [--file-limit BYTES] [--signal TEACHER KIND] [--compact]
 Prints one JSON object: {"inserted": n} or {"error": class name, "message": text}.
 """
 
@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("--on", type=int, default=1)
     parser.add_argument("--stop-at", default="")
     parser.add_argument("--unlocked", action="store_true")
-    parser.add_argument("--epoch", type=int, default=0)
     parser.add_argument("--file-limit", type=int, default=0)
     parser.add_argument("--signal", nargs=2, default=None)
     parser.add_argument("--compact", action="store_true")
@@ -74,7 +73,7 @@ def work(store: Store, options: argparse.Namespace) -> int:
             signals = [build.signal(sample, row, kind) for sample, row in zip(batch, rows, strict=True)]
             inserted += store.commit_signals(teacher, kind, signals)
         else:
-            inserted += store.commit_samples(batch, writer="engine-0", epoch=options.epoch).inserted
+            inserted += store.commit_samples(batch).inserted
     return inserted
 
 

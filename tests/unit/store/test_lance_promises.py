@@ -70,7 +70,7 @@ OVERTAKERS: dict[str, Callable[[str], object]] = {
     "merge_insert": lambda uri: merge(lance.dataset(uri), rows("x")),
     "compaction": lambda uri: lance.dataset(uri).optimize.compact_files(),
     "add_columns": lambda uri: lance.dataset(uri).add_columns({"n": "cast(null as int)"}),
-    "schema_metadata": lambda uri: lance.dataset(uri).update_schema_metadata({"mopd:epoch:w": "2"}),
+    "schema_metadata": lambda uri: lance.dataset(uri).update_schema_metadata({"mopd:key": "2"}),
 }
 
 
@@ -96,9 +96,9 @@ def test_a_swap_is_never_undone_by_a_late_commit(uri: str, late: str) -> None:
 
 
 def test_swap_keeps_schema_metadata_and_key_marks(uri: str) -> None:
-    lance.dataset(uri).update_schema_metadata({"mopd:epoch:w": "2"})
+    lance.dataset(uri).update_schema_metadata({"mopd:key": "2"})
     schema = swap(lance.dataset(uri), rows("c")).schema
-    assert schema.metadata[b"mopd:epoch:w"] == b"2"
+    assert schema.metadata[b"mopd:key"] == b"2"
     assert schema.field("uid").metadata == KEY
 
 

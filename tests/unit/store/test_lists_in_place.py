@@ -212,7 +212,7 @@ def test_nothing_is_asked_for_while_it_is_in_memory(tmp_path: Path, monkeypatch:
 def test_verify_finds_a_changed_payload_and_delivers_what_it_checked(store: Store) -> None:
     assert store.root is not None
     samples = [build.sample(i, response=400) for i in range(4)]
-    rows = store.commit_samples(samples, writer="w").rows
+    rows = store.commit_samples(samples).rows
     lengths = np.array([len(sample.tokens) for sample in samples])
     found = store.token_reader(rows).lists(rows, lengths, ["tokens", "versions"], verify=True)
     [file] = (store.root / "tokens" / "data").iterdir()
@@ -294,7 +294,7 @@ def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatc
     """Where they lie, and that it is their own; when they are read again, Lance is asked for nothing."""
     monkeypatch.setattr(reading, "IN_PLACE_BYTES", 0)
     samples = [build.sample(i) for i in range(8)]
-    store.commit_samples(samples, writer="w")
+    store.commit_samples(samples)
     store.add_teacher(build.teacher("a"))
     store.commit_signals("a", "logprob", [build.signal(s, i, "logprob") for i, s in enumerate(samples)])
     tokens, signal = store.token_reader(np.arange(8)), store.signal_reader("a", "logprob", np.arange(8))
@@ -318,7 +318,7 @@ def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_payload_of_another_sample_is_damage(store: Store) -> None:
-    store.commit_samples([build.sample(i) for i in range(3)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(3)])
     samples = store.table("samples").to_pylist()
     swapped = pa.Table.from_pylist([samples[1] | {"uid": "d" * 32}], store.dataset("samples").schema)
     lance.write_dataset(swapped, store.uri + "/samples", mode="append")
@@ -329,7 +329,7 @@ def test_a_payload_of_another_sample_is_damage(store: Store) -> None:
 
 
 def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(4)])
     monkeypatch.setattr(reading, "IN_PLACE_BYTES", 3 * 25 * reading.TOKEN_BYTES)
     reader = store.token_reader(np.arange(4))
     kinds = []

@@ -44,7 +44,7 @@ def read_only(store: Store) -> Iterator[Path]:
     assert store.root is not None
     samples = [build.sample(number) for number in range(8)]
     for number in range(0, 8, 2):
-        store.commit_samples(samples[number : number + 2], writer="w")
+        store.commit_samples(samples[number : number + 2])
     head = store.path("heads/t.safetensors")
     head.parent.mkdir()
     head.write_bytes(b"head")

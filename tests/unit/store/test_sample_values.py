@@ -45,7 +45,7 @@ BAD: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("field", "value", "message"), BAD, ids=[f"{n}-{f}" for n, (f, _, _) in enumerate(BAD)])
 def test_impossible_values_are_named_and_nothing_is_written(store: Store, field: str, value: Any, message: str) -> None:
     with pytest.raises(MopdError, match=message) as refused:
-        store.commit_samples([sample(1), sample(0, response=4, **{field: value})], writer="engine-0")
+        store.commit_samples([sample(1), sample(0, response=4, **{field: value})])
     assert isinstance(refused.value, EngineError if field == "logprobs" else MismatchError)
     assert store.samples().num_rows == store.table("tokens").num_rows == 0
 
@@ -61,19 +61,19 @@ def _other(number: int) -> Sample:
 
 
 def test_the_same_uid_with_other_tokens_is_refused_and_nothing_is_written(store: Store) -> None:
-    store.commit_samples([sample(0)], writer="engine-0")
+    store.commit_samples([sample(0)])
     with pytest.raises(MismatchError, match=f"sample {sample(0).uid} is in the store.* with other tokens"):
-        store.commit_samples([sample(1), _other(0)], writer="engine-1")
+        store.commit_samples([sample(1), _other(0)])
     with pytest.raises(MismatchError, match="or in this batch"):
-        store.commit_samples([sample(2), _other(2)], writer="engine-1")
+        store.commit_samples([sample(2), _other(2)])
     assert store.samples(["uid"])["uid"].to_pylist() == [sample(0).uid]
     assert store.table("tokens").num_rows == 1
 
 
 def test_of_two_in_a_rollout_the_first_stands_and_the_second_is_named(store: Store) -> None:
-    store.commit_samples([sample(0)], writer="engine-0")
-    receipt = store.commit_samples([sample(1), _other(0)], writer="engine-1", keep_first=True)
+    store.commit_samples([sample(0)])
+    receipt = store.commit_samples([sample(1), _other(0)], keep_first=True)
     assert (receipt.inserted, receipt.dropped) == (1, (sample(0).uid,))
     tokens = store.read_tokens(receipt.rows, ["tokens"], verify=True)["tokens"].to_pylist()
     assert tokens == [sample(1).tokens.tolist(), sample(0).tokens.tolist()]
-    assert store.commit_samples([sample(1)], writer="engine-1").dropped == ()
+    assert store.commit_samples([sample(1)]).dropped == ()

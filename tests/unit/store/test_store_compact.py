@@ -31,7 +31,7 @@ print(dataset.to_table(columns=["uid", "tokens"]).num_rows, flush=True)
 
 def commit(store: Store, first: int, last: int) -> None:
     for number in range(first, last):
-        store.commit_samples([build.sample(number)], writer="w")
+        store.commit_samples([build.sample(number)])
 
 
 def reader_of(store: Store) -> subprocess.Popen[str]:
@@ -111,7 +111,7 @@ def test_snapshots_stay_by_name(store: Store) -> None:
 @pytest.mark.parametrize("table", ["tokens", "samples"])
 def test_small_commits_take_little_more_than_their_bytes(store: Store, table: str) -> None:
     for number in range(0, 160, 2):
-        store.commit_samples([build.sample(i, response=400) for i in (number, number + 1)], writer="w")
+        store.commit_samples([build.sample(i, response=400) for i in (number, number + 1)])
     Store.open(store.uri).compact(now=True)
     sizes = maintain.file_sizes(store.dataset(table))
     held = store.table(table).nbytes
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_not_merged_and_commits_go_on(store: Store, monkeypatc
         Store.open(store.uri).compact()
     monkeypatch.setattr(fragments, "TIERS", ((4 << 20, 4),))
     with pytest.warns(UserWarning, match="its file is not merged"):
-        Store.open(store.uri).commit_samples([build.sample(6)], writer="w")
+        Store.open(store.uri).commit_samples([build.sample(6)])
     assert [finding.table for finding in store.verify().findings] == ["samples"]
     file.write_bytes(content)
     assert Store.open(store.uri).compact()["samples"]["files_merged"] >= 7

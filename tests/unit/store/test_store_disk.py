@@ -30,7 +30,7 @@ def sound(store: Store, count: int) -> None:
 
 
 def test_file_size_limit_then_room_again(store: Store, start_child: Start, answer_of: Answer) -> None:
-    store.commit_samples([build.sample(0)], writer="w")
+    store.commit_samples([build.sample(0)])
     said = answer_of(start_child(store.uri, "--samples", 1, 8, "--response", 200_000, "--file-limit", 300_000))
     assert said["error"] == "ResourceError"
     assert "file size limit" in said["message"]
@@ -67,7 +67,7 @@ def test_full_disk_then_room_again(small_disk: Path) -> None:
 
     def fill() -> None:
         for start in range(0, 400, 8):
-            store.commit_samples([build.sample(i, response=20_000) for i in range(start, start + 8)], writer="w")
+            store.commit_samples([build.sample(i, response=20_000) for i in range(start, start + 8)])
 
     with pytest.raises(ResourceError, match="disk is full; nothing became visible") as full:
         fill()
@@ -78,7 +78,7 @@ def test_full_disk_then_room_again(small_disk: Path) -> None:
     assert store.read_tokens(np.arange(visible), verify=True).num_rows == visible
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     batch = [build.sample(i, response=20_000) for i in range(visible + 8)]
-    assert store.commit_samples(batch, writer="w").inserted == 8
+    assert store.commit_samples(batch).inserted == 8
     sound(store, visible + 8)
 
 
@@ -87,7 +87,7 @@ def test_creation_on_a_full_disk_leaves_no_store(small_disk: Path) -> None:
     with pytest.raises(ResourceError, match="disk is full"):
         Store.create(small_disk / "store")
     (small_disk / "filler").unlink()
-    assert Store.create(small_disk / "store").commit_samples([build.sample(0)], writer="w").inserted == 1
+    assert Store.create(small_disk / "store").commit_samples([build.sample(0)]).inserted == 1
 
 
 def test_what_is_acknowledged_has_been_synced(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_what_is_acknowledged_has_been_synced(store: Store, monkeypatch: pytest.
     real = barrier.fsync
     monkeypatch.setattr(barrier, "fsync", lambda path: (synced.add(str(path)), real(path))[1])
     store = Store.open(store.uri)
-    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(4)])
     assert store.root is not None
     for name in ("samples", "tokens"):
         dataset = store.dataset(name)
@@ -113,7 +113,7 @@ def test_data_is_synced_before_the_version_that_names_it(store: Store, monkeypat
     monkeypatch.setattr(barrier, "fsync", lambda path: (happened.append(Path(path).suffix), real(path))[1])
     fault_points.observe(happened.append)
     try:
-        Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
+        Store.open(store.uri).commit_samples([build.sample(0)])
     finally:
         fault_points.observe(None)
     written, committed = happened.index("samples.insert.written"), happened.index("samples.insert.committed")
@@ -131,7 +131,7 @@ def test_a_failed_sync_is_never_retried(store: Store, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(barrier, "fsync", failing)
     with pytest.raises(ResourceError, match="Input/output error"):
-        Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
+        Store.open(store.uri).commit_samples([build.sample(0)])
     assert len(calls) == 1
     assert store.samples(["uid"]).num_rows == 0
 
@@ -140,8 +140,8 @@ def test_a_failed_sync_is_never_retried(store: Store, monkeypatch: pytest.Monkey
 def test_power_cut_that_tears_the_newest_manifest(store: Store, left: int) -> None:
     """A version that was never synced is set aside; everything acknowledged before it is there."""
     assert store.root is not None
-    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
-    store.commit_samples([build.sample(4)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(4)])
+    store.commit_samples([build.sample(4)])
     manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
     with manifest.open("r+b") as file:
         file.truncate(left)
@@ -151,7 +151,7 @@ def test_power_cut_that_tears_the_newest_manifest(store: Store, left: int) -> No
     sound(reopened, 4)
     assert everything(store.root) == before, "a reader changed something"
     with pytest.warns(UserWarning, match="version 3 was being committed when the machine stopped"):
-        assert reopened.commit_samples([build.sample(i) for i in range(6)], writer="w").inserted == 2
+        assert reopened.commit_samples([build.sample(i) for i in range(6)]).inserted == 2
     assert manifest.with_suffix(".torn").exists()
     sound(reopened, 6)
     sound(Store.open(store.uri), 6)
@@ -162,7 +162,7 @@ def test_power_cut_that_tears_the_newest_manifest(store: Store, left: int) -> No
 def test_an_acknowledged_manifest_that_was_cut_short_is_damage(store: Store, table: str, left: int) -> None:
     assert store.root is not None
     for number in range(3):
-        store.commit_samples([build.sample(number)], writer="w")
+        store.commit_samples([build.sample(number)])
         store.add_event(f"e{number}", "s", "k", 0, None, {})
         reward = {"uid": build.sample(number).uid, "sample_row": number, "verifier": "v", "verifier_version": "1"}
         store.add_rewards([reward | {"reward": 1.0}])
@@ -183,7 +183,7 @@ def test_an_acknowledged_manifest_that_was_cut_short_is_damage(store: Store, tab
 def test_acknowledged_versions_that_are_gone_are_called_lost(store: Store) -> None:
     assert store.root is not None
     for number in range(3):
-        store.commit_samples([build.sample(number)], writer="w")
+        store.commit_samples([build.sample(number)])
     min((store.root / "samples" / "_versions").glob("*.manifest")).unlink()
     with pytest.raises(DamagedError, match="version 4 was acknowledged, the newest one there is 3"):
         Store.open(store.uri).samples()
@@ -195,8 +195,8 @@ def test_acknowledged_versions_that_are_gone_are_called_lost(store: Store) -> No
 def test_power_cut_that_leaves_a_hole_in_the_newest_manifest(store: Store) -> None:
     """Every sector that may have stayed zero: some of these files still open, as a dataset of other columns."""
     assert store.root is not None
-    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
-    store.commit_samples([build.sample(4)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(4)])
+    store.commit_samples([build.sample(4)])
     manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
     whole = manifest.read_bytes()
     assert len(whole) > 1024
@@ -211,20 +211,20 @@ def test_power_cut_that_leaves_a_hole_in_the_newest_manifest(store: Store) -> No
 def test_power_cut_that_takes_the_whole_last_version(store: Store, tmp_path: Path) -> None:
     """Files and directory entries written after the last barrier are gone: the store is the one of the barrier."""
     assert store.root is not None
-    store.commit_samples([build.sample(i) for i in range(4)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(4)])
     shutil.copytree(store.root, tmp_path / "at-barrier")
-    store.commit_samples([build.sample(i) for i in range(4, 8)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(4, 8)])
     shutil.copytree(store.root / "tokens", tmp_path / "at-barrier" / "tokens", dirs_exist_ok=True)
     survivor = Store.open(tmp_path / "at-barrier")
     sound(survivor, 4)
     assert survivor.verify().orphans == {"tokens": 4}
-    assert survivor.commit_samples([build.sample(i) for i in range(8)], writer="w").inserted == 4
+    assert survivor.commit_samples([build.sample(i) for i in range(8)]).inserted == 4
     assert survivor.dataset("tokens").count_rows() == 8, "the payload that survived is adopted"
 
 
 def test_a_rotten_manifest_is_damage_and_is_left_alone(store: Store) -> None:
     assert store.root is not None
-    store.commit_samples([build.sample(0)], writer="w")
+    store.commit_samples([build.sample(0)])
     manifest = min((store.root / "samples" / "_versions").glob("*.manifest"))
     content = bytearray(manifest.read_bytes())
     content[: len(content) // 2] = os.urandom(len(content) // 2)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import store_builders as build
 
-from mopd_dataplane.errors import MismatchError, ResourceError
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.store import table as table_module
 from mopd_dataplane.store.arrow_rows import token_rows
 from mopd_dataplane.store.dataset import Store
@@ -51,7 +51,7 @@ def test_sigkill_between_two_writes_then_the_same_commit_again(
     assert child.returncode == -signal.SIGKILL
     visible = store.samples(["uid"]).num_rows
     assert visible == (32 if point in KILL_POINTS[4:] else 16), "the commit record is the row in `samples`"
-    receipt = store.commit_samples([build.sample(i) for i in range(48)], writer="engine-0")
+    receipt = store.commit_samples([build.sample(i) for i in range(48)])
     assert receipt.inserted == 48 - visible
     check_samples(store, 48)
     payloads = store.table("tokens", ["uid"]).num_rows
@@ -60,7 +60,7 @@ def test_sigkill_between_two_writes_then_the_same_commit_again(
 
 def test_signals_sigkill_between_two_writes(store: Store, start_child: Start, answer_of: Answer) -> None:
     samples = [build.sample(i) for i in range(8)]
-    store.commit_samples(samples, writer="engine-0")
+    store.commit_samples(samples)
     store.add_teacher(build.teacher("t"))
     for point in ("signals/t/topk.append.committed", "signals.payload.durable", "scores.insert.written"):
         answer_of(start_child(store.uri, "--samples", 0, 8, "--signal", "t", "topk", "--die-at", point))
@@ -86,16 +86,12 @@ def test_racing_committers_of_the_same_samples(
 
 
 def test_a_committer_that_wakes_up_after_its_successor(store: Store, start_child: Start, answer_of: Answer) -> None:
-    stop = ["--epoch", 1, "--stop-at", "samples.insert.written", "--unlocked"]
+    stop = ["--stop-at", "samples.insert.written", "--unlocked"]
     zombie = start_child(store.uri, "--samples", 0, 16, *stop)
     os.waitid(os.P_PID, zombie.pid, os.WSTOPPED | os.WNOWAIT)
-    store.fence("engine-0", 2)
+    assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 16
     os.kill(zombie.pid, signal.SIGCONT)
-    said = answer_of(zombie)
-    assert said["error"] == "ResourceError"
-    assert "epoch 2 has taken over" in said["message"]
-    assert store.samples(["uid"]).num_rows == 0
-    assert store.commit_samples([build.sample(i) for i in range(16)], writer="engine-0", epoch=2).inserted == 16
+    assert answer_of(zombie) == {"inserted": 0}
     check_samples(store, 16)
 
 
@@ -105,18 +101,10 @@ def test_a_stopped_committer_does_not_stop_the_store(
     monkeypatch.setattr("mopd_dataplane.store.lock.PATIENCE_S", 0.2)
     holder = start_child(store.uri, "--samples", 0, 16, "--stop-at", "samples.insert.written")
     os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
-    assert store.commit_samples([build.sample(i) for i in range(16)], writer="engine-1").inserted == 16
+    assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 16
     os.kill(holder.pid, signal.SIGCONT)
     assert answer_of(holder) == {"inserted": 0}
     check_samples(store, 16)
-
-
-def test_an_older_epoch_is_refused_before_anything_is_written(store: Store) -> None:
-    store.commit_samples([build.sample(0)], writer="engine-0", epoch=3)
-    store.commit_samples([build.sample(1)], writer="engine-1", epoch=1)
-    with pytest.raises(ResourceError, match="epoch 2, but epoch 3 has taken over"):
-        store.commit_samples([build.sample(2)], writer="engine-0", epoch=2)
-    assert store.table("tokens", ["uid"]).num_rows == 2
 
 
 def test_a_lost_reply_is_not_an_insert_twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +120,7 @@ def test_a_lost_reply_is_not_an_insert_twice(store: Store, monkeypatch: pytest.M
         return done
 
     monkeypatch.setattr(table_module.lance.LanceDataset, "commit", staticmethod(commit))
-    receipt = store.commit_samples([build.sample(i) for i in range(16)], writer="engine-0")
+    receipt = store.commit_samples([build.sample(i) for i in range(16)])
     assert receipt.inserted == 16
     assert receipt.rows.tolist() == list(range(16))
     assert store.add_prompts([]) == 0
@@ -140,15 +128,15 @@ def test_a_lost_reply_is_not_an_insert_twice(store: Store, monkeypatch: pytest.M
 
 
 def test_the_same_uid_twice_in_one_batch_is_one_sample(store: Store) -> None:
-    receipt = store.commit_samples([build.sample(i) for i in (0, 1, 0, 2, 1)], writer="engine-0")
+    receipt = store.commit_samples([build.sample(i) for i in (0, 1, 0, 2, 1)])
     assert receipt.inserted == 3
     assert receipt.rows.tolist() == [0, 1, 0, 2, 1]
     check_samples(store, 3)
 
 
 def test_receipt_gives_rows_of_known_and_new_samples(store: Store) -> None:
-    store.commit_samples([build.sample(i) for i in range(4)], writer="engine-0")
-    receipt = store.commit_samples([build.sample(i) for i in (9, 2, 8, 0)], writer="engine-0")
+    store.commit_samples([build.sample(i) for i in range(4)])
+    receipt = store.commit_samples([build.sample(i) for i in (9, 2, 8, 0)])
     assert receipt.inserted == 2
     assert receipt.rows.tolist() == [4, 2, 5, 0]
     uids = store.take_samples(receipt.rows, ["uid"])["uid"].to_pylist()
@@ -158,9 +146,9 @@ def test_receipt_gives_rows_of_known_and_new_samples(store: Store) -> None:
 def test_another_process_sees_and_extends_what_this_one_wrote(
     store: Store, start_child: Start, answer_of: Answer
 ) -> None:
-    store.commit_samples([build.sample(i) for i in range(8)], writer="engine-0")
+    store.commit_samples([build.sample(i) for i in range(8)])
     assert answer_of(start_child(store.uri, "--samples", 4, 12)) == {"inserted": 4}
-    assert store.commit_samples([build.sample(i) for i in range(16)], writer="engine-0").inserted == 4
+    assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 4
     check_samples(store, 16)
 
 
@@ -174,7 +162,7 @@ def test_a_changed_prompt_or_teacher_is_refused(store: Store) -> None:
 
 def test_a_question_sees_no_payload_that_was_left_over(store: Store) -> None:
     samples = [build.sample(i) for i in range(4)]
-    rows = store.commit_samples(samples, writer="w").rows.tolist()
+    rows = store.commit_samples(samples).rows.tolist()
     store.add_teacher(build.teacher("t"))
     signals = [build.signal(sample, row, "logprob") for sample, row in zip(samples, rows, strict=True)]
     store.commit_signals("t", "logprob", signals)
@@ -186,6 +174,6 @@ def test_a_question_sees_no_payload_that_was_left_over(store: Store) -> None:
         joined = f"select uid from samples join {name} using (uid) where uid > '' order by uid"
         assert store.sql(joined)["uid"].to_pylist() == sorted(sample.uid for sample in samples)
     at = store.snapshot()
-    store.commit_samples([build.sample(4)], writer="w")
+    store.commit_samples([build.sample(4)])
     assert store.sql("select count(*) as n from tokens", at).to_pylist() == [{"n": 4}]
     assert store.sql("select count(*) as n from tokens").to_pylist() == [{"n": 5}]

@@ -69,7 +69,7 @@ def test_a_creation_killed_halfway_is_finished_by_the_next(tmp_path: Path) -> No
     with pytest.raises(UnknownNameError):
         Store.open(uri)
     store = Store.create(uri)
-    assert store.commit_samples([build.sample(0)], writer="w").inserted == 1
+    assert store.commit_samples([build.sample(0)]).inserted == 1
 
 
 def test_a_store_of_a_newer_format_is_refused_naming_both(store: Store) -> None:
@@ -88,7 +88,7 @@ def test_a_table_of_a_newer_format_is_refused_before_a_write(store: Store) -> No
     lance.dataset(str(store.root / "samples")).update_schema_metadata({"mopd:format_version": "7"})
     before = files_of(store.root / "samples") | files_of(store.root / "tokens")
     with pytest.raises(MismatchError, match="format version 7"):
-        Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
+        Store.open(store.uri).commit_samples([build.sample(0)])
     assert files_of(store.root / "samples") | files_of(store.root / "tokens") == before
 
 
@@ -123,7 +123,7 @@ def test_other_columns_are_refused(store: Store, change: object, said: str) -> N
     other = change(lance_schema(SAMPLES, "samples"))  # type: ignore[operator]
     lance.write_dataset(other.empty_table(), str(store.root / "samples"), mode="overwrite", data_storage_version="2.2")
     with pytest.raises(MismatchError, match=said):
-        Store.open(store.uri).commit_samples([build.sample(0)], writer="w")
+        Store.open(store.uri).commit_samples([build.sample(0)])
     assert store.dataset("tokens").count_rows() == 0
 
 
@@ -133,7 +133,7 @@ def test_additive_evolution_both_ways(store: Store) -> None:
     lance.dataset(str(store.root / "samples")).add_columns(pa.field("mood", pa.string()))
     lance.dataset(str(store.root / "samples")).drop_columns(["mean_logprob"])
     reopened = Store.open(store.uri)
-    assert reopened.commit_samples([build.sample(0)], writer="w").inserted == 1
+    assert reopened.commit_samples([build.sample(0)]).inserted == 1
     row = reopened.samples().to_pylist()[0]
     assert row["mood"] is None
     assert row["uid"] == build.sample(0).uid
@@ -143,7 +143,7 @@ def test_additive_evolution_both_ways(store: Store) -> None:
 def test_a_store_from_before_a_column_is_read_verified_and_written(store: Store) -> None:
     """Sampling masks came to `tokens` and `samples` later: what was stored before has none, and keeps its checksum."""
     assert store.root is not None
-    store.commit_samples([build.sample(0)], writer="w")
+    store.commit_samples([build.sample(0)])
     lance.dataset(str(store.root / "tokens")).drop_columns(["sampling_mask_sizes", "sampling_mask_ids"])
     lance.dataset(str(store.root / "samples")).drop_columns(["sampling_mask_len"])
     old = Store.open(store.uri)
@@ -153,7 +153,7 @@ def test_a_store_from_before_a_column_is_read_verified_and_written(store: Store)
     assert old.read_tokens([0], verify=True)["uid"].to_pylist() == [build.sample(0).uid]
     kept = build.sample(1, loss_mask=np.ones(20, np.uint8))
     kept.sampling_mask_sizes, kept.sampling_mask_ids = np.ones(20, np.int32), kept.tokens[5:]
-    old.commit_samples([kept], writer="w")
+    old.commit_samples([kept])
     assert old.samples(["sampling_mask_len"])["sampling_mask_len"].to_pylist() == [None, 20]
     assert old.read_tokens([0, 1], verify=True)["sampling_mask_ids"].to_pylist() == [None, kept.tokens[5:].tolist()]
     assert old.read_tokens([0], snapshot=snapshot, verify=True).num_rows == 1

@@ -20,14 +20,14 @@ def remote(tmp_path: Path) -> Store:
 def test_everything_a_run_does(remote: Store) -> None:
     assert remote.root is None
     samples = [build.sample(i) for i in range(6)]
-    assert remote.commit_samples(samples, writer="w", epoch=1).inserted == 6
+    assert remote.commit_samples(samples).inserted == 6
     remote.add_teacher(build.teacher("t"))
     for kind in ("logprob", "hidden"):
         assert remote.commit_signals("t", kind, [build.signal(s, i, kind) for i, s in enumerate(samples)]) == 6
     assert remote.names()[-2:] == ["signals/t/hidden", "signals/t/logprob"]
     snapshot = remote.snapshot(tag="plan-0")
     again = Store.open(remote.uri)
-    assert again.commit_samples(samples, writer="w", epoch=1).inserted == 0
+    assert again.commit_samples(samples).inserted == 0
     assert again.snapshot(tag="plan-0") == snapshot
     assert again.read_tokens(np.arange(6), verify=True, snapshot=snapshot).num_rows == 6
     assert np.array_equal(again.read_signal("t", "hidden", [4])[0], build.signal(samples[4], 4, "hidden").hidden)
@@ -42,7 +42,7 @@ def test_everything_a_run_does(remote: Store) -> None:
 def test_two_committers_without_a_lock(remote: Store) -> None:
     other = Store.open(remote.uri)
     mine, theirs = [build.sample(i) for i in range(8)], [build.sample(i) for i in range(4, 12)]
-    inserted = remote.commit_samples(mine, writer="a").inserted + other.commit_samples(theirs, writer="b").inserted
+    inserted = remote.commit_samples(mine).inserted + other.commit_samples(theirs).inserted
     assert inserted == remote.samples(["uid"]).num_rows == 12
 
 

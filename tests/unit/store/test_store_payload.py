@@ -67,7 +67,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=st.lists(samples(), min_size=1, max_size=6), data=st.data())
 def test_round_trip_in_any_order(shared: Store, batch: list[Sample], data: st.DataObject) -> None:
-    receipt = shared.commit_samples(batch, writer="w")
+    receipt = shared.commit_samples(batch)
     asked = data.draw(st.lists(st.integers(0, len(batch) - 1), max_size=12))
     payload = shared.read_tokens(receipt.rows[asked] if asked else [], verify=True).to_pylist()
     for row, place in zip(payload, asked, strict=True):
@@ -127,7 +127,7 @@ def test_impossible_samples_are_refused_before_anything_is_written(
 ) -> None:
     bad = build.sample(1, **change)
     with pytest.raises(error, match=said):
-        store.commit_samples([build.sample(0), bad], writer="w")
+        store.commit_samples([build.sample(0), bad])
     assert store.dataset("tokens").count_rows() == store.dataset("samples").count_rows() == 0
 
 
@@ -135,7 +135,7 @@ def test_impossible_samples_are_refused_before_anything_is_written(
 def scored(store: Store) -> Store:
     """Eight samples, two teachers; teacher a has every signal for all of them."""
     given = [build.sample(i) for i in range(8)]
-    store.commit_samples(given, writer="w")
+    store.commit_samples(given)
     for name in ("a", "b"):
         store.add_teacher(build.teacher(name))
     for kind in ("logprob", "topk", "hidden"):
@@ -247,7 +247,7 @@ def write_heads(store: Store) -> None:
 def test_verify_names_damage_row_by_row(store: Store) -> None:
     assert store.root is not None
     for start in range(0, 6, 2):
-        store.commit_samples([build.sample(i, response=400) for i in (start, start + 1)], writer="w")
+        store.commit_samples([build.sample(i, response=400) for i in (start, start + 1)])
     middle = sorted((store.root / "tokens" / "data").iterdir(), key=os.path.getmtime)[1]
     flip(middle, 300)
     report = Store.open(store.uri).verify()
@@ -261,7 +261,7 @@ def test_verify_names_damage_row_by_row(store: Store) -> None:
 
 
 def test_verify_names_broken_references(store: Store) -> None:
-    store.commit_samples([build.sample(i) for i in range(3)], writer="w")
+    store.commit_samples([build.sample(i) for i in range(3)])
     store.add_teacher(build.teacher("t"))
     store.add_rewards([{"uid": "f" * 32, "sample_row": 1, "verifier": "v", "verifier_version": "1", "reward": 1.0}])
     samples = store.table("samples").to_pylist()
@@ -288,7 +288,7 @@ def test_verify_checks_head_digests(store: Store) -> None:
 
 
 def test_verify_counts_what_interrupted_commits_left(store: Store) -> None:
-    store.commit_samples([build.sample(0)], writer="w")
+    store.commit_samples([build.sample(0)])
     store._table("tokens").append(token_rows([build.sample(1)]))
     report = store.verify()
     assert report.ok

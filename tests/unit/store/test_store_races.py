@@ -72,8 +72,8 @@ def overtaken_merge(table: str, commit: Callable[[], object]) -> None:
 def shuffled(store: Store) -> Store:
     """A store whose `tokens` no longer lies in the order of its ids: 12 samples, then one behind which they moved."""
     for number in range(0, 12, 4):
-        store.commit_samples([build.sample(i) for i in range(number, number + 4)], writer="engine-0")
-    overtaken_merge(f"{store.uri}/tokens", lambda: store.commit_samples([build.sample(12)], writer="engine-0"))
+        store.commit_samples([build.sample(i) for i in range(number, number + 4)])
+    overtaken_merge(f"{store.uri}/tokens", lambda: store.commit_samples([build.sample(12)]))
     ids = store.dataset("tokens").scanner(columns=[], with_row_id=True).to_table()["_rowid"].to_pylist()
     assert ids != sorted(ids)
     return store
@@ -82,7 +82,7 @@ def shuffled(store: Store) -> Store:
 def test_order_in_the_files_is_nobodys_business(shuffled: Store) -> None:
     check_references(shuffled, 13)
     assert shuffled.table("tokens", ["uid"])["uid"].to_pylist() == [build.sample(i).uid for i in range(13)]
-    receipt = shuffled.commit_samples([build.sample(i) for i in (13, 3, 12)], writer="engine-0")
+    receipt = shuffled.commit_samples([build.sample(i) for i in (13, 3, 12)])
     assert receipt.rows.tolist() == [13, 3, 12]
     assert receipt.inserted == 1
     check_references(Store.open(shuffled.uri), 14)
@@ -113,7 +113,7 @@ def test_threads_of_one_process_beside_merges(tmp_path: Path) -> None:
     def write(first: int) -> None:
         for number in range(first, first + 60, 6):
             samples = [build.sample(i) for i in range(number, number + 6)]
-            rows = store.commit_samples(samples, writer="engine-0").rows.tolist()
+            rows = store.commit_samples(samples).rows.tolist()
             signals = [build.signal(sample, row, "logprob") for sample, row in zip(samples, rows, strict=True)]
             store.commit_signals("t", "logprob", signals)
 

@@ -36,12 +36,12 @@ def own_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serv
 def test_a_store_on_s3_keeps_what_it_is_given(s3: str) -> None:
     store = Store.create(s3)
     samples = [build.sample(i) for i in range(6)]
-    assert store.commit_samples(samples, writer="w", epoch=1).inserted == 6
+    assert store.commit_samples(samples).inserted == 6
     store.add_teacher(build.teacher("t"))
     for kind in ("logprob", "hidden"):
         assert store.commit_signals("t", kind, [build.signal(s, i, kind) for i, s in enumerate(samples)]) == 6
     again = Store.open(s3)
-    assert again.commit_samples(samples, writer="w", epoch=1).inserted == 0
+    assert again.commit_samples(samples).inserted == 0
     assert again.read_tokens(np.arange(6), verify=True).num_rows == 6
     assert np.array_equal(again.read_signal("t", "hidden", [4])[0], build.signal(samples[4], 4, "hidden").hidden)
     snapshot = store.snapshot(tag="plan-0")
@@ -61,7 +61,7 @@ def test_committers_that_race_and_one_that_is_killed_lose_nothing(
     others = [start_child(s3, "--samples", 8 * i, 8 * i + 16, "--batch", 4) for i in (1, 2)]
     inserted = [answer_of(child)["inserted"] for child in others]
     assert answer_of(killed) == {}
-    missing = store.commit_samples([build.sample(i) for i in range(32)], writer="w0").inserted
+    missing = store.commit_samples([build.sample(i) for i in range(32)]).inserted
     assert sum(inserted) >= 16
     assert missing > 0
     assert sorted(store.samples(["uid"])["uid"].to_pylist()) == sorted(build.sample(i).uid for i in range(32))
@@ -94,17 +94,17 @@ def test_a_server_that_dies_ends_in_a_clear_error_and_loses_nothing(
     monkeypatch.setattr(objects, "MAX_RETRIES", 1)
     store = Store.create("s3://bucket/run", quick)
     first, second = [build.sample(i) for i in range(4)], [build.sample(i) for i in range(4, 8)]
-    store.commit_samples(first, writer="w")
+    store.commit_samples(first)
     own_server.kill()
     for work in (
-        lambda: store.commit_samples(second, writer="w"),
+        lambda: store.commit_samples(second),
         lambda: Store.open("s3://bucket/run", quick),
     ):
         with pytest.raises(DeadlineError, match=r"object store does not answer.*run the same command again") as caught:
             work()
         assert SECRET not in str(caught.value)
     own_server.start()
-    assert wait_for(lambda: store.commit_samples(second, writer="w").inserted) == 4
+    assert wait_for(lambda: store.commit_samples(second).inserted) == 4
     assert store.verify().findings == []
     assert sorted(store.samples(["uid"])["uid"].to_pylist()) == sorted(s.uid for s in first + second)
 
@@ -142,7 +142,7 @@ def test_a_bad_network_loses_and_doubles_nothing(
     with bad_network(object_server, mood) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         store = Store.open(s3)
-        inserted = [store.commit_samples([build.sample(i)], writer="w").inserted for i in range(4)]
+        inserted = [store.commit_samples([build.sample(i)]).inserted for i in range(4)]
         store.write_json("note.json", {"kept": True})
         assert store.read_json("note.json") == {"kept": True}
     assert asked["troubled"] > 3

@@ -17,7 +17,7 @@ from mopd_dataplane.store.table import Table
 
 def commit(store: Store, first: int, last: int) -> None:
     for number in range(first, last):
-        store.commit_samples([build.sample(number)], writer="w")
+        store.commit_samples([build.sample(number)])
 
 
 def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_a_pinned_snapshot_survives_merging_and_cleanup(store: Store, monkeypatc
 
 def test_a_scan_shows_the_rows_of_a_snapshot_in_batches(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "SCAN_ROWS", 3)
-    store.commit_samples([build.sample(number) for number in range(8)], writer="w")
+    store.commit_samples([build.sample(number) for number in range(8)])
     old = store.snapshot()
     commit(store, 8, 10)
     uids = [build.sample(number).uid for number in range(10)]
@@ -69,14 +69,14 @@ def test_rows_keep_their_numbers(store: Store, monkeypatch: pytest.MonkeyPatch) 
     assert store.samples(["uid"])["uid"].to_pylist() == uids
     got = store.read_tokens([22, 0, 7, 7], verify=True)["uid"].to_pylist()
     assert got == [build.sample(i).uid for i in (22, 0, 7, 7)]
-    assert Store.open(store.uri).commit_samples([build.sample(i) for i in range(23)], writer="w").inserted == 0
+    assert Store.open(store.uri).commit_samples([build.sample(i) for i in range(23)]).inserted == 0
     assert store.verify().ok
 
 
 def test_a_snapshot_never_shows_metadata_without_its_payload(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process commits a sample and its signal each time the snapshot has looked at one table."""
     store.add_teacher(build.teacher("t"))
-    store.commit_samples([build.sample(0)], writer="w")
+    store.commit_samples([build.sample(0)])
     store.commit_signals("t", "logprob", [build.signal(build.sample(0), 0, "logprob")])
     other, numbers, look = Store.open(store.uri), iter(range(1, 100)), Table.open
 
@@ -84,7 +84,7 @@ def test_a_snapshot_never_shows_metadata_without_its_payload(store: Store, monke
         dataset = look(table, version)
         if table is store._tables[table.name]:
             number = next(numbers)
-            other.commit_samples([build.sample(number)], writer="w")
+            other.commit_samples([build.sample(number)])
             other.commit_signals("t", "logprob", [build.signal(build.sample(number), number, "logprob")])
         return dataset
 

@@ -19,7 +19,7 @@ SAMPLES = [build.sample(i) for i in range(6)]
 
 @pytest.fixture
 def filled(store: Store) -> Store:
-    store.commit_samples(SAMPLES, writer="w")
+    store.commit_samples(SAMPLES)
     return store
 
 

@@ -26,7 +26,7 @@ Row = dict[str, Any]
 def scored(store: Store) -> Store:
     """Three samples with a signal, a reward and a plan; nothing wrong."""
     samples = [build.sample(i) for i in range(3)]
-    store.commit_samples(samples, writer="w")
+    store.commit_samples(samples)
     store.add_teacher(build.teacher("t", head_digest=_sha(b"head")))
     head = store.path("heads/t.safetensors")
     head.parent.mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     noise = np.random.default_rng(0)
     names = [*SAID, "loops", "far"]
     samples = [_sample(name, number, noise) for number, name in enumerate(names)]
-    store.commit_samples(samples, writer="w")
+    store.commit_samples(samples)
     store.add_teacher(
         Teacher(
             name="t", source="s", weights_digest="w", tokenizer_digest="tok", vocab_size=VOCABULARY, hidden_size=8,
