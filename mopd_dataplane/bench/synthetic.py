@@ -14,7 +14,7 @@ from mopd_dataplane.store.dataset import Store
 
 STAGE = "student"
 BATCH = 512
-"""Samples of one commit."""
+"""Samples of one commit, unless told."""
 
 
 def lengths_of(samples: int, *, mean_log: float = 7.9, shortest: int = 16, longest: int = 32_768, seed: int = 0) -> Any:
@@ -33,31 +33,34 @@ def make_store(
     topk: int = 4,
     group_size: int = 1,
     rewards: bool = False,
+    batch: int = BATCH,
     seed: int = 0,
 ) -> Store:
     """A store with one sample per length and the asked signals; sample i belongs to domain and teacher i % n.
 
     A quarter of each sample is prompt. The last twentieth of a response is written by a later policy version, and the
-    second response token is tool output (not trained), where the response is long enough. Raises what Store raises.
+    second response token is tool output (not trained), where the response is long enough. Interrupted, the same call
+    goes on with the last batch. Raises what Store raises.
     """
     store = Store.create(str(root))
-    noise = np.random.default_rng(seed)
     for teacher in teachers:
         store.add_teacher(_teacher(teacher, hidden_size=row_bytes // 2))
-    for first in range(0, len(lengths), BATCH):
-        batch = [
+    held = store.dataset("samples").count_rows()
+    for first in range(max(0, -(-held // batch) - 1) * batch, len(lengths), batch):
+        noise = np.random.default_rng((seed, first))
+        samples = [
             _sample(index, int(lengths[index]), teachers, group_size, noise)
-            for index in range(first, min(first + BATCH, len(lengths)))
+            for index in range(first, min(first + batch, len(lengths)))
         ]
-        rows = store.commit_samples(batch).rows
+        rows = store.commit_samples(samples).rows
         for number, teacher in enumerate(teachers):
             start = (number - first) % len(teachers)
-            own = list(zip(batch[start :: len(teachers)], rows[start :: len(teachers)].tolist(), strict=True))
+            own = list(zip(samples[start :: len(teachers)], rows[start :: len(teachers)].tolist(), strict=True))
             for kind in signals:
                 judged = [_signal(kind, sample, row, row_bytes, topk, noise) for sample, row in own]
                 store.commit_signals(teacher, kind, judged)
         if rewards:
-            store.add_rewards([_reward(s, int(r), noise) for s, r in zip(batch, rows, strict=True)])
+            store.add_rewards([_reward(s, int(r), noise) for s, r in zip(samples, rows, strict=True)])
     return store
 
 

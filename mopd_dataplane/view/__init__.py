@@ -1,7 +1,9 @@
 """STORE → PAGE: `mopd view`, a local server and the page a researcher reads rollouts on.
 
     columns.py        one row a sample: metadata, reward and every teacher's divergence, as a statement over the tables
-    index.py          those rows in memory: pages, counts and histograms by SQL
+    index.py          those rows in memory: pages and counts by SQL
+    histograms.py     counts of columns of the index, over all rows and over those that match
+    glance.py         pages and samples while the index is still being made
     stores.py         the stores of one server, each with its newest index
     sample.py         one sample with every teacher's signal
     topk.py           what each teacher would have said at one position

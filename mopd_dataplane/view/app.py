@@ -23,7 +23,7 @@ from mopd_dataplane.query.text import visible
 from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
-from mopd_dataplane.view.sample import describe, excerpt_of, read_payload, score_rows
+from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
 from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.stores import Shelf, Shown
 from mopd_dataplane.view.topk import candidates
@@ -192,7 +192,9 @@ def _number(asked: dict[str, str], name: str, default: int, most: int | None = N
 
 def _page(shown: Shown, asked: dict[str, str]) -> Any:
     limit, offset = _number(asked, "limit", 50, MOST_ROWS), _number(asked, "offset", 0)
-    return shown.index().page(asked.get("where", ""), asked.get("order", ""), offset, limit)
+    where, order = asked.get("where", ""), asked.get("order", "")
+    table = shown.index() if where.strip() or order else shown.look()
+    return table.page(where, order, offset, limit)
 
 
 def _histograms(shown: Shown, asked: dict[str, str]) -> Any:
@@ -202,32 +204,22 @@ def _histograms(shown: Shown, asked: dict[str, str]) -> Any:
 
 def _excerpts(shown: Shown, asked: dict[str, str]) -> Any:
     """Start of prompt and response of some samples, for the page of a table."""
-    index, found = shown.index(), {}
-    for uid in asked.get("uids", "").split(",")[:MOST_ROWS]:
-        if not uid:
-            continue
-        try:
-            row = index.row(uid)
-            payload = read_payload(shown.store, row, index.snapshot)
-        except (MopdError, OSError) as error:
-            found[uid] = {"error": str(error)}
-            continue
-        found[uid] = excerpt_of(payload, shown.decoder)
-    return found
+    table = shown.look()
+    rows = table.rows_of([uid for uid in asked.get("uids", "").split(",")[:MOST_ROWS] if uid])
+    return excerpts(shown.store, list(rows.values()), table.snapshot, shown.decoder)
 
 
 def _sample(shown: Shown, asked: dict[str, str]) -> Any:
-    index = shown.index()
+    index = shown.look()
     row = index.row(asked.get("uid", ""))
-    view = describe(
-        shown.store, row, index.snapshot, shown.decoder, prompt.prompt_text(shown.store, row["prompt_id"], index)
-    )
+    asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
+    view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
     view["labels"] = labels.of_sample(shown.store, row["uid"])
     return view
 
 
 def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
-    index = shown.index()
+    index = shown.look()
     row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask):
@@ -285,5 +277,6 @@ ANSWERS: dict[str, Answer] = {
     "samples": _page, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample, "candidates": _candidates,
     "prompt": _prompt, "difference": _difference, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
     "step": _step, "sql": _sql, "pulse": lambda shown, asked: shown.pulse(),
+    "stages": lambda shown, asked: shown.stages(),
     "labelled": lambda shown, asked: labels.all_of(shown.store),
 }  # fmt: skip

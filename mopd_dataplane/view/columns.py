@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.tables import SAMPLES
+
+if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
+    from mopd_dataplane.store.dataset import Store
 
 MOST_TEACHERS = 12
 """Teachers that get a column of their own; `kl` and `teachers` count all."""
@@ -44,10 +51,14 @@ FLAGS = (
 TEACHER_COLUMNS: dict[str, tuple[str, str]] = {
     "kl_": ("mean sampler minus log-prob of teacher {teacher} over loss tokens", "nat/token"),
 }
-
-
 SPREAD, STATS, REPETITION = "logprob_std", "token_stats", "repetition"
 """What a store may lack: a column of `scores`, a table, a column of `samples`."""
+READ: dict[str, tuple[str, ...]] = {
+    "rewards": ("uid", "reward"),
+    "scores": ("uid", "teacher", "mean_reverse_kl", "coverage", "bytes", "rows", SPREAD),
+    STATS: ("uid", "step", "mean_abs_gap", "mean_student_entropy", "mean_teacher_entropy"),
+}
+"""Columns of other tables that the definition reads, where a store has them."""
 _ALIKE = """
            list({kl: mean_reverse_kl, size: vocab_size})
              filter (logprob_std < 1e-3 and judged_tokens >= 4) as alike,"""
@@ -61,6 +72,45 @@ LABELLED = """
   select uid, label from labels
   qualify row_number() over (partition by uid, label order by created_at desc) = 1 and not removed"""
 """Labels that samples bear now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table of rollouts."""
+
+    name: str
+    kind: str
+    """number, word, time or flag."""
+    doc: str
+    unit: str = ""
+
+
+def column_of(name: str, kind: str) -> Column:
+    """The column of a name and of a type as DuckDB writes it."""
+    word = kind == "VARCHAR" or kind.startswith("ENUM")
+    time = kind.startswith("TIMESTAMP")
+    shape = "word" if word else "time" if time else "flag" if kind == "BOOLEAN" else "number"
+    field = (SAMPLES.schema.field(name).metadata if name in SAMPLES.schema.names else None) or {}
+    doc, unit = DOCS.get(name) or (field.get(b"doc", b"").decode(), field.get(b"unit", b"").decode())
+    for prefix, (text, of) in TEACHER_COLUMNS.items():
+        if name.startswith(prefix) and name not in DERIVED:
+            doc, unit = text.format(teacher=name.removeprefix(prefix)), of
+    return Column(name=name, kind=shape, doc=doc, unit=unit)
+
+
+def described(rows: Sequence[tuple[Any, ...]]) -> dict[str, Column]:
+    """Columns a reader sees, from the rows of DuckDB's `describe`."""
+    return {name: column_of(name, kind) for name, kind, *_ in rows if name not in HIDDEN}
+
+
+def held(store: Store, snapshot: Snapshot) -> Iterator[str]:
+    """What of the optional sources SPREAD, STATS and REPETITION a snapshot has."""
+    if SPREAD in store.dataset("scores", snapshot).schema.names:
+        yield SPREAD
+    if STATS in snapshot.versions:
+        yield STATS
+    if REPETITION in store.dataset("samples", snapshot).schema.names:
+        yield REPETITION
 
 
 def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows: bool = False) -> str:

@@ -19,7 +19,7 @@ from mopd_dataplane.query.text import visible
 from mopd_dataplane.view import bundle, life, prompt, run_page, teachers_page
 from mopd_dataplane.view.app import to_json
 from mopd_dataplane.view.index import Index
-from mopd_dataplane.view.sample import Payload, describe, excerpt_of, read_payload, read_teachers, score_rows
+from mopd_dataplane.view.sample import Payload, describe, excerpts, read_payload, read_teachers, score_rows
 from mopd_dataplane.view.stores import Shown
 from mopd_dataplane.view.topk import candidates
 
@@ -116,17 +116,11 @@ def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
 def _shared(shown: Shown, index: Index, found: dict[str, Any]) -> dict[str, Any]:
     """What belongs to no single sample."""
     described = shown.describe() | {"follow": False, "samples": len(found["rows"])}
-    excerpts = {}
-    for values in found["rows"]:
-        row = index.row(values[0])
-        try:
-            payload = read_payload(shown.store, row, index.snapshot)
-        except (MopdError, OSError) as error:
-            excerpts[row["uid"]] = {"error": str(error)}
-            continue
-        excerpts[row["uid"]] = excerpt_of(payload, shown.decoder)
+    uids = [values[0] for values in found["rows"]]
+    rows = list(index.rows_of(uids).values())
     return {
-        "stores": [described], "samples": {"columns": found["columns"], "rows": found["rows"]}, "excerpts": excerpts,
+        "stores": [described], "samples": {"columns": found["columns"], "rows": found["rows"]},
+        "excerpts": excerpts(shown.store, rows, index.snapshot, shown.decoder),
         "run": run_page.run_page(shown.store, index), "teachers": teachers_page.teachers_page(shown.store, index),
     }  # fmt: skip
 
@@ -138,7 +132,7 @@ def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
     for uid in uids:
         row = index.row(uid)
         groups[row["group_id"]] = row["prompt_id"]
-        asked = prompt.prompt_text(shown.store, row["prompt_id"], index)
+        asked = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
         data[f"sample/{uid}"] = describe(shown.store, row, index.snapshot, shown.decoder, asked)
         data[f"life/{uid}"] = life.life(shown.store, index, uid)
         data[f"candidates/{uid}"] = _candidates(shown, index, row)

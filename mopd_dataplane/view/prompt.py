@@ -14,6 +14,7 @@ from mopd_dataplane.query.text import visible
 from mopd_dataplane.view.sample import Payload, at_trained, packed, pieces_of, read_payload, read_teachers, score_rows
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
@@ -26,9 +27,9 @@ DIFF_TOKENS = 4000
 """Longest stretch, after what is equal at both ends, that is aligned token by token."""
 
 
-def prompt_text(store: Store, prompt_id: str, index: Index) -> dict[str, Any]:
+def prompt_text(store: Store, prompt_id: str, snapshot: Snapshot) -> dict[str, Any]:
     """The row of `prompts`, empty when there is none."""
-    rows = store.table("prompts", filter=f"prompt_id = {literal(prompt_id)}", snapshot=index.snapshot).to_pylist()
+    rows = store.table("prompts", filter=f"prompt_id = {literal(prompt_id)}", snapshot=snapshot).to_pylist()
     return {key: value for key, value in rows[0].items() if key != "created_at"} if rows else {}
 
 
@@ -47,7 +48,7 @@ def answers(
     )
     if not rows:
         raise UnknownNameError(f"no sample answers {group or prompt_id!r} in this snapshot")
-    text = prompt_text(store, rows[0]["prompt_id"], index)
+    text = prompt_text(store, rows[0]["prompt_id"], index.snapshot)
     shown = [_answer(store, index, decoder, row) for row in rows]
     first = next((answer["response"] for answer in shown if answer["response"] is not None), None)
     for answer in shown:

@@ -7,6 +7,7 @@ that is damaged, freed or missing is named beside what can be read.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from mopd_dataplane.errors import MopdError
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
+from mopd_dataplane.store.arrow_rows import list_views
 from mopd_dataplane.store.decode import Numbers
 from mopd_dataplane.store.token_stats import read_token_stats
 
@@ -101,11 +103,29 @@ def pieces_of(decoder: Decoder | Numbers, ids: NDArray[np.int32]) -> list[str]:
     return [visible(piece[:PIECE_CHARACTERS]) for piece in pieces]
 
 
-def excerpt_of(payload: Payload, decoder: Decoder | Numbers) -> dict[str, str]:
-    """End of the prompt and start of the response, for a line of a table."""
-    asked = payload.tokens[: payload.prompt_len][-EXCERPT_TOKENS:]
-    said = payload.response[:EXCERPT_TOKENS]
-    return {"prompt": "".join(pieces_of(decoder, asked)), "response": "".join(pieces_of(decoder, said))}
+def excerpts(
+    store: Store, rows: Sequence[dict[str, Any]], snapshot: Snapshot, decoder: Decoder | Numbers
+) -> dict[str, dict[str, str]]:
+    """End of the prompt and start of the response of each sample by uid, for lines of a table; `error` where damaged.
+
+    All are read at once; only when something among them is damaged, each by itself.
+    """
+    if not rows:
+        return {}
+    try:
+        read = store.read_tokens([row["sample_row"] for row in rows], ["tokens"], snapshot, verify=True)
+    except (MopdError, OSError) as error:
+        if len(rows) == 1:
+            return {rows[0]["uid"]: {"error": str(error)}}
+        alone = [excerpts(store, [row], snapshot, decoder) for row in rows]
+        return {uid: found for part in alone for uid, found in part.items()}
+    found = {}
+    for row, view in zip(rows, list_views(read["tokens"]), strict=True):
+        tokens = np.asarray(view)
+        asked, said = tokens[: row["prompt_len"]][-EXCERPT_TOKENS:], tokens[row["prompt_len"] :][:EXCERPT_TOKENS]
+        texts = {"prompt": asked, "response": said}
+        found[row["uid"]] = {key: "".join(pieces_of(decoder, ids)) for key, ids in texts.items()}
+    return found
 
 
 def score_rows(store: Store, uid: str, snapshot: Snapshot) -> pa.Table:

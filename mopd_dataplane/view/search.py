@@ -16,15 +16,22 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.query.text import one_line
+from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.reading import check_echo
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
+    import lance
+
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
 
 BATCH_TOKENS = 4 << 20
 """Tokens read at a time."""
+READ_AHEAD_BYTES = 64 << 20
+SCAN_SHARE = 0.25
+"""Share of the samples from which on all tokens are scanned."""
 MOST_HITS = 500
 CONTEXT = 24
 """Tokens of an excerpt on either side."""
@@ -74,32 +81,63 @@ class Search:
             except pa.ArrowInvalid as error:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
         clause = index.condition(where)
-        columns = "sample_row, uid, prompt_len, total_len, policy_version_last, reward, domain"
-        self._rows = index.arrow(f"select {columns} from rollouts{clause} order by sample_row")
+        columns = "sample_row, payload_row, uid, prompt_len, total_len, policy_version_last, reward, domain"
+        self._rows = index.arrow(f"select {columns} from rollouts{clause} order by payload_row")
         self.total = self._rows.num_rows
 
     def hits(self) -> Iterator[dict[str, Any]]:
         """{"hit": …} for each sample that matches, {"searched": n, "versions": {version: samples}} after each batch."""
-        rows = self._rows["sample_row"].to_numpy()
-        ends = np.cumsum(self._rows["total_len"].to_numpy().astype(np.int64))
         versions: dict[int, int] = {}
-        start = found = 0
-        while start < len(rows) and found < MOST_HITS:
-            stop = max(start + 1, int(np.searchsorted(ends, (ends[start - 1] if start else 0) + BATCH_TOKENS, "right")))
-            part = self._rows.slice(start, stop - start)
-            for hit in self._batch(part):
+        searched = found = 0
+        tokens = self._store.dataset("tokens", self._index.snapshot)
+        few = self.total < SCAN_SHARE * self._index.total
+        for part, column in self._chosen() if few else self._scanned(tokens):
+            for hit in self._batch(part, column):
                 versions[hit["version"]] = versions.get(hit["version"], 0) + 1
                 found += 1
                 yield {"hit": hit}
                 if found >= MOST_HITS:
                     break
-            start = stop
-            yield {"searched": start, "total": self.total, "hits": found, "versions": versions}
+            searched += part.num_rows
+            yield {"searched": searched, "total": self.total, "hits": found, "versions": versions}
+            if found >= MOST_HITS:
+                return
 
-    def _batch(self, part: pa.Table) -> Iterator[dict[str, Any]]:
-        read = self._store.read_tokens(part["sample_row"].to_numpy(), ["tokens"], self._index.snapshot)
-        column = read["tokens"].combine_chunks()
-        flat, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+    def _chosen(self) -> Iterator[tuple[pa.Table, pa.Array]]:
+        """Some samples at a time with their tokens, each looked up."""
+        ends = np.cumsum(self._rows["total_len"].to_numpy().astype(np.int64))
+        start = 0
+        while start < self.total:
+            past = (ends[start - 1] if start else 0) + BATCH_TOKENS
+            stop = max(start + 1, int(np.searchsorted(ends, past, "right")))
+            part = self._rows.slice(start, stop - start)
+            read = self._store.read_tokens(part["sample_row"].to_numpy(), ["tokens"], self._index.snapshot)
+            yield part, read["tokens"].combine_chunks()
+            start = stop
+
+    def _scanned(self, tokens: lance.LanceDataset) -> Iterator[tuple[pa.Table, pa.Array]]:
+        """Samples with their tokens from one pass over all tokens: a tenth of looking up each. Raises DamagedError."""
+        payload_rows = self._rows["payload_row"].to_numpy()
+        mean = max(1, int(pc.mean(self._rows["total_len"]).as_py() or 1))
+        scan = tokens.scanner(columns=["uid", "tokens"], with_row_id=True, batch_size=max(1, BATCH_TOKENS // mean),
+                              batch_readahead=2, fragment_readahead=2, io_buffer_size=READ_AHEAD_BYTES)  # fmt: skip
+        with reading(tokens.uri):
+            for batch in scan.to_batches():
+                ids = batch["_rowid"].to_numpy().astype(np.int64)
+                places = np.minimum(np.searchsorted(payload_rows, ids), self.total - 1)
+                wanted = np.flatnonzero(payload_rows[places] == ids)
+                if not len(wanted):
+                    continue
+                part, column = self._rows.take(pa.array(places[wanted])), batch
+                if len(wanted) < batch.num_rows:
+                    column = batch.take(pa.array(wanted))
+                if not pc.all(pc.equal(part["uid"], column["uid"])).as_py():
+                    check_echo("tokens", part, column)
+                yield part, column["tokens"]
+
+    def _batch(self, part: pa.Table, column: pa.Array) -> Iterator[dict[str, Any]]:
+        offsets = column.offsets.to_numpy()
+        flat = column.values.to_numpy()[: offsets[-1]]
         prompts = part["prompt_len"].to_numpy()
         if self._run is not None:
             yield from self._token_hits(part, flat, offsets, prompts)

@@ -12,6 +12,7 @@ from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.tables import TABLES
 from mopd_dataplane.view.columns import FLAGS
+from mopd_dataplane.view.glance import Glance
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.live import live_samples
 
@@ -32,7 +33,9 @@ class Shown:
         self.follow = follow
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
+        self._glancing = threading.Lock()
         self._index: Index | None = None
+        self._glance: Glance | None = None
         self._decoder: Decoder | Numbers | None = None
         self._next_look = 0.0
         self._answers: dict[tuple[Any, ...], Any] = {}
@@ -49,8 +52,20 @@ class Shown:
             self._decoder = find_decoder(self.store, self._tokenizer)
         return self._decoder
 
+    def look(self) -> Index | Glance:
+        """The index when it is there, else what can be read without it: nobody waits for a page of samples."""
+        if self._index is not None:
+            return self.index()
+        with self._glancing:
+            if self._glance is None:
+                self._glance = Glance(self.store, self.store.snapshot())
+            return self._glance
+
     def index(self) -> Index:
-        """The newest index. With `follow` a newer snapshot is read when the last one has served for a while."""
+        """The newest index; the first call makes it.
+
+        With `follow` a newer snapshot is read when the last one has served for a while.
+        """
         held = self._index
         if held is not None and (not self.follow or time.monotonic() < self._next_look):
             return held
@@ -60,7 +75,7 @@ class Shown:
             if self._index is not None and (not self.follow or time.monotonic() < self._next_look):
                 return self._index
             began = time.monotonic()
-            snapshot = self.store.snapshot()
+            snapshot = self.store.snapshot() if self._index is not None or self.follow else self.look().snapshot
             if self._index is None or snapshot.versions != self._index.snapshot.versions:
                 self._index = Index(self.store, snapshot)
                 self._answers = {}
@@ -89,22 +104,25 @@ class Shown:
 
     def describe(self) -> dict[str, Any]:
         """What the page asks first: name, snapshot, tables, columns, teachers, flags."""
-        index = self.index()
+        index = self.look()
         rows = {
             name: self.store.dataset(name, index.snapshot).count_rows()
             for name in index.snapshot.versions
             if name in TABLES
         }
-        stages = index.rows(
-            "select stage, count(*) as samples, max(iteration) as last from rollouts group by stage "
-            "order by min(sample_row)"
-        )
         return {
             "name": self.name, "uri": str(self.store.uri), "digest": index.snapshot.digest, "rows": rows,
             "columns": [vars(column) for column in index.columns.values()], "teachers": index.teachers,
-            "flags": [name for name in FLAGS if name in index.columns], "stages": stages, "samples": index.total,
+            "flags": [name for name in FLAGS if name in index.columns], "samples": index.total,
             "follow": self.follow,
         }  # fmt: skip
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Stages in order of their first sample: `stage`, `samples`, and `last`, its last iteration."""
+        return self.index().rows(
+            "select stage, count(*) as samples, max(iteration) as last from rollouts group by stage "
+            "order by min(sample_row)"
+        )
 
     def pulse(self) -> dict[str, Any]:
         """Whether something is new: digest and rows of the newest index, and samples still in the token log."""

@@ -5,8 +5,9 @@ import { h, put, select, table } from "./dom.js";
 import { count, number, signed } from "./format.js";
 import { adjust, address } from "./state.js";
 
-function choices(stores) {
-  return stores.flatMap((store, n) => store.stages.flatMap((s) => Array.from({ length: Math.min(60, s.last + 1) }, (_, i) => {
+async function choices(stores, signal) {
+  const stages = await Promise.all(stores.map((store, n) => ask("stages", { store: n }, { signal })));
+  return stores.flatMap((store, n) => stages[n].flatMap((s) => Array.from({ length: Math.min(60, s.last + 1) }, (_, i) => {
     const where = `stage = '${s.stage.replace(/'/g, "''")}' and iteration = ${i}`;
     return { key: `${n}|${where}`, store: n, where, title: `${stores.length > 1 ? `${store.name} · ` : ""}${s.stage} · iteration ${i}` };
   })));
@@ -22,7 +23,7 @@ function pair(key, digits) {
 }
 
 export async function comparePage(main, { params }, { stores, signal }) {
-  const known = choices(stores);
+  const known = await choices(stores, signal);
   if (known.length < 2) { put(main, h("h1", {}, "Compare"), h("p", { class: "empty" }, "There is only one iteration of one stage to look at.")); return { keys: {} }; }
   const a = known.find((c) => c.key === params.a) || known[0], b = known.find((c) => c.key === params.b) || known[known.length - 1];
   const options = known.map((c) => [c.key, c.title]);

@@ -5,7 +5,7 @@ import { copier, h, put, say, select } from "./dom.js";
 import { cell, count, short } from "./format.js";
 import { histogram } from "./histogram.js";
 import { searchPanel } from "./search.js";
-import { adjust, address, asSql, conditions, whereOf, withCondition } from "./state.js";
+import { adjust, address, asSql, conditions, go, whereOf, withCondition } from "./state.js";
 
 const PAGE = 50;
 const TEXT_AT = 2; // prompt and answer stand behind this many columns
@@ -59,11 +59,11 @@ function filterBar(store, params, sql) {
       where ? h("button", { class: "quiet", onclick: () => adjust({ w: "", f: "", page: "", at: "" }) }, "clear") : null),
     h("div", { class: "row chips" }, chips, chips.length ? h("span", { class: "bar-rule" }) : null, flags, labels),
     isStatic() ? null : h("details", {}, h("summary", {}, "SQL and curl of this table"),
-      h("pre", { class: "sql" }, sql || ""),
-      h("div", { class: "row" }, copier(() => sql, "copy SQL"),
-        copier(() => `mopd query ${quote(store.uri)} ${quote(sql)}`, "copy as mopd query"),
+      h("pre", { class: "sql" }, sql() || "The statement comes when the metadata of all samples has been read."),
+      h("div", { class: "row" }, copier(sql, "copy SQL"),
+        copier(() => `mopd query ${quote(store.uri)} ${quote(sql())}`, "copy as mopd query"),
         copier(() => curlOf("samples", { store: params.store || 0, where, order: params.order || "", limit: PAGE }), "copy as curl"),
-        h("a", { href: address("sql", "", { store: params.store, q: sql }) }, "edit as a query"))));
+        h("button", { class: "quiet", type: "button", onclick: () => go("sql", "", { store: params.store, q: sql() }) }, "edit as a query"))));
 }
 
 const quote = (text) => `'${String(text).replace(/'/g, "'\\''")}'`;
@@ -111,13 +111,27 @@ export async function samplesPage(main, { params }, { stores, signal }) {
   let cursor = Math.min(rows.length - 1, Math.max(0, Number(params.at || 0) - page * PAGE));
   const open = (i) => address("sample", rows[i].uid, { ...contextOf(params), at: page * PAGE + i });
   const kinds = Object.fromEntries(store.columns.map((c) => [c.name, c.kind]));
-  body.append(...rows.map((row, i) => h("tr", { "data-i": i, "data-uid": row.uid }, columns.map((name, n) => {
+  const cellOf = (row, i, name) => {
     const text = name === "uid" ? row.uid.slice(0, 10) : cell(row[name], kinds[name]);
-    const word = kinds[name] === "word";
-    return h(n === 0 ? "th" : "td", { scope: n === 0 ? "row" : null, class: word ? "word" : "" },
-      name === "uid" ? h("a", { href: open(i) }, text) : name === "group_id" || name === "prompt_id"
-        ? h("a", { href: address("prompt", row.prompt_id, { store: params.store, group: name === "group_id" ? row.group_id : "" }) }, short(text, 28)) : short(text, 40));
-  }).toSpliced(TEXT_AT, 0, h("td", { class: "word text" }), h("td", { class: "word text" })))));
+    if (name === "uid") return h("a", { href: open(i) }, text);
+    if (name !== "group_id" && name !== "prompt_id") return short(text, 40);
+    return h("a", { href: address("prompt", row.prompt_id, { store: params.store, group: name === "group_id" ? row.group_id : "" }) }, short(text, 28));
+  };
+  body.append(...rows.map((row, i) => h("tr", { "data-i": i, "data-uid": row.uid }, columns.map((name, n) =>
+    h(n === 0 ? "th" : "td", { scope: n === 0 ? "row" : null, class: kinds[name] === "word" ? "word" : "", "data-c": name }, cellOf(row, i, name)),
+  ).toSpliced(TEXT_AT, 0, h("td", { class: "word text" }), h("td", { class: "word text" })))));
+  // What speaks of a sample's place among others comes when the server has read all of them.
+  const complete = async () => {
+    const again = await ask("samples", { ...asked, limit: PAGE, offset: page * PAGE }, { signal });
+    again.rows.forEach((values, i) => {
+      const row = Object.fromEntries(again.columns.map((c, n) => [c, values[n]]));
+      if (!rows[i] || row.uid !== rows[i].uid) return;
+      body.children[i].querySelectorAll("[data-c]").forEach((node) => put(node, cellOf(row, i, node.dataset.c)));
+    });
+    const statement = main.querySelector(".filters .sql");
+    if (statement) statement.textContent = again.sql;
+    found.sql = again.sql;
+  };
   const mark = (i) => {
     if (!rows.length) return;
     cursor = Math.min(rows.length - 1, Math.max(0, i));
@@ -136,12 +150,18 @@ export async function samplesPage(main, { params }, { stores, signal }) {
     h("button", { disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "next →"),
     select("sort", params.order || "", [["", "as committed"], ...store.columns.flatMap((c) => [[`-${c.name}`, `${c.name} ▼`], [c.name, `${c.name} ▲`]])],
       (order) => adjust({ order, page: "" })), columnPicker(store, columns));
-  put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, found.sql),
+  put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, () => found.sql),
     isStatic() ? null : searchPanel(store, params, where), pager,
     h("div", { class: "scroll tall" }, grid), rows.length ? null : h("p", { class: "empty" }, "No sample matches. Remove a condition above."));
   mark(cursor);
+  const reading = h("small", { class: "reading-all" }, found.whole === false ? `reading the metadata of all ${count(found.total)}…` : "");
+  pager.append(reading);
   ask("histograms", { ...asked, columns: columns.filter((c) => c !== "uid").join(",") }, { signal })
-    .then((histograms) => grid.querySelector("thead").replaceWith(head(store, params, columns, histograms)), () => {});
+    .then((histograms) => {
+      grid.querySelector("thead").replaceWith(head(store, params, columns, histograms));
+      reading.remove();
+      return found.whole === false ? complete() : null;
+    }).catch((error) => { if (error.name !== "AbortError") reading.textContent = error.message; });
   ask("excerpts", { store: asked.store, uids: rows.map((r) => r.uid).join(",") }, { signal }).then((texts) => {
     for (const row of body.children) {
       const text = texts[row.dataset.uid];

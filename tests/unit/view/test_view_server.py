@@ -18,6 +18,7 @@ from mopd_dataplane.rollout.log.log_records import Open, Step
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.view.app import build_app
+from mopd_dataplane.view.glance import OF_MANY
 from mopd_dataplane.view.stores import Shelf, Shown
 
 PORT = 8123
@@ -133,6 +134,32 @@ def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> Non
     whole = [row["uid"] for row in rows_of(get(page, "samples", order="domain", limit=500))]
     pages = [rows_of(get(page, "samples", order="domain", limit=7, offset=7 * n)) for n in range(len(whole) // 7 + 1)]
     assert [row["uid"] for part in pages for row in part] == whole
+
+
+def test_the_first_page_does_not_wait_for_the_index(demo_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(demo_store)
+    page = TestClient(build_app(Shelf([shown]), token=TOKEN, port=PORT), base_url=BASE, headers=BEARER)
+    with monkeypatch.context() as patch:
+        patch.setattr("mopd_dataplane.view.stores.Index", None)
+        described, first = get(page, "stores"), get(page, "samples", limit=7, offset=3)
+        uid = first["rows"][0][0]
+        excerpts = get(page, "excerpts", uids=",".join(row[0] for row in first["rows"]))
+        sample = get(page, "sample", uid=uid)
+        assert page.get("/api/sample", params={"uid": "nobody"}).status_code == 404
+    assert first["whole"] is False
+    assert get(page, "histograms", columns="kl")["kl"]["bins"]
+    again = get(page, "samples", limit=7, offset=3)
+    assert again["whole"] is True
+    assert get(page, "stores") == described
+    waiting = {name for name in first["columns"] if all(row[name] is None for row in rows_of(first))}
+    for early, late in zip(rows_of(first), rows_of(again), strict=True):
+        assert {k: v for k, v in early.items() if k not in OF_MANY} == {
+            k: v for k, v in late.items() if k not in OF_MANY
+        }
+    assert waiting >= OF_MANY, "what needs all samples is not guessed from some"
+    assert get(page, "excerpts", uids=",".join(row[0] for row in first["rows"])) == excerpts
+    late = get(page, "sample", uid=uid)
+    assert {k: v for k, v in sample.items() if k != "row"} == {k: v for k, v in late.items() if k != "row"}
 
 
 def test_columns_of_scores_and_rewards_are_those_of_the_tables(page: TestClient, demo_store: Store) -> None:
@@ -295,6 +322,10 @@ def test_search_in_text_and_in_token_ids(page: TestClient, demo_store: Store) ->
     by_ids, _ = hits(kind="tokens", q=" ".join(map(str, run)))
     assert {hit["uid"] for hit in by_ids} == {hit["uid"] for hit in found}
     assert by_ids[0]["position"] == found[0]["position"]
+    one = f"uid = '{found[5]['uid']}'"
+    looked_up, end = hits(kind="tokens", q=" ".join(map(str, run)), where=one)
+    assert looked_up == [hit for hit in by_ids if hit["uid"] == found[5]["uid"]], "few are looked up, many are scanned"
+    assert end["searched"] == end["total"] == 1
     for wrong in ({"kind": "text", "q": "("}, {"kind": "tokens", "q": "a b"}, {"kind": "other", "q": "a"}):
         assert page.get("/api/search", params=wrong).status_code == 400
 
