@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -94,6 +95,16 @@ def publish_folder(staging: Path, target: Path) -> None:
     for file in [*staging.rglob("*"), staging]:
         fsync(file)
     target.parent.mkdir(parents=True, exist_ok=True)
+    staging.rename(target)
+    fsync(target.parent)
+
+
+def duplicate_file(file: Path, target: Path) -> None:
+    """A durable copy of a file that shares nothing with it: damage of one is not damage of the other."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.copied")
+    shutil.copyfile(file, staging)
+    fsync(staging)
     staging.rename(target)
     fsync(target.parent)
 

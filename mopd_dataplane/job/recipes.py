@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from mopd_dataplane.base.file_urls import Place, is_url, joined, local_path, suffix_of
+from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import JobFileError, nearest
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -57,10 +58,10 @@ def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     texts = {file.name: file.read_text() for file in (FOLDER / name).glob("*.toml")}
     written = [folder / SCHEMA]
-    written[0].write_text(schema)
+    publish_file(written[0], schema.encode())
     for file, text in texts.items():
         written.append(folder / file)
-        written[-1].write_text(f"#:schema ./{SCHEMA}\n{_on_its_own(text, name, folder)}")
+        publish_file(written[-1], f"#:schema ./{SCHEMA}\n{_on_its_own(text, name, folder)}".encode())
     return written
 
 

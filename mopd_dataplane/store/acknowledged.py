@@ -108,10 +108,10 @@ def torn_manifests(root: Path, acknowledged: int) -> tuple[list[Torn], int]:
     read one with such a hole as a dataset with other columns.) A manifest that is whole and does not parse is left to
     Lance, which refuses it. Raises DamagedError when the newest acknowledged version is gone, or not whole.
     """
-    found = sorted((root / "_versions").glob("*.manifest"))
-    versions = [_LAST_VERSION - int(path.stem) for path in found if path.stem.isdecimal()]
+    versions = names_of_versions(root)
     torn: list[Torn] = []
-    for path, version in zip(found, versions, strict=False):
+    for version in versions:
+        path = manifest(root, version)
         if version < acknowledged:
             break
         if not _is_torn(path.read_bytes()):
@@ -146,5 +146,7 @@ def set_aside(torn: Torn) -> None:
 
 def names_of_versions(root: Path) -> list[int]:
     """Versions that a local dataset has manifests of, newest first."""
-    names = (name.removesuffix(".manifest") for name in os.listdir(root / "_versions") if name.endswith(".manifest"))
+    folder = root / "_versions"
+    listed = os.listdir(folder) if folder.is_dir() else []
+    names = (name.removesuffix(".manifest") for name in listed if name.endswith(".manifest"))
     return sorted((_LAST_VERSION - int(name) for name in names if name.isdecimal()), reverse=True)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
-from mopd_dataplane.base.files import fsync, publish_folder
+from mopd_dataplane.base.files import duplicate_file, publish_folder
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
@@ -90,7 +90,7 @@ def copy_file(source: Store, place: Place, name: str) -> None:
     if place.has(name) or not source._place.has(name):
         return
     if source.files is None and place.files is None:
-        duplicate(source.path(name), place.local(name))
+        duplicate_file(source.path(name), place.local(name))
         return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         file = Path(scratch) / "file" if source.files is not None else source.path(name)
@@ -99,7 +99,7 @@ def copy_file(source: Store, place: Place, name: str) -> None:
         if place.files is not None:
             place.files.upload(name, file)
         else:
-            duplicate(file, place.local(name))
+            duplicate_file(file, place.local(name))
 
 
 def copy_folders(source: Store, place: Place, parent: str) -> None:
@@ -129,13 +129,3 @@ def _copy_folder(source: Store, place: Place, name: str) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         shutil.copytree(folder, staging)
         publish_folder(staging, target)
-
-
-def duplicate(file: Path, target: Path) -> None:
-    """A durable copy of a file that shares nothing with it: damage of one is not damage of the other."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.copied")
-    shutil.copyfile(file, staging)
-    fsync(staging)
-    staging.rename(target)
-    fsync(target.parent)

@@ -1,7 +1,8 @@
 """Keep the number of files of a table small however often it is committed to. Rows keep their ids.
 
-Tiers by size: when more than COUNT files are below a LIMIT they become one. Each byte is copied at most once a tier,
-so commit time stays flat, and a table of any size has about a hundred files beside its gigabyte ones.
+Tiers by size: when more than COUNT files lie between the limit before and a LIMIT, they and all smaller ones become
+one. Each byte is copied about once a tier, so commit time stays flat, and a table of any size has about a hundred files
+beside its gigabyte ones.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from mopd_dataplane.store.merge_check import check_copies
 from mopd_dataplane.store.tags import drop_versions
 
 MIB = 1 << 20
-TIERS = ((4 * MIB, 64), (64 * MIB, 32), (1024 * MIB, 32))
-"""(limit in bytes, count of smaller files that is too many)"""
+TIERS = ((MIB // 8, 32), (4 * MIB, 32), (64 * MIB, 32), (1024 * MIB, 32))
+"""(limit in bytes, most files of that size that lie beside one another)"""
 
 PAGE = MIB
 """Bytes of a file, on average, below which files that are merged are written anew."""
@@ -29,12 +30,17 @@ KEEP = timedelta(days=1)
 
 
 def is_crowded(dataset: lance.LanceDataset) -> int:
-    """The size limit in bytes below which there are too many files; 0 when there is none."""
+    """The size limit in bytes up to which files should be merged; 0 when no tier has too many."""
     fragments = dataset.get_fragments()
     if len(fragments) <= min(count for _, count in TIERS):
         return 0
     sizes = _sizes(fragments).values()
-    return next((limit for limit, count in TIERS if sum(size < limit for size in sizes) > count), 0)
+    least = 0
+    for limit, count in TIERS:
+        if sum(least <= size < limit for size in sizes) > count:
+            return limit
+        least = limit
+    return 0
 
 
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:

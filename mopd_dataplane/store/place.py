@@ -16,6 +16,7 @@ from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentia
 
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
+COMMITS_CACHED = 128
 
 
 class Place:
@@ -41,6 +42,8 @@ class Place:
         """Somebody has promised that one process writes: preconditions need not be honoured."""
         self._admitted = not remote
         self._session: Any = None
+        self._commits = 0
+        """Commits since the session began."""
 
     def admit_writer(self) -> None:
         """Raise ResourceError on an object store that ignores preconditions: there, commits of two writers get lost."""
@@ -62,6 +65,12 @@ class Place:
                 index_cache_size_bytes=INDEX_CACHE_BYTES, metadata_cache_size_bytes=METADATA_CACHE_BYTES
             )
         return self._session
+
+    def committed(self) -> None:
+        """Begin new caches after some commits: each leaves the manifest of a version there that nobody reads again."""
+        self._commits += 1
+        if self._commits >= COMMITS_CACHED:
+            self._session, self._commits = None, 0
 
     def of(self, name: str) -> str:
         """URI of a dataset or file of the store."""

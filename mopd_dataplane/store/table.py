@@ -38,6 +38,8 @@ from mopd_dataplane.store.row_ids import ids_of_files
 
 ATTEMPTS = 64
 BACKOFF_S = 0.005
+CLEAN_UP_S = 3600.0
+"""How often a process that commits drops old versions, which are kept for a day."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Table:
         self._folder = place.root / name if place.root is not None else None
         self.barrier = Barrier(self._folder) if self._folder is not None else None
         self._acknowledged = Acknowledged(place, name)
+        self._clean_up_at = 0.0
         self._torn: list[Torn] = []
         """Manifests that a power cut left above the newest acknowledged version; readers pass them over."""
 
@@ -238,11 +241,13 @@ class Table:
         if self.barrier is not None:
             self.barrier.sync_version(dataset)
         self._acknowledged.record(dataset.version)
+        self._place.committed()
 
     def _evolved(self) -> lance.LanceDataset:
         """The newest version, given the nullable columns that came into being after the dataset."""
         dataset = self.open_to_write()
-        missing = [field for field in self.schema if field.name not in dataset.schema.names]
+        known = set(dataset.schema.names)
+        missing = [field for field in self.schema if field.name not in known]
         if missing:
             with writing(self.uri):
                 dataset.add_columns(pa.schema(missing))
@@ -252,7 +257,8 @@ class Table:
         """Rows in files of their own, synced, seen by nobody yet."""
         if not self.spec.heavy:
             rows = with_row_crcs(rows)
-        columns = [name for name in dataset.schema.names if name in rows.column_names]
+        held = set(rows.column_names)
+        columns = [name for name in dataset.schema.names if name in held]
         fragments = write_fragments(
             rows.select(columns), dataset, mode="append", data_storage_version=self.spec.storage
         )
@@ -266,7 +272,9 @@ class Table:
             return dataset
         try:
             merge_small(dataset, limit, self.barrier)
-            drop_old(dataset)
+            if time.monotonic() >= self._clean_up_at:  # Lance reads every manifest to find the old ones
+                drop_old(dataset)
+                self._clean_up_at = time.monotonic() + CLEAN_UP_S
         except (
             DamagedError
         ) as error:  # what was committed is; files that are damaged stay apart until they are restored

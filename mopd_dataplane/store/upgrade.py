@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ import pyarrow as pa
 from lance.fragment import FragmentMetadata, write_fragments
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.files import duplicate_file
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store import snapshot as snapshots
@@ -197,6 +197,4 @@ def link_file(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        staging = target.with_name(f".{target.name}.copied")
-        shutil.copy2(source, staging)
-        staging.rename(target)
+        duplicate_file(source, target)

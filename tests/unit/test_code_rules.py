@@ -24,6 +24,25 @@ WAITS = {"wait": 0, "join": 0, "result": 0, "communicate": 0, "acquire": 0, "get
 task of its own process says `for task in iter(queue.get, None)`."""
 RUNS = {"subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 UNSAFE_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
+WRITES_IN_PLACE = {"write_text", "write_bytes", "rename", "os.rename", "os.replace", "shutil.move", "shutil.copyfile"}
+"""What `publish_file`, `publish_folder` and `duplicate_file` of base/files.py are for: written beside, synced, renamed,
+and nothing replaced that is no file. Also `open` for writing."""
+WRITES = {
+    "base/files.py": "the helpers themselves",
+    "base/file_checksums.py": "into a folder that is published whole", "models/adapters.py": "the same",
+    "train/checkpoint.py": "the same", "run/upgrade.py": "the same",
+    "base/file_urls.py": "a scratch file on its way to a URL; a finished scratch moved to a new place",
+    "interchange/exporter.py": "a scratch that is published whole", "view/export.py": "a new folder, its mark last",
+    "run/concurrent.py": "a scratch of this process", "run/rehearsal.py": "the same", "store/objects.py": "the same",
+    "run/token_log_copy.py": "into a staging folder; segments come last",
+    "rollout/log/segment_file.py": "the log: its header is synced first", "rollout/log/ownership.py": "O_EXCL",
+    "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/cache.py": "the same",
+    "score/vllm_connector.py": "between two processes, read once", "train/token_stats.py": "the same",
+    "train/metrics.py": "lines with a checksum each are appended", "train/stop.py": "a lock",
+    "store/acknowledged.py": "a torn manifest is set aside, the folder synced",
+    "job/reference.py": "generated pages of this repository", "store/schemas.py": "the same",
+}  # fmt: skip
+"""Files that write otherwise, and why; bench/ measures the disk."""
 
 
 def relative(file: Path) -> str:
@@ -61,6 +80,29 @@ def waits_for_ever(call: ast.Call, name: str) -> bool:
     return (name in RUNS and "timeout" not in named) or ast.unparse(call).endswith("settimeout(None)")
 
 
+def writes_in_place(call: ast.Call, name: str) -> bool:
+    """Whether a call leaves half a file behind when it is interrupted, or replaces what is no file."""
+    method = call.func.attr if isinstance(call.func, ast.Attribute) else name
+    if method == "open" and not name.startswith(("os.", "tarfile.")):
+        modes = [*call.args[name == "open" :][:1], *(word.value for word in call.keywords if word.arg == "mode")]
+        return any(isinstance(mode, ast.Constant) and set(str(mode.value)) & set("wax+") for mode in modes)
+    return name in WRITES_IN_PLACE or (method in ("write_text", "write_bytes", "rename") and len(call.args) == 1)
+
+
+def may_write(file: Path) -> bool:
+    """Whether a file of the package is one of WRITES, or measures."""
+    below = file.relative_to(ROOT).as_posix().removeprefix("mopd_dataplane/")
+    return below in WRITES or below.startswith("bench/")
+
+
+def test_every_exception_of_writing_is_needed() -> None:
+    """A file that writes no more in place leaves the list."""
+    for below in WRITES:
+        file = ROOT / "mopd_dataplane" / below
+        calls = (node for node in ast.walk(parse(file)) if isinstance(node, ast.Call))
+        assert any(writes_in_place(call, ast.unparse(call.func)) for call in calls), below
+
+
 def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
     """Every breach in one file, as `line: what`."""
     stage = file.relative_to(ROOT).parts[1]
@@ -82,6 +124,8 @@ def breaches(file: Path, tree: ast.Module) -> Iterator[str]:
             name = ast.unparse(node.func)
             if name in UNSAFE_CALLS:
                 yield f"{node.lineno}: calls {name}"
+            if writes_in_place(node, name) and not may_write(file):
+                yield f"{node.lineno}: {name} writes in place"
             if waits_for_ever(node, name):
                 yield f"{node.lineno}: {name} waits without a deadline"
             for keyword in node.keywords:
@@ -111,6 +155,9 @@ def test_file_keeps_the_rules(file: Path) -> None:
         ("import mopd_dataplane.run.pipeline", "stage plan imports run"),
         ("eval('1')", "calls eval"),
         ("torch.load(path)", "calls torch.load"),
+        ("path.write_text(page)", "path.write_text writes in place"),
+        ("open(path, 'w')", "open writes in place"),
+        ("staging.rename(target)", "staging.rename writes in place"),
         ("run('ls', shell=True)", "passes shell="),
         ("socket.socket(socket.AF_INET)", "opens a network socket"),
         ("process.wait()", "process.wait waits without a deadline"),
