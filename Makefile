@@ -7,13 +7,14 @@ INSTALLED := $(VENV)/installed
 WORKERS = -n $(shell $(PYTHON) -c "import os; print(min(8, 1 + (os.cpu_count() or 1)))") --dist loadfile
 VLLM_VENV := .venv-vllm
 SITE_VENV := .venv-site
+ECOSYSTEM_VENV := .venv-ecosystem
 SEEDS ?= 0
 
 # Tests of TransferQueue that look for the files of its own in-memory backend.
 SIMPLE_STORAGE_ONLY := test_tensor_fields or test_storage_saved_is_true or test_load_raises_on_storage_unit_count_mismatch
 
 .DEFAULT_GOAL := help
-.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue faults faults-long coverage mutations lint format schemas docs site bench gpu clean
+.PHONY: help run run-sampled seeds recipes smollm2 test test-slow test-browser test-quantise test-vllm test-transferqueue test-ecosystem faults faults-long coverage mutations lint format schemas docs site bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -73,6 +74,14 @@ $(VLLM_VENV)/installed: pyproject.toml requirements-vllm.txt
 test-vllm: $(VLLM_VENV)/installed  ## the tests with real vLLM on the CPU, in an environment of their own
 	$(VLLM_VENV)/bin/python -m pytest -q tests/vllm
 
+$(ECOSYSTEM_VENV)/installed: pyproject.toml constraints-ecosystem.txt
+	$(PYTHON) -m venv $(ECOSYSTEM_VENV)
+	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-ecosystem.txt -e ".[train,lora,trl,eval,track]" verifiers verl pytest
+	@touch $@
+
+test-ecosystem: $(ECOSYSTEM_VENV)/installed  ## round trips with real trl, verifiers, datasets, lm-eval and wandb, in an environment of their own
+	$(ECOSYSTEM_VENV)/bin/python -m pytest -q tests/ecosystem
+
 faults: $(INSTALLED)  ## inject faults and print the figures
 	$(BIN)/python tests/faults/figures.py
 
@@ -117,4 +126,4 @@ gpu:  ## what was never run on a GPU, into docs/benchmarks/gpu.md: PYTHON=… PA
 	PYTHONPATH=.:kernels $(PYTHON) -m mopd_dataplane.bench.gpu --parts $(PARTS)
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) $(ECOSYSTEM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

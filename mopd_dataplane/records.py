@@ -203,7 +203,7 @@ class Teacher:
     logit_scale: float = 1.0
     quantisation: str = "none"
     head_file: str
-    """Path of the LM head relative to the store root."""
+    """Path of the LM head relative to the store root; empty where an import brought none."""
     head_digest: str
 
 

@@ -187,7 +187,7 @@ TEACHERS = TableSpec(
                 _STRING,
                 "none, int8, fp8 or mxfp4: how its weights are rounded; of a blend, each that occurs",
             ),
-            _field("head_file", _STRING, "LM head, relative to the store root"),
+            _field("head_file", _STRING, "LM head, relative to the store root; empty where an import brought none"),
             _field("head_digest", _STRING, "sha256 of the head file"),
             _field("created_at", _TIME, "wall clock, informative only"),
         ]
@@ -320,20 +320,28 @@ STEPS = TableSpec(
 
 EVALS = TableSpec(
     "evals",
-    "One row is a held-out prompt answered by a policy. Held-out answers never enter `samples`.",
+    "One row is a held-out prompt answered by a policy, or its score on a task of lm-eval; never in `samples`.",
     pa.schema(
         [
             _field("policy", _STRING, "stage whose policy answered"),
             _field("policy_version", pa.int32(), "its version"),
-            _field("prompt_id", _STRING, "held-out prompt"),
-            _field("domain", _STRING, "domain of the prompt"),
-            _field("reward", pa.float32(), "what the reward function said, partial credit included", null=True),
+            _field("prompt_id", _STRING, "held-out prompt; of a score, what was asked how"),
+            _field("domain", _STRING, "domain of the prompt; of a score, the task"),
+            _field(
+                "reward",
+                pa.float32(),
+                "what the reward function said, partial credit included; or the score",
+                null=True,
+            ),
             _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
-            _field("response", _STRING, "decoded answer"),
+            _field("response", _STRING, "decoded answer; empty of a score"),
             _field("response_len", pa.int32(), "R", unit="tokens"),
-            _field("finish_reason", _STRING, "stop or length"),
+            _field("finish_reason", _STRING, "stop, length, or benchmark of a score"),
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("correct", pa.bool_(), "entirely right; null where the reward is no verifier", null=True),
+            _field("metric", _STRING, "of a score: metric, filter and how it was asked", null=True),
+            _field("stderr", pa.float32(), "of a score: lm-eval's standard error of it", null=True),
+            _field("documents", pa.int32(), "of a score: questions asked", null=True),
         ]
     ),
     key=("policy", "policy_version", "prompt_id"),

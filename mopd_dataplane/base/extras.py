@@ -10,6 +10,8 @@ EXTRAS = {
     "torchao": "quantise",
     "obstore": "s3",
     "datasets": "datasets",
+    "trl": "trl",
+    "lm_eval": "eval",
     "aiohttp": "files",
     "vllm": "vllm",
     "httpx2": "server",

@@ -6,6 +6,7 @@
     view.py       a store in a browser, or as files
     schema.py     what tables and columns mean
     teachers.py   teachers on the same answers
+    evaluate.py   lm-eval's tasks for a policy
     stores.py     store info, verify, compact, copy, upgrade
     interchange.py  import, export
     load.py       load serve

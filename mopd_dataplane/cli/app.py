@@ -25,7 +25,19 @@ from mopd_dataplane import __version__
 from mopd_dataplane.base.extras import missing_package
 from mopd_dataplane.base.files import full_disk_named
 from mopd_dataplane.base.processes import end_with_parent
-from mopd_dataplane.cli import answers, bench, interchange, jobs, load, recipes, schema, stores, teachers, view
+from mopd_dataplane.cli import (
+    answers,
+    bench,
+    evaluate,
+    interchange,
+    jobs,
+    load,
+    recipes,
+    schema,
+    stores,
+    teachers,
+    view,
+)
 from mopd_dataplane.cli.output import note, print_error
 from mopd_dataplane.errors import InputError, MopdError
 from mopd_dataplane.store.network import answering
@@ -165,6 +177,7 @@ answers.add_to(app)
 view.add_to(app)
 schema.add_to(app)
 teachers.add_to(app)
+evaluate.add_to(app)
 stores.add_to(app)
 interchange.add_to(app)
 bench.add_to(app)

@@ -65,22 +65,41 @@ def import_(
 
 def export(
     store: StoreUri,
-    out: Annotated[str, typer.Argument(metavar="OUT", help="New file, or folder for --format datasets; path or URL.")],
-    kind: Annotated[str, typer.Option("--format", metavar="KIND", help="parquet, jsonl or datasets.")] = "parquet",
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="New file .parquet, .jsonl or .arrow, or a folder; path or URL.")
+    ],
+    kind: Annotated[
+        str, typer.Option("--format", metavar="KIND", help="parquet, jsonl, arrow or datasets; else as OUT ends.")
+    ] = "",
+    form: Annotated[
+        str, typer.Option("--as", metavar="FORM", help="What a row is: plain, sft, messages, tokens or traces.")
+    ] = "plain",
+    signals: Annotated[
+        str, typer.Option("--signals", metavar="KINDS", help="Signals of teachers to carry: logprob,topk,hidden.")
+    ] = "",
+    teacher: Annotated[
+        list[str] | None, typer.Option("--teacher", metavar="NAME", help="Whose; several times for several.")
+    ] = None,
     where: Annotated[
         str | None, typer.Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
     ] = None,
 ) -> None:
-    """Export samples with tokens, log-probs, prompts and rewards.
+    """Export samples with tokens, log-probs, prompts, rewards and what teachers said, in the form another tool reads.
 
-    `mopd import plain` reads the result back unchanged. Signals of teachers are not exported: score again.
+    `plain` is everything, and `mopd import plain` reads it back unchanged. `sft` has prompt and completion, `messages`
+    a conversation, `tokens` the exact ids with labels and columns for each teacher, `traces` episodes of verifiers and
+    prime-rl. Hidden states come with the LM heads of their teachers, in the folder OUT.heads.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.interchange.exporter import export_samples
     from mopd_dataplane.run.progress import Progress
 
-    with Progress(stderr()).step("export", kind, total=None, unit="samples") as (advance, _):
-        count = export_samples(open_store(store), out, kind, where=where, progress=advance)
+    chosen = [name.strip() for name in signals.split(",") if name.strip()]
+    with Progress(stderr()).step("export", form, total=None, unit="samples") as (advance, _):
+        count = export_samples(
+            open_store(store), out, kind, form=form, signals=chosen, teachers=teacher or (), where=where,
+            progress=advance,
+        )  # fmt: skip
     note(f"wrote {count:,} samples to {out}")
 
 
@@ -90,8 +109,11 @@ def add_to(app: typer.Typer) -> None:
         app, import_, "mopd import verl dumps/ --store runs/demo --stage student --domain math --tokenizer models/base",
         name="import", panel=PANEL,
     )  # fmt: skip
-    example = "mopd export runs/quickstart samples.parquet --where \"domain = 'spell_backward'\""
-    register(app, export, example, panel=PANEL)
+    examples = (
+        "mopd export runs/quickstart samples.parquet --where \"domain = 'spell_backward'\"",
+        "mopd export runs/quickstart tokens.parquet --as tokens --signals logprob",
+    )
+    register(app, export, *examples, panel=PANEL)
 
 
 def _vocabulary(place: str, template: str) -> Vocabulary:

@@ -1,7 +1,11 @@
 """Other frameworks' rollouts in, samples out.
 
-row_files.py  JSONL and Parquet files as fields with their place
-formats.py    the fields of each format -> Row
-importer.py   Row -> samples, prompts and rewards of a store; everything is checked before anything is written
-exporter.py   samples of a store -> Parquet, JSONL or a Hugging Face dataset that can be imported again
+row_files.py       JSONL, Parquet and Arrow files as fields with their place
+formats.py         the fields of each format -> Row
+importer.py        Row -> samples, prompts, rewards and signals; all is checked before anything is written
+teachers_in.py     the teachers of imported signals, and their LM heads
+signal_entries.py  signals as entries of an exported row, and back
+exporter.py        samples of a store -> a Parquet, JSONL or Arrow file, or a folder of Hugging Face datasets
+export_forms.py    what a row of an export is: all there is, text, messages, exact tokens
+export_traces.py   samples as episodes of verifiers and prime-rl
 """

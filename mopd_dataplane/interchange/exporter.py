@@ -1,66 +1,69 @@
-"""Samples of a store as files for other tools; the plain format of the importer reads them back, field by field."""
+"""Samples of a store as files for other tools, in the form they read (export_forms.py)."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.base.file_urls import Place, check_new, publish_new, scratch_beside
+from mopd_dataplane.base.file_urls import Place, check_new, is_url, local_path, publish_new, scratch_beside, suffix_of
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
-from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
-from mopd_dataplane.records import Snapshot
+from mopd_dataplane.interchange.export_forms import FORMS, Form
+from mopd_dataplane.interchange.signal_entries import SignalsOut
+from mopd_dataplane.interchange.teachers_in import head_beside
+from mopd_dataplane.records import Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.tables import SAMPLES, TOKENS
 
-KINDS = ("parquet", "jsonl", "datasets")
+KINDS = ("parquet", "jsonl", "arrow", "datasets")
 _ROWS = 512
-"""Samples in memory at once."""
-
-_REWARD = pa.struct([("verifier", pa.string()), ("verifier_version", pa.string()), ("reward", pa.float64())])
-
-
-def _type_of(name: str) -> pa.DataType:
-    """Arrow type of a field of an exported row: the store's own."""
-    stored = SAMPLES if name in SAMPLES.schema.names else TOKENS
-    return stored.schema.field(name).type
+"""Samples in memory at once; with hidden states fewer."""
+_ROWS_HIDDEN = 16
 
 
-PAYLOAD_FIELDS = ("domain", "iteration", "turns", "prompt_len", *PLAIN_FIELDS)
-SCHEMA = pa.schema(
-    [
-        *((name, _type_of(name)) for name in SAMPLE_FIELDS),
-        *((name, _type_of(name)) for name in PAYLOAD_FIELDS),
-        ("prompt", pa.string()), ("answer", pa.string()),
-        ("question_fields", pa.struct([(name, pa.string()) for name in QUESTION_FIELDS])),
-        ("rewards", pa.list_(_REWARD)),
-    ]
-)  # fmt: skip
-"""Columns of an exported row."""
+def kind_of(out: Place) -> str:
+    """Export kind that a place's name says: its suffix, or `datasets` for a folder. Raises InputError for another."""
+    suffix = suffix_of(out).removeprefix(".")
+    if suffix in KINDS[:-1]:
+        return suffix
+    if suffix:
+        raise InputError(
+            f"{out}: a name that ends in .{suffix} says no format; end it in .parquet, .jsonl or .arrow, leave the "
+            "ending out for a folder of Hugging Face datasets, or give --format"
+        )
+    return "datasets"
 
 
 def export_samples(
     store: Store,
     out: Place,
-    kind: str,
+    kind: str = "",
     *,
+    form: str = "plain",
+    signals: Sequence[str] = (),
+    teachers: Sequence[str] = (),
     where: str | None = None,
     snapshot: Snapshot | None = None,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> int:
-    """Write samples with payload, prompt and rewards to a new file (parquet, jsonl) or folder (datasets); how many.
+    """Write samples to a new file (parquet, jsonl, arrow) or folder (datasets) and say how many.
 
-    out: a path or a URL; it appears when it is complete. where: a Lance predicate over `samples`, such as
-    "domain = 'math'".
-    Raises InputError when the place is taken or the kind needs a package that is missing, UnknownNameError when no
-    sample fits.
+    out: a path or a URL; it appears when it is complete. kind: one of KINDS; by default what the name of `out` says.
+    form: what a row is, one of export_forms.FORMS. signals: kinds of signals that rows carry; hidden states bring the
+    heads of their teachers, in the folder `<out>.heads`. teachers: whose; by default every teacher's.
+    where: a Lance predicate over `samples`, such as "domain = 'math'".
+    Raises InputError when the place is taken, the form has no such kind or the kind needs a package that is missing,
+    UnknownNameError when no sample fits or there is no such teacher.
     """
+    kind = kind or kind_of(out)
     if kind not in KINDS:
         raise InputError(f"no export kind {kind!r}: {nearest(kind, KINDS)}")
+    if form not in FORMS:
+        raise InputError(f"no export form {form!r}: {nearest(form, FORMS)}")
     check_new(out)
     if kind == "datasets":
         _require_datasets()
@@ -68,16 +71,21 @@ def export_samples(
     rows = _chosen(store, where, pinned)
     if not len(rows):
         raise UnknownNameError(f"{store.uri}: no sample fits {where!r}" if where else f"{store.uri} has no samples")
+    said = SignalsOut(store, pinned, signals, teachers)
+    made = FORMS[form](store, said, kind)
     with scratch_beside(out) as scratch:
-        staging = scratch / "rows.parquet"
-        batches = _batches(store, rows, pinned, progress)
+        staging = scratch / f"rows.{kind}"
+        batches = _batches(store, rows, said, "hidden" in signals, pinned, made, progress)
         if kind == "jsonl":
-            staging = scratch / "rows.jsonl"
             _write_jsonl(staging, batches)
+        elif kind == "arrow":
+            _write_arrow(staging, batches, made.schema)
         else:
-            _write_parquet(staging, batches)
+            _write_parquet(staging, batches, made.schema)
         if kind == "datasets":
             staging = _as_dataset(staging, scratch)
+        if "hidden" in signals:
+            _publish_heads(store, said.teachers.values(), out, scratch)
         publish_new(staging, out)
     return len(rows)
 
@@ -98,49 +106,85 @@ def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
 
 
 def _batches(
-    store: Store, rows: np.ndarray, snapshot: Snapshot, progress: Callable[[int], None]
+    store: Store,
+    rows: np.ndarray,
+    said: SignalsOut,
+    heavy: bool,
+    snapshot: Snapshot,
+    form: Form,
+    progress: Callable[[int], None],
 ) -> Iterator[list[dict[str, Any]]]:
     prompts = {row["prompt_id"]: row for row in store.table("prompts", snapshot=snapshot).to_pylist()}
     rewards = _rewards(store, snapshot)
-    for start in range(0, len(rows), _ROWS):
-        some = rows[start : start + _ROWS]
+    size = _ROWS_HIDDEN if heavy else _ROWS
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
         metadata = store.take_samples(some, None, snapshot).to_pylist()
         payload = store.read_tokens(some, snapshot=snapshot, verify=True).to_pylist()
-        yield [
-            _row(sample | heavy, prompts.get(sample["prompt_id"], {}), rewards.get(sample["uid"], []))
-            for sample, heavy in zip(metadata, payload, strict=True)
-        ]
+        yield form.rows(
+            [
+                sample | tokens | {
+                    "question": prompts.get(sample["prompt_id"], {}), "rewards": rewards.get(sample["uid"], []),
+                    "signals": signals,
+                }
+                for sample, tokens, signals in zip(metadata, payload, said.of(some.tolist()), strict=True)
+            ]
+        )  # fmt: skip
         progress(start + len(some))
 
 
 def _rewards(store: Store, snapshot: Snapshot) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    columns = ["uid", "verifier", "verifier_version", "reward"]
+    columns = ["uid", "verifier", "verifier_version", "reward", "detail"]
+    columns += ["correct"] if store.has_column("rewards", "correct", snapshot) else []
     for row in store.table("rewards", columns, snapshot=snapshot).to_pylist():
         found.setdefault(row.pop("uid"), []).append(row)
     return found
 
 
-def _row(sample: dict[str, Any], prompt: dict[str, Any], rewards: list[dict[str, Any]]) -> dict[str, Any]:
-    row = {name: sample[name] for name in SCHEMA.names if name in sample}
-    question = {name: prompt.get(name) for name in QUESTION_FIELDS}
-    return row | {
-        "prompt": prompt.get("text"), "answer": prompt.get("answer"), "question_fields": question, "rewards": rewards
-    }  # fmt: skip
-
-
-def _write_parquet(file: Path, batches: Iterator[list[dict[str, Any]]]) -> None:
+def _write_parquet(file: Path, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
     import pyarrow.parquet as pq
 
-    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+    assert schema is not None  # a form without columns refuses the kind
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for batch in batches:
-            writer.write_table(pa.Table.from_pylist(batch, SCHEMA))
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+
+
+def _write_arrow(file: Path, batches: Iterator[list[dict[str, Any]]], schema: pa.Schema | None) -> None:
+    assert schema is not None
+    with pa.OSFile(str(file), "wb") as content, pa.ipc.new_file(content, schema) as writer:
+        for batch in batches:
+            writer.write_table(pa.Table.from_pylist(batch, schema))
 
 
 def _write_jsonl(file: Path, batches: Iterator[list[dict[str, Any]]]) -> None:
     with file.open("w") as lines:
         for batch in batches:
-            lines.writelines(json.dumps(row, allow_nan=False) + "\n" for row in batch)
+            for row in batch:
+                lines.write(json.dumps(row, allow_nan=False, default=_as_text) + "\n")
+
+
+def _as_text(value: bytes) -> str:
+    """Bytes in JSON."""
+    return base64.b64encode(value).decode()
+
+
+def _publish_heads(store: Store, teachers: Any, out: Place, scratch: Path) -> None:
+    """Copies of the heads beside the export."""
+    teacher: Teacher
+    for teacher in teachers:
+        if not teacher.head_file:
+            continue
+        head = scratch / f"{teacher.name}.safetensors"
+        if store.files is not None:
+            store.files.download(teacher.head_file, head)
+        else:
+            head.write_bytes(store.path(teacher.head_file).read_bytes())
+        target = head_beside(out, teacher.name)
+        if not is_url(target):
+            local_path(target).parent.mkdir(exist_ok=True)
+        publish_new(head, target)
 
 
 def _require_datasets() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.fields import PAYLOAD, RECORDED
 from mopd_dataplane.interchange.row_files import Fields, check_unicode, floats, integer, integers, number, objects, text
+from mopd_dataplane.interchange.signal_entries import Said, signals_in
 from mopd_dataplane.records import FORMAT_1_NAMES
 
 Messages = list[dict[str, Any]]
@@ -46,6 +47,10 @@ class Row:
     turns: int = 1
     rewards: dict[tuple[str, str], float] = field(default_factory=dict)
     """By verifier and its version."""
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a verifier said besides, by its name: `detail`, and `correct` where it judges right and wrong."""
+    signals: list[Said] = field(default_factory=list)
+    """What teachers said of the response."""
     sample: dict[str, Any] = field(default_factory=dict)
     """Fields of records.Sample that the source states."""
     question: dict[str, Any] = field(default_factory=dict)
@@ -181,10 +186,14 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
     mask = fields.get("loss_mask")
     reward = number(fields, "reward", place)
     rewards = {("reward", ""): reward} if reward is not None else {}
+    verdicts: dict[str, dict[str, Any]] = {}
     for entry in objects(fields, "rewards", place):
         value = number(entry, "reward", place)
         if value is not None:
-            rewards[text(entry, "verifier", place), text(entry, "verifier_version", place, default="")] = value
+            verifier = text(entry, "verifier", place)
+            rewards[verifier, text(entry, "verifier_version", place, default="")] = value
+            detail = text(entry, "detail", place, default="") or None
+            verdicts[verifier] = {"detail": detail, "correct": _truth(entry, "correct", place)}
     known_question = fields.get("question_fields") or {}
     if not isinstance(known_question, dict):
         raise InputError(f"{place}: field 'question_fields' is {known_question!r:.60}, expected an object")
@@ -201,6 +210,8 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
         iteration=integer(fields, "iteration", place),
         turns=integer(fields, "turns", place, default=1),
         rewards=rewards,
+        verdicts=verdicts,
+        signals=signals_in(fields, place),
         sample=_stated(fields, place),
         question={
             name: text(known_question, name, place) for name in QUESTION_FIELDS if known_question.get(name) is not None
@@ -229,6 +240,13 @@ FORMATS: dict[str, Reader] = {
     "tinker": _tinker,
     "plain": _plain,
 }
+
+
+def _truth(fields: Fields, name: str, place: str) -> bool | None:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected true, false or null")
+    return value
 
 
 def _stated(fields: Fields, place: str) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,13 +16,16 @@ from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.fields import RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
 from mopd_dataplane.interchange.row_files import files_of, read_rows
-from mopd_dataplane.records import Prompt, Sample
+from mopd_dataplane.interchange.teachers_in import Teachers
+from mopd_dataplane.records import Prompt, Sample, Signal
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.sample_values import log_probs, other_content, whole_numbers
 
 BATCH = 1024
-"""Samples committed together."""
+"""Samples committed together, at most."""
+BATCH_BYTES = 256 << 20
+"""Signals committed together, about."""
 SPLIT = "import"
 """Split of imported prompts: no rollout samples them, no evaluation asks them."""
 
@@ -76,6 +78,8 @@ class ImportReport:
     """Samples that came with the sampler's log-probs; the others have none (null)."""
     rewards: int = 0
     """Rewards the store did not have."""
+    signals: int = 0
+    """Signals of teachers the store did not have."""
 
 
 def import_rollouts(
@@ -96,12 +100,15 @@ def import_rollouts(
     """
     find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_of(path)
-    _check(Store.find(store) if isinstance(store, str) else store, path, _samples(files, settings, vocabulary))
+    target = Store.find(store) if isinstance(store, str) else store
+    teachers = Teachers(target, [str(path), *files], (vocabulary.digest, vocabulary.size))
+    _check(target, path, _samples(files, settings, vocabulary), teachers)
     if isinstance(store, str):
         store = Store.create(store)
+    teachers.bring(store)
     report, places = ImportReport(), set[str]()
     converted = _samples(files, settings, vocabulary)
-    while batch := list(islice(converted, BATCH)):
+    for batch in _batches(converted):
         places |= {row.place for row, _, _ in batch}
         _write(store, batch, report)
         progress(report.samples)
@@ -112,7 +119,22 @@ def import_rollouts(
     return report
 
 
-def _check(store: Store | None, path: Place, converted: Iterator[tuple[Row, Prompt, Sample]]) -> None:
+def _batches(converted: Iterator[tuple[Row, Prompt, Sample]]) -> Iterator[list[tuple[Row, Prompt, Sample]]]:
+    batch: list[tuple[Row, Prompt, Sample]] = []
+    heavy = 0
+    for entry in converted:
+        batch.append(entry)
+        heavy += sum(said.nbytes for said in entry[0].signals)
+        if len(batch) == BATCH or heavy >= BATCH_BYTES:
+            yield batch
+            batch, heavy = [], 0
+    if batch:
+        yield batch
+
+
+def _check(
+    store: Store | None, path: Place, converted: Iterator[tuple[Row, Prompt, Sample]], teachers: Teachers
+) -> None:
     """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name."""
     known = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
     places: list[str] = []
@@ -122,6 +144,8 @@ def _check(store: Store | None, path: Place, converted: Iterator[tuple[Row, Prom
         places.append(row.place)
         uids.append(sample.uid)
         crcs.append(sample_crc(sample))
+        for said in row.signals:
+            teachers.check(said, row.place, sample.response_len, sample.loss_tokens)
         if known.setdefault(prompt.prompt_id, prompt) != prompt:
             raise InputError(
                 f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
@@ -153,6 +177,7 @@ def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: Import
             "verifier": verifier,
             "verifier_version": version,
             "reward": value,
+            **row.verdicts.get(verifier, {}),
         }
         for (row, _, sample), row_number in zip(batch, receipt.rows.tolist(), strict=True)
         for (verifier, version), value in row.rewards.items()
@@ -162,6 +187,13 @@ def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: Import
     report.tokenised += sum(row.prompt_ids is None for row, _, _ in batch)
     report.with_logprobs += sum(sample.logprobs is not None for sample in samples)
     report.rewards += store.add_rewards(records)
+    said: dict[tuple[str, str], list[Signal]] = {}
+    for (row, _, sample), number in zip(batch, receipt.rows.tolist(), strict=True):
+        for one in row.signals:
+            signal = replace(one.signal, uid=sample.uid, sample_row=number)
+            said.setdefault((one.teacher.name, signal.kind), []).append(signal)
+    for (teacher, kind), signals in said.items():
+        report.signals += store.commit_signals(teacher, kind, signals)
 
 
 def _samples(

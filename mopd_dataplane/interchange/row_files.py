@@ -1,4 +1,4 @@
-"""JSONL and Parquet files, row by row, each with its place; and what a field may hold."""
+"""JSONL, Parquet and Arrow files, row by row, each with its place; and what a field may hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mopd_dataplane.base.file_urls import Place, files_at, open_file, suffix_of
 from mopd_dataplane.errors import InputError
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _LINE_BYTES = 256 << 20
 """Longest line of a JSONL file: about twenty million tokens."""
 _ROWS = 64
@@ -26,11 +26,12 @@ def files_of(path: Place) -> list[str]:
 
 
 def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
-    """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet, from 1.
+    """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet and Arrow, from 1.
 
     Raises InputError with the place of a row that cannot be read.
     """
-    return _parquet(file) if suffix_of(file) == ".parquet" else _jsonl(file)
+    readers = {".parquet": _parquet, ".arrow": _arrow}
+    return readers.get(suffix_of(file), _jsonl)(file)
 
 
 def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
@@ -65,6 +66,30 @@ def _parquet(file: Place) -> Iterator[tuple[str, Fields]]:
                     yield f"{file}:{number}", fields
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
+
+
+def _arrow(file: Place) -> Iterator[tuple[str, Fields]]:
+    """An Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets holds."""
+    import pyarrow as pa
+
+    number = 0
+    try:
+        with open_file(file) as content:
+            whole = content.read(len(_ARROW_FILE)) == _ARROW_FILE
+            content.seek(0)
+            opened = pa.ipc.open_file(content) if whole else pa.ipc.open_stream(content)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if whole else opened
+            for batch in batches:
+                for start in range(0, batch.num_rows, _ROWS):
+                    for fields in batch.slice(start, _ROWS).to_pylist():
+                        number += 1
+                        yield f"{file}:{number}", fields
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+        raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
+
+
+_ARROW_FILE = b"ARROW1"
+"""First bytes of an Arrow file; a stream begins otherwise."""
 
 
 def text(fields: Fields, name: str, place: str, *, default: str | None = None) -> str:

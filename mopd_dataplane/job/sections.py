@@ -476,8 +476,9 @@ class Train(Section):
     """Per-token statistics of each step, in the store's `token_stats`: the student's log-prob against the sampler's,
     its entropy, and with hidden states the teacher's entropy, both exact KLs and agreement on the likeliest token. Of
     one sample in eight, or of all; 4 to 12 bytes a trained token."""
-    track: Literal["none", "tensorboard", "wandb"] = "none"
-    """Where step metrics also go; they are always in the store's `steps` table."""
+    track: str = "none"
+    """Where step metrics also go: none, tensorboard, wandb, a tracker that a package installs, or package.module:Name.
+    They are always in the store's `steps` table."""
 
 
 class Eval(Section):

@@ -22,6 +22,7 @@ SPLITS = ("eval", "tune")
 _QUERY = """
     select policy, policy_version, domain, prompt_id, correct, reward, coalesce(split, 'eval') as split
     from evals left join (select prompt_id, split from prompts) using (prompt_id)
+    where finish_reason <> 'benchmark'
     order by min(created_at) over (partition by policy), policy, policy_version, domain, prompt_id"""
 
 

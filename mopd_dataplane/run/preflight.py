@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
@@ -27,13 +28,12 @@ from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.run.adapter_check import adapter_problems
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.train.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-TRACKERS = ("tensorboard", "wandb")
-"""Values of `train.track` that are packages."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,15 @@ def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
 
 
 def _packages(look: _Look) -> None:
-    """Packages that settings need are installed, and folders that they name are folders."""
+    """Packages and plug-ins that settings need are there, and folders that they name are folders."""
     job = look.job
-    wanted: dict[str, str] = {
-        stage.train.track: f"stages.{stage.name}.train.track" for stage in job.stages if stage.train.track in TRACKERS
-    }
+    wanted: dict[str, str] = {}
+    for stage in job.stages:
+        track, key = stage.train.track, f"stages.{stage.name}.train.track"
+        if track in TRACKERS:
+            wanted[track] = key
+        elif track != "none":
+            look.at(key, partial(find_plugin, "mopd.trackers", track, TRACKERS))
     if not job.engine.url and (package := engine_kind(job.engine.kind).package):
         wanted[package] = "engine.kind"
     for package, key in wanted.items():

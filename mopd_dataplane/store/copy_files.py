@@ -87,7 +87,7 @@ def copy_weights(source: Store, place: Place) -> None:
 
 def copy_file(source: Store, place: Place, name: str) -> None:
     """One file that nobody rewrites; one that is there, or that the source does not have, is left alone."""
-    if place.has(name) or not source._place.has(name):
+    if not name or place.has(name) or not source._place.has(name):
         return
     if source.files is None and place.files is None:
         duplicate_file(source.path(name), place.local(name))

@@ -216,6 +216,8 @@ def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[F
     recorded = teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()
     for row, teacher in zip(row_ids(teachers).ids().tolist(), recorded, strict=True):
         name = teacher["head_file"]
+        if not name:
+            continue
         if not place.has(name):
             yield Finding("teachers", row, teacher["name"], f"head file {name} is missing")
         elif deep and (digest := place.sha256(name)) != teacher["head_digest"]:

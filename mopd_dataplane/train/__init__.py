@@ -19,5 +19,6 @@ checkpoint.py      policy, optimizer and position, whole or not at all
 ranks.py           the processes of one training run
 node_agent.py      the trainer processes of one node
 stop.py            stopping at a checkpoint
-metrics.py         metrics.jsonl, and trackers that mirror it
+metrics.py         metrics.jsonl
+trackers.py        TensorBoard, W&B and others that mirror it
 """

@@ -23,7 +23,8 @@ EVALS = """
     select policy, policy_version, domain, avg(reward)::double as reward, count(reward) as answers,
            stddev_samp(reward)::double as sd, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,
            avg(response_len) as length, avg((finish_reason = 'length')::int) as truncated
-    from evals group by policy, policy_version, domain order by policy, domain, policy_version"""
+    from evals where finish_reason <> 'benchmark'
+    group by policy, policy_version, domain order by policy, domain, policy_version"""
 
 
 def run_page(store: Store, index: Index) -> dict[str, Any]:

@@ -35,13 +35,13 @@ REASONS = {
     "clone": "a target of the Makefile",
     "server": "serves until it is stopped: tests of the viewer and the loader start one",
     "cluster": "needs several machines, or an object store: test_ray_job.py and test_whole_job_s3.py stand in for them",
-    "extra": "needs packages that the tests' environment lacks: make test-vllm, make test-transferqueue",
+    "extra": "needs packages that the tests' environment lacks: make test-vllm, test-transferqueue, test-ecosystem",
     "gpu": "needs a CUDA device",
     "input": "needs files of the reader's: test_import_export.py and test_upgrade.py make some",
 }
 HELP_EXAMPLES = {
     "run": "job", "check": "minutes", "rollout": "job", "score": "job", "reward": "job", "plan": "job", "train": "job",
-    "teachers": "job", "compare": "input", "import": "input", "load": "server", "bench": "minutes",
+    "teachers": "job", "compare": "input", "eval": "extra", "import": "input", "load": "server", "bench": "minutes",
     "mopd view runs/quickstart": "server", "store upgrade": "input", "store copy": "cluster",
 }  # fmt: skip
 """Commands whose examples in the help texts (docs/cli.md) a test cannot run at once, and the reason of REASONS."""

@@ -49,6 +49,9 @@ max_new_tokens = 8
 pack_tokens = 128
 batch_samples = 12
 
+[train]
+track = "lines"
+
 [objectives.certain.terms.{term}]
 weight = 0.5
 base = 2.0
@@ -102,6 +105,8 @@ def test_a_job_uses_another_packages_engine_term_and_prompts(
     values = [json.loads(step["extra"])["bonus_entropy"] for step in steps]
     assert all(value > 0 for value in values)
     assert all(step["loss"] == pytest.approx(-0.5 * value, rel=1e-5) for step, value in zip(steps, values, strict=True))
+    tracked = (store / "checkpoints" / "student" / "lines").read_text().splitlines()
+    assert tracked == [f"student {step['step']} {step['loss']!r}" for step in steps]
     prompts = rows(installed, store, "select text, answer from prompts")
     assert {prompt["text"][:6] for prompt in prompts} == {prompt["answer"][::-1] for prompt in prompts}
     assert set("".join(prompt["answer"] for prompt in prompts)) == set("xyz")
@@ -121,6 +126,11 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
         ('kind = "marking"', 'kind = "markin"', "no engine 'markin': known: hf, marking, vllm; did you mean 'marking'"),
         ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus; did you mean"),
         ("base = 2.0", "bass = 2.0", "bass"),
+        (
+            'track = "lines"',
+            'track = "line"',
+            "no tracker 'line': known: lines, tensorboard, wandb; did you mean",
+        ),
         ('source = "letters"', 'source = "mopd_example_plugin:numbers"', "has no 'numbers'"),
     ],
 )

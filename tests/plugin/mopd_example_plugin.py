@@ -1,4 +1,4 @@
-"""What a package of somebody else adds: an engine, a term of an objective, a source of prompts, an importer."""
+"""What somebody else's package adds: an engine, a term of an objective, prompts, an importer, a tracker."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.formats import Row
 from mopd_dataplane.job.objectives import Term
+from mopd_dataplane.records import StepMetrics
 from mopd_dataplane.rollout.engines.kinds import EngineKind
 
 
@@ -63,3 +64,17 @@ def pairs(fields: dict[str, Any], place: str) -> Iterator[Row]:
     if not isinstance(fields.get("ask"), str) or not isinstance(fields.get("said"), str):
         raise InputError(f"{place}: fields 'ask' and 'said' must be text")
     yield Row(place=place, prompt=fields["ask"], response=fields["said"], rewards={("good", ""): float(fields["good"])})
+
+
+class Lines:
+    """A tracker that appends a line a step to a file."""
+
+    def __init__(self, folder: Path, name: str, steps_done: int) -> None:
+        self._file = (folder / "lines").open("a")
+        self._name = name
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._file.write(f"{self._name} {metrics.step} {metrics.loss!r}\n")
+
+    def close(self) -> None:
+        self._file.close()

@@ -46,6 +46,11 @@ def test_tables_and_job_files_need_no_torch_and_no_lance() -> None:
     assert loaded.isdisjoint({"torch", "lance", "transformers"})
 
 
+def test_other_trainers_load_when_they_are_asked_for() -> None:
+    code = "import mopd_dataplane, mopd_dataplane.integrations; from mopd_dataplane import BatchStream, LoadSpec"
+    assert modules_after(code).isdisjoint({"trl", "lm_eval", "transformers", "datasets", "torch"})
+
+
 def test_a_store_opens_without_torch() -> None:
     loaded = modules_after("from mopd_dataplane import Store")
     assert "lance" in loaded

@@ -175,7 +175,7 @@ class Training:
         from_hub = stage.start == "init" and is_hub_name(student.path)
         known = run.store.teachers()
         for name in teachers:
-            if name in known:
+            if name in known and known[name].head_file:
                 run.work.fetch_file(known[name].head_file)
         return TrainSpec(
             stage=stage.name,
@@ -190,7 +190,7 @@ class Training:
             heads={
                 name: HeadFile(path=str(run.root / known[name].head_file), digest=known[name].head_digest)
                 for name in teachers
-                if name in known
+                if name in known and known[name].head_file
             },
             teachers=teachers,
             total_steps=self._steps_expected(),

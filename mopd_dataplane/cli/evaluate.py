@@ -1,0 +1,69 @@
+"""The command that has lm-eval judge a policy of a store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mopd_dataplane.cli.answers import StoreUri
+from mopd_dataplane.cli.output import note, print_json, print_rows, stderr
+from mopd_dataplane.cli.register import register
+
+PANEL = "Answers"
+COLUMNS = {
+    "domain": "task",
+    "metric": "metric",
+    "reward": "score",
+    "stderr": "standard error",
+    "documents": "questions",
+}
+
+
+def evaluate(
+    store: StoreUri,
+    tasks: Annotated[str, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, as arc_easy,hellaswag.")],
+    policy: Annotated[str, typer.Option("--policy", metavar="STAGE", help="Stage whose policy is asked.")] = "student",
+    version: Annotated[
+        int | None, typer.Option("--version", metavar="N", min=1, help="Its version; by default the newest.")
+    ] = None,
+    include_path: Annotated[
+        str, typer.Option("--include-path", metavar="DIR", help="Folder of task definitions of your own.")
+    ] = "",
+    shots: Annotated[
+        int | None, typer.Option("--shots", min=0, help="Examples before a question; by default the task's.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first questions of a task.")] = None,
+    chat: Annotated[bool, typer.Option("--chat-template", help="Ask through the tokenizer's chat template.")] = False,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions at once.")] = 8,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Judge a policy version with lm-eval's tasks.
+
+    Scores go to the store's `evals`, one row for each task and metric with its standard error; a task that was asked
+    before under the same settings is not asked again. Needs pip install 'mopd-dataplane[eval]'. A task may download its
+    questions.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.integrations.lm_eval import EvalSettings, evaluate_policy
+    from mopd_dataplane.run.progress import Progress
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    settings = EvalSettings(
+        tasks=names, include_path=include_path, shots=shots, limit=limit, chat_template=chat, batch_size=batch_size,
+        dtype=dtype,
+    )  # fmt: skip
+    with Progress(stderr()).step(policy, "lm-eval", total=len(names), unit="tasks") as (advance, _):
+        scores = evaluate_policy(open_store(store), policy, version, settings, progress=lambda task: advance(1))
+    if as_json:
+        print_json(scores)
+        return
+    print_rows(COLUMNS.values(), ([row[name] for name in COLUMNS] for row in scores))
+    note("scores are in `evals`, where finish_reason = 'benchmark'")
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    example = "mopd eval runs/quickstart --tasks arc_easy,hellaswag --policy student --limit 200"
+    register(app, evaluate, example, name="eval", panel=PANEL)

@@ -1,0 +1,203 @@
+"""What a row of an export is: the forms that other tools read.
+
+plain     everything that is known of a sample; `mopd import plain` reads it back
+sft       prompt and completion as text: TRL, Unsloth, Axolotl
+messages  a conversation of one question and its answer: TRL, Unsloth, Axolotl's chat_template
+tokens    input_ids, labels and completion_mask, with one column a teacher: the exact tokens
+traces    an episode of verifiers and prime-rl a line, with one teacher's reference_logprobs (export_traces.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from mopd_dataplane.interchange.export_traces import Traces
+from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
+from mopd_dataplane.interchange.signal_entries import ENTRY, SignalsOut
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.tables import SAMPLES, TOKENS
+
+_REWARD = pa.struct(
+    [
+        ("verifier", pa.string()), ("verifier_version", pa.string()), ("reward", pa.float64()),
+        ("detail", pa.string()), ("correct", pa.bool_()),
+    ]
+)  # fmt: skip
+IGNORED = -100
+"""Label of a token that is not trained, in Hugging Face's losses."""
+
+Sampled = dict[str, Any]
+"""A sample: its columns of `samples` and `tokens`, `question` (a row of `prompts`), `rewards` and `signals`."""
+
+
+class Form(Protocol):
+    """Rows of an export."""
+
+    schema: pa.Schema | None
+    """Columns; None: rows are nested documents, written as JSONL only."""
+
+    def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
+        """One row a sample."""
+
+
+def _type_of(name: str) -> pa.DataType:
+    """Arrow type of a field of an exported row: the store's own."""
+    stored = SAMPLES if name in SAMPLES.schema.names else TOKENS
+    return stored.schema.field(name).type
+
+
+PAYLOAD_FIELDS = ("domain", "iteration", "turns", "prompt_len", *PLAIN_FIELDS)
+SCHEMA = pa.schema(
+    [
+        *((name, _type_of(name)) for name in SAMPLE_FIELDS),
+        *((name, _type_of(name)) for name in PAYLOAD_FIELDS),
+        ("prompt", pa.string()), ("answer", pa.string()),
+        ("question_fields", pa.struct([(name, pa.string()) for name in QUESTION_FIELDS])),
+        ("rewards", pa.list_(_REWARD)),
+        ("signals", pa.list_(ENTRY)),
+    ]
+)  # fmt: skip
+"""Columns of a row of the plain form."""
+
+
+class _Plain:
+    schema = SCHEMA
+
+    def __init__(self, store: Store, said: SignalsOut, kind: str) -> None:
+        pass
+
+    def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
+        return [self._row(sample) for sample in samples]
+
+    def _row(self, sample: Sampled) -> dict[str, Any]:
+        row = {name: sample[name] for name in SCHEMA.names if name in sample}
+        question = sample["question"]
+        return row | {
+            "prompt": question.get("text"), "answer": question.get("answer"),
+            "question_fields": {name: question.get(name) for name in QUESTION_FIELDS},
+        }  # fmt: skip
+
+
+_ABOUT = [("uid", pa.string()), ("domain", pa.string()), ("reward", pa.float64())]
+"""What a row of the other forms says of its sample, for filters: reward is the mean over verifiers."""
+
+
+def _about(sample: Sampled) -> dict[str, Any]:
+    rewards = [entry["reward"] for entry in sample["rewards"] if entry["reward"] is not None]
+    return {
+        "uid": sample["uid"], "domain": sample["domain"], "reward": float(np.mean(rewards)) if rewards else None
+    }  # fmt: skip
+
+
+class _Text:
+    """Forms of decoded text; a trainer's tokeniser need not give the sampled tokens back."""
+
+    schema: pa.Schema | None = None
+
+    def __init__(self, store: Store, said: SignalsOut, kind: str) -> None:
+        self._decoder = find_decoder(store)
+
+    def decoded(self, samples: list[Sampled]) -> list[tuple[str, str]]:
+        """(prompt, response) as the student read and wrote them, without special tokens."""
+        lengths = [sample["prompt_len"] for sample in samples]
+        prompts = [sample["tokens"][:length] for sample, length in zip(samples, lengths, strict=True)]
+        responses = [sample["tokens"][length:] for sample, length in zip(samples, lengths, strict=True)]
+        texts = self._decoder.plain_texts
+        return list(zip(texts(prompts), texts(responses), strict=True))
+
+
+class _Sft(_Text):
+    schema = pa.schema([("prompt", pa.string()), ("completion", pa.string()), *_ABOUT])
+
+    def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
+        return [
+            {"prompt": prompt, "completion": response, **_about(sample)}
+            for sample, (prompt, response) in zip(samples, self.decoded(samples), strict=True)
+        ]
+
+
+_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
+
+
+class _Messages(_Text):
+    schema = pa.schema([("messages", pa.list_(_MESSAGE)), *_ABOUT])
+
+    def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
+        """The question as it is before the student's template, which the reader's own chat template stands in for."""
+        return [
+            {
+                "messages": [
+                    {"role": "user", "content": sample["question"].get("text") or prompt},
+                    {"role": "assistant", "content": response},
+                ],
+                **_about(sample),
+            }
+            for sample, (prompt, response) in zip(samples, self.decoded(samples), strict=True)
+        ]
+
+
+class _Tokens:
+    """Exact tokens; signals of a teacher in columns that end in its name."""
+
+    def __init__(self, store: Store, said: SignalsOut, kind: str) -> None:
+        ids, mask = pa.list_(pa.int32()), pa.list_(pa.int8())
+        columns: list[tuple[str, pa.DataType]] = [
+            ("input_ids", ids), ("attention_mask", mask), ("completion_mask", mask), ("labels", ids),
+            ("sampler_logprobs", pa.list_(pa.float32())), *_ABOUT,
+        ]  # fmt: skip
+        for name in said.teachers:
+            for signal in said.kinds:
+                if said.has(name, signal):
+                    columns += [(f"{column}/{name}", stored) for column, stored in _TEACHER_COLUMNS[signal].items()]
+        self.schema: pa.Schema | None = pa.schema(columns)
+
+    def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
+        return [self._row(sample) for sample in samples]
+
+    def _row(self, sample: Sampled) -> dict[str, Any]:
+        tokens, start = sample["tokens"], sample["prompt_len"]
+        mask = [0] * start + sample["loss_mask"]
+        before = [0.0] * start
+        row = {
+            "input_ids": tokens, "attention_mask": [1] * len(tokens), "completion_mask": mask,
+            "labels": [token if trained else IGNORED for token, trained in zip(tokens, mask, strict=True)],
+            "sampler_logprobs": None if sample["logprobs"] is None else before + sample["logprobs"],
+            **_about(sample),
+        }  # fmt: skip
+        for entry in sample["signals"]:
+            teacher, kind, width = entry["teacher"]["name"], entry["kind"], entry["width"]
+            if kind == "logprob":
+                row[f"logprob/{teacher}"] = before + entry["logprob"]
+            elif kind == "topk":
+                row[f"topk_ids/{teacher}"] = _in_rows(entry["topk_ids"], width)
+                row[f"topk_logprobs/{teacher}"] = _in_rows(entry["topk_logprobs"], width)
+            else:
+                row[f"hidden/{teacher}"] = _in_rows(entry["hidden"], width)
+                row[f"hidden_codec/{teacher}"] = entry["codec"]
+        return row
+
+
+_TEACHER_COLUMNS: dict[str, dict[str, pa.DataType]] = {
+    "logprob": {"logprob": pa.list_(pa.float32())},
+    "topk": {"topk_ids": pa.list_(pa.list_(pa.int32())), "topk_logprobs": pa.list_(pa.list_(pa.float32()))},
+    "hidden": {"hidden": pa.list_(pa.binary()), "hidden_codec": pa.string()},
+}
+"""Columns of a teacher: log-probs for every token of input_ids, the others for every token of completion_mask 1."""
+
+
+def _in_rows(flat: Any, width: int) -> list[Any]:
+    return [flat[start : start + width] for start in range(0, len(flat), width)]
+
+
+FORMS: dict[str, Callable[[Store, SignalsOut, str], Form]] = {
+    "plain": _Plain,
+    "sft": _Sft,
+    "messages": _Messages,
+    "tokens": _Tokens,
+    "traces": Traces,
+}

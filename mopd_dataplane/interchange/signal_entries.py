@@ -1,0 +1,190 @@
+"""What teachers said of a sample, as entries of an exported row and back.
+
+An entry stands alone: it names its teacher with every digest, so that a row may be copied from file to file.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from mopd_dataplane.errors import InputError, UnknownNameError, nearest
+from mopd_dataplane.fields import arguments, of_signal
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
+from mopd_dataplane.records import SIGNAL_KINDS, Signal, Snapshot, Teacher
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.dataset_format import FREED, check_teacher
+from mopd_dataplane.store.reading import header_columns, take_rows
+from mopd_dataplane.tables import TEACHERS, signal_table
+
+_ARRAYS = tuple(field for kind in SIGNAL_KINDS for field in of_signal(kind))
+_FACTS = ("mean_reverse_kl", "logprob_std")
+_OF_TEACHER = [field for field in TEACHERS.schema if field.name not in ("head_file", "created_at")]
+
+ENTRY = pa.struct(
+    [
+        ("teacher", pa.struct([(field.name, field.type) for field in _OF_TEACHER])),
+        ("kind", pa.string()), ("codec", pa.string()), ("topk_source", pa.string()), ("width", pa.int32()),
+        *(
+            (field.name, pa.large_binary() if field.blob else pa.list_(pa.from_numpy_dtype(np.dtype(field.dtype))))
+            for field in _ARRAYS
+        ),
+        *((name, pa.float32()) for name in _FACTS),
+    ]
+)  # fmt: skip
+"""One signal of one sample. width: values of each position (K, or bytes of a hidden state), where a position has
+several; arrays are flat, row after row."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A signal that an imported row brings, and whose it is.
+
+    Example: Said(Teacher(name="reference", …), Signal(uid="", sample_row=-1, kind="logprob", logprob=…)).
+    """
+
+    teacher: Teacher
+    """`head_file` empty: its LM head, if any, is found beside the file."""
+    signal: Signal
+    """`uid` and `sample_row` are filled when the sample has them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(np.asarray(getattr(self.signal, f.name)).nbytes for f in of_signal(self.signal.kind))
+
+
+class SignalsOut:
+    """The asked signals of any sample of a store, as entries."""
+
+    def __init__(self, store: Store, snapshot: Snapshot, kinds: Sequence[str], teachers: Sequence[str]) -> None:
+        """kinds: of SIGNAL_KINDS. teachers: names; none are all of the store's. Raises UnknownNameError, InputError."""
+        known = store.teachers()
+        for kind in kinds:
+            if kind not in SIGNAL_KINDS:
+                raise InputError(f"no signal {kind!r}: {nearest(kind, SIGNAL_KINDS)}")
+        for name in teachers:
+            if name not in known:
+                raise UnknownNameError(f"no teacher {name!r} in {store.uri}: {nearest(name, known)}")
+        self._store, self._snapshot = store, snapshot
+        self.kinds = tuple(kinds)
+        self.teachers = {name: known[name] for name in (teachers or known)}
+        scores = store.table("scores", ["sample_row", "teacher", "kind", *_FACTS], snapshot=snapshot) if kinds else None
+        self._facts: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+        for row in scores.to_pylist() if scores is not None else ():
+            key = row.pop("teacher"), row.pop("kind")
+            self._facts.setdefault(key, {})[row.pop("sample_row")] = row
+
+    def has(self, teacher: str, kind: str) -> bool:
+        """Whether a teacher said this of any sample."""
+        return (teacher, kind) in self._facts
+
+    def of(self, rows: Sequence[int]) -> list[list[dict[str, Any]]]:
+        """Entries of each of the given rows of `samples`; hidden states that were freed are left out.
+
+        Raises DamagedError where a checksum differs.
+        """
+        found: list[list[dict[str, Any]]] = [[] for _ in rows]
+        for name, teacher in self.teachers.items():
+            for kind in self.kinds:
+                facts = self._facts.get((name, kind), {})
+                places = [place for place, row in enumerate(rows) if row in facts]
+                if places:
+                    chosen = [rows[place] for place in places]
+                    for place, entry in zip(places, self._entries(teacher, kind, chosen), strict=True):
+                        if entry is not None:
+                            found[place].append(entry | facts[rows[place]])
+        return found
+
+    def _entries(self, teacher: Teacher, kind: str, rows: list[int]) -> list[dict[str, Any] | None]:
+        store, snapshot = self._store, self._snapshot
+        scored = store.signal_rows(teacher.name, kind, rows, snapshot)
+        payload = store.dataset(signal_table(teacher.name, kind), snapshot)
+        headers = take_rows(payload, scored["payload_row"].to_pylist(), header_columns(payload, kind)).to_pylist()
+        here = [place for place, header in enumerate(headers) if header.get("codec") != FREED]
+        arrays = store.read_signal(teacher.name, kind, [rows[place] for place in here], snapshot, verify=True)
+        entries: list[dict[str, Any] | None] = [None] * len(rows)
+        identity = {key: value for key, value in asdict(teacher).items() if key != "head_file"}
+        for place, values in zip(here, arrays, strict=True):
+            several = values if isinstance(values, tuple) else (values,)
+            flat = {
+                field.name: array.tobytes() if field.blob else array.reshape(-1).tolist()
+                for field, array in zip(of_signal(kind), several, strict=True)
+            }
+            entries[place] = {
+                "teacher": identity, "kind": kind, "codec": scored["codec"][place].as_py(),
+                "topk_source": headers[place].get("topk_source"),
+                "width": several[0].shape[1] if several[0].ndim > 1 else None, **flat,
+            }  # fmt: skip
+        return entries
+
+
+def signals_in(fields: Fields, place: str) -> list[Said]:
+    """Signals of an exported row. Raises InputError with the place for entries that no export writes."""
+    return [
+        _said(entry, f"{place}: signals[{number_}]") for number_, entry in enumerate(objects(fields, "signals", place))
+    ]
+
+
+def _said(entry: Fields, place: str) -> Said:
+    kind = text(entry, "kind", place)
+    if kind not in SIGNAL_KINDS:
+        raise InputError(f"{place}: no signal {kind!r:.40}: {nearest(kind, SIGNAL_KINDS)}")
+    described = entry.get("teacher")
+    if not isinstance(described, dict):
+        raise InputError(f"{place}: field 'teacher' is {described!r:.60}, expected an object that names the teacher")
+    width = integer(entry, "width", place, default=0)
+    arrays = {}
+    for field in of_signal(kind):
+        array = _bytes(entry, field.name, place) if field.blob else _numbers(entry, field, place)
+        if field.width and (width < 1 or len(array) % width):
+            raise InputError(f"{place}: {field.name} has {len(array)} values, {width} at each position")
+        arrays[field.name] = array.reshape(-1, width) if field.width else array
+    return Said(
+        _teacher(described, place),
+        Signal(
+            uid="", sample_row=-1, kind=kind, codec=text(entry, "codec", place, default="fp32"),
+            topk_source=text(entry, "topk_source", place, default="teacher"),
+            mean_reverse_kl=number(entry, "mean_reverse_kl", place), logprob_std=number(entry, "logprob_std", place),
+            **arguments(Signal, arrays),
+        ),
+    )  # fmt: skip
+
+
+def _numbers(entry: Fields, field: Any, place: str) -> np.ndarray:
+    read = floats if field.is_float else integers
+    return np.array(read(entry.get(field.name), field.name, place), field.dtype)
+
+
+def _bytes(entry: Fields, name: str, place: str) -> np.ndarray:
+    value = entry.get(name)
+    if isinstance(value, str):
+        try:
+            value = base64.b64decode(value, validate=True)
+        except ValueError:
+            raise InputError(f"{place}: {name} is no base64 text") from None
+    if not isinstance(value, bytes):
+        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected bytes")
+    return np.frombuffer(value, np.uint8)
+
+
+def _teacher(described: Fields, place: str) -> Teacher:
+    values: dict[str, Any] = {"head_file": ""}
+    for field in _OF_TEACHER:
+        if pa.types.is_string(field.type):
+            values[field.name] = text(described, field.name, place)
+        elif pa.types.is_integer(field.type):
+            values[field.name] = integer(described, field.name, place)
+        else:
+            values[field.name] = number(described, field.name, place) or 0.0
+    teacher = Teacher(**values)
+    try:
+        check_teacher(teacher)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
+    return teacher

@@ -1,0 +1,107 @@
+"""Teachers whose signals are imported: one identity for each name, and the LM heads that lie beside the files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mopd_dataplane.base.file_urls import Place, exists, joined, local_copy
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.interchange.signal_entries import Said
+from mopd_dataplane.records import Teacher
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.signals import check_signal
+
+HEADS = ".heads"
+"""What the folder of heads of an exported file is called after the file."""
+
+
+def head_beside(place: Place, teacher: str) -> str:
+    """Where the LM head of a teacher lies beside an exported file or folder."""
+    return joined(f"{str(place).rstrip('/')}{HEADS}", f"{teacher}.safetensors")
+
+
+class Teachers:
+    """The teachers that the rows of an import name."""
+
+    def __init__(self, store: Store | None, places: Sequence[str], vocabulary: tuple[str, int]) -> None:
+        """store: where they will go, if it exists. places: files beside which heads may lie.
+        vocabulary: digest and size of the tokenizer that the samples are imported with."""
+        self._stored = store.teachers() if store is not None else {}
+        self._places = places
+        self._digest, self._size = vocabulary
+        self._new: dict[str, Teacher] = {}
+        self._heads: dict[str, str] = {}
+
+    def check(self, said: Said, place: str, response_len: int, loss_tokens: int) -> None:
+        """Raise InputError with the place for a signal that does not fit its sample, its tokenizer or what is known of
+        its teacher."""
+        teacher, signal = said.teacher, said.signal
+        if teacher.tokenizer_digest != self._digest:
+            raise InputError(
+                f"{place}: teacher {teacher.name!r} reads tokenizer {teacher.tokenizer_digest!r:.40}, the given one is "
+                f"{self._digest}; give the tokenizer that made the ids"
+            )
+        self._check_identity(teacher, place, needs_head=signal.kind == "hidden")
+        try:
+            check_signal(signal, signal.kind, response_len, loss_tokens)
+        except (MismatchError, EngineError) as error:
+            raise InputError(f"{place}: {error}") from None
+        if signal.topk_ids is not None and signal.topk_ids.max(initial=0) >= self._size:
+            raise InputError(f"{place}: topk_ids holds {signal.topk_ids.max()}, the tokenizer has {self._size} ids")
+
+    def bring(self, store: Store) -> None:
+        """Have heads and teachers in the store."""
+        for name, teacher in self._new.items():
+            if name in self._heads:
+                target = f"heads/{name}.safetensors"
+                with local_copy(self._heads[name]) as file:
+                    _put_file(store, target, file)
+                teacher = replace(teacher, head_file=target)
+            else:
+                teacher = replace(teacher, head_digest="")
+            store.add_teacher(teacher)
+
+    def _check_identity(self, teacher: Teacher, place: str, *, needs_head: bool) -> None:
+        known = self._stored.get(teacher.name) or self._new.get(teacher.name)
+        if known is not None and known.weights_digest != teacher.weights_digest:
+            raise InputError(
+                f"{place}: teacher {teacher.name!r} has weights {teacher.weights_digest!r:.20}, the one of that name "
+                f"in the store or in a row before has {known.weights_digest!r:.20}; rename one of them"
+            )
+        if teacher.name not in self._stored:
+            self._new.setdefault(teacher.name, teacher)
+            if needs_head and teacher.name not in self._heads:
+                self._heads[teacher.name] = self._head(teacher, place)
+        elif needs_head and not self._stored[teacher.name].head_file:
+            raise InputError(
+                f"{place}: teacher {teacher.name!r} is in the store without its LM head, which its hidden states need; "
+                "import into another store, or export without hidden states"
+            )
+
+    def _head(self, teacher: Teacher, place: str) -> str:
+        wanted = [head_beside(beside, teacher.name) for beside in self._places]
+        for head in wanted:
+            if exists(head):
+                with local_copy(head) as file, file.open("rb") as content:
+                    found = hashlib.file_digest(content, "sha256").hexdigest()
+                if found != teacher.head_digest:
+                    raise InputError(
+                        f"{head} has sha256 {found[:16]}…, the rows of {place} name {teacher.head_digest[:16]}…; "
+                        "export again"
+                    )
+                return head
+        raise InputError(
+            f"{place}: hidden states of teacher {teacher.name!r} are read with its LM head, and {wanted[-1]} is "
+            "missing; keep the folder that was exported beside the file"
+        )
+
+
+def _put_file(store: Store, name: str, file: Path) -> None:
+    if store.files is not None:
+        store.files.upload(name, file)
+    else:
+        publish_file(store.path(name), file.read_bytes())
