@@ -98,13 +98,29 @@ def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
     """(text, answer, verifier data, teacher context) of each entry of the source."""
     if domain.source == "reasoning-gym":
         return _reasoning_gym(name, domain)
-    if not (is_url(domain.source) or suffix_of(domain.source) in _SUFFIXES or local_path(domain.source).is_dir()):
+    if not _names_files(domain.source):
         return _plugin(name, domain)
     try:
         files = files_at(domain.source, _SUFFIXES)
     except InputError as error:
         raise PromptError(f"domain {name!r}: {error}") from None
     return iter([entry for file in files for entry in _from_rows(name, file, list(_rows(file)), domain)])
+
+
+def _names_files(source: str) -> bool:
+    return is_url(source) or suffix_of(source) in _SUFFIXES or local_path(source).is_dir()
+
+
+def find_prompts(source: str) -> None:
+    """Look whether there are files where a domain's source says, or a plug-in by its name; nothing is read of them.
+
+    source: files or a plug-in, not one of the built-in names.
+    Raises InputError when there are none, or a server does not answer.
+    """
+    if _names_files(source):
+        files_at(source, _SUFFIXES)
+    else:
+        find_plugin("mopd.prompts", source, {})
 
 
 def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:

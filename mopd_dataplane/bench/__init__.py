@@ -11,6 +11,7 @@ write.py         figures of the write path
 commits.py       the life of a store under many small commits
 wal.py           the token log at work
 sample.py        what drawing a token costs
+adapters.py      many teachers that are adapters on one base
 step.py          one iteration of a real model, by its phases
 step_floor.py    what its work costs at least
 step_trl.py      the same iteration in TRL

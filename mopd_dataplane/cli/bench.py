@@ -186,6 +186,24 @@ def step(
     print_rows(("", *figures), [[name, *(part.get(name, "–") for part in figures.values())] for name in names])
 
 
+def adapters(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM: the base.")],
+    count: Annotated[int, typer.Option("--count", min=1, help="Adapters, each a teacher.")] = 100,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of each.")] = 8,
+    folder: Folder = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Many teachers that are adapters on one base in memory: bytes held, loads, switches, time of a reading.
+
+    Beside the base alone on the same text. Log-probs of some of them are compared with those of merged weights.
+    """
+    from mopd_dataplane.bench.adapters import measure
+
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-adapters-") as scratch:
+        figures = measure(model.resolve(), Path(scratch).resolve(), count=count, rank=rank)
+    print_json(figures) if as_json else print_facts(figures)
+
+
 def length_bias(
     samples: Annotated[int, typer.Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
     dose: Annotated[
@@ -303,6 +321,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, wal, "mopd bench wal --sequences 64")
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
+    register(group, adapters, "mopd bench adapters models/SmolLM2-135M-Instruct --count 100 --json")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
     register(group, view, "mopd bench view --samples 100000 --json")

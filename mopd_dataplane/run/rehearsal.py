@@ -17,6 +17,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from mopd_dataplane.base.file_urls import is_url
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError, MopdError
 from mopd_dataplane.job.job import Job, check_job
@@ -26,6 +27,7 @@ from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.families import FAMILIES, USUAL, family_of
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
+from mopd_dataplane.prompts import find_prompts
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 
@@ -190,7 +192,11 @@ def _no_prompts(domain: Domain) -> str:
         return "what was imported is in the job's own store"
     if domain.source == "reasoning-gym":
         return "" if find_spec("reasoning_gym") else "the package reasoning-gym is not here"
-    return "" if Path(domain.source).is_file() else f"{domain.source} is not here"
+    try:
+        find_prompts(domain.source)
+    except MopdError as error:
+        return f"{domain.source} is not here" if not is_url(domain.source) else f"{domain.source}: {error!s:.200}"
+    return ""
 
 
 def _prompts(folder: Path, name: str, domain: Domain) -> Path:

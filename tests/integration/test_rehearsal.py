@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from mopd_dataplane import open_store
@@ -14,6 +15,7 @@ from mopd_dataplane.job.job import Job, check_job, load_job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.run.pipeline import run_job
 from mopd_dataplane.run.preflight import preflight
 from mopd_dataplane.run.rehearsal import MARK, Rehearsal, rehearse
@@ -96,6 +98,25 @@ def test_what_is_missing_is_replaced_and_said(tmp_path: Path) -> None:
     assert model.config.vocab_size == 128_256
     assert bool((model.lm_head.weight != teacher.lm_head.weight).any()), "not the same model twice"
     assert not preflight(small.job).findings, "prompts fill their template, and all can be called"
+
+
+@pytest.mark.parametrize("source", ["memory://rehearsal/sums.jsonl", "memory://rehearsal", "{here}/s*.jsonl", "{here}"])
+def test_prompts_by_url_pattern_and_folder_are_used_where_they_are(source: str, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"text": f"{n} + {n} =", "answer": str(2 * n)}) + "\n" for n in range(20))
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "sums.jsonl").write_text(rows)
+    fsspec.filesystem("memory").pipe("/rehearsal/sums.jsonl", rows.encode())
+    domain = {"source": source.format(here=tmp_path / "prompts"), "reward": "exact", "train": 4}
+    small = rehearse(small_job(tmp_path, domains={"sums": domain}))
+    assert small.rehearsed["domains.sums"] == f"prompts of {domain['source']}"
+    assert len(load_prompts("sums", small.job.domains["sums"])) == 2
+
+
+@pytest.mark.parametrize("source", ["memory://rehearsal/none.jsonl", "data/none*.jsonl", "no_such_module:prompts"])
+def test_prompts_that_are_nowhere_are_made_up(source: str, tmp_path: Path) -> None:
+    small = rehearse(small_job(tmp_path, domains={"sums": {"source": source, "reward": "exact", "train": 4}}))
+    assert source in small.replaced["domains.sums"]
+    assert "made-up prompts" in small.replaced["domains.sums"]
 
 
 def test_config_and_tokenizer_that_are_here_are_used_also_for_models_that_are_not(tmp_path: Path) -> None:

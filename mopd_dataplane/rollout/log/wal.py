@@ -138,10 +138,6 @@ class TokenLog:
         """Best acknowledgement level this log can promise, on its file system and with its settings."""
         return self.mount.level if self._syncs else "logged"
 
-    def level_of(self, lsn: int) -> Level:
-        """Level that an appended record has reached by now; of whole samples, Commit records say `committed`."""
-        return self.level if lsn <= self._flusher.synced else "logged"
-
     @property
     def synced_lsn(self) -> int:
         """Newest record known to be on disk."""

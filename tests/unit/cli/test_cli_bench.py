@@ -91,3 +91,15 @@ def test_step(tmp_path: Path) -> None:
         assert part["peak memory, GB"] > 0.1
     assert 0 < found["here"]["response tokens"] <= 4 * 48
     assert [file.name for file in tmp_path.iterdir()] == [model.name]
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    of_family(FAMILIES["smollm2"], base, seed=0, dtype="float32")
+    found = figures("adapters", str(base), "--count", "4", "--rank", "2", "--folder", str(tmp_path))
+    assert (found["adapters"], found["loads_of_the_base"], found["switches"]) == (4, 1, 4 + 4 + 3)
+    assert found["largest_difference_to_merged_nat"] < 5e-5
+    assert found["adapter_bytes"] < found["base_bytes"]
+    assert [file.name for file in tmp_path.iterdir()] == [base.name]

@@ -1,0 +1,165 @@
+"""Many teachers that are adapters on one base: memory, loads, switches and time, and whether each says what it should.
+
+    python -m mopd_dataplane.bench.adapters BASE FOLDER COUNT RANK      what measure() starts, in a process of its own
+
+Adapters of random factors on every linear layer, written by peft. Two packs of random tokens are read by every teacher,
+teacher after teacher, as scoring orders its work. Memory is what the process holds beyond what it held before the base.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mopd_dataplane.bench.crowd import pss_bytes
+from mopd_dataplane.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mopd_dataplane.score.teacher_pool import TeacherPool
+
+PACKS, TOKENS, PROMPT = 2, 256, 32
+CHECKED = 3
+"""Adapters whose log-probs are compared with those of the merged model."""
+SPREAD = 0.02
+"""Standard deviation of the factors that start at 0 in a new adapter."""
+DEADLINE_S = 3600.0
+
+
+def measure(base: Path, folder: Path, *, count: int, rank: int) -> dict[str, Any]:
+    """Figures of `count` adapters of a rank on a base; folder: scratch for them. Raises EngineError when it fails."""
+    words = [str(base), str(folder), str(count), str(rank)]
+    command = [sys.executable, "-m", "mopd_dataplane.bench.adapters", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
+    if done.returncode:
+        raise EngineError(f"{' '.join(command[1:3])} ended with exit code {done.returncode}; its messages are above")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def main() -> None:
+    """See the module."""
+    base, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    count, rank = int(sys.argv[3]), int(sys.argv[4])
+    adapters = _write_adapters(base, folder, count, rank)
+    print(json.dumps(_measured(base, adapters)))
+
+
+def _write_adapters(base: Path, folder: Path, count: int, rank: int) -> list[Path]:
+    """Folders of adapters that differ. In a child process, so that what it takes is not counted."""
+    code = "import sys; from mopd_dataplane.bench.adapters import write; write(*sys.argv[1:])"
+    subprocess.run(
+        [sys.executable, "-c", code, str(base), str(folder), str(count), str(rank)], check=True, timeout=DEADLINE_S
+    )
+    return [folder / f"teacher{ordinal}" for ordinal in range(count)]
+
+
+def write(base: str, folder: str, count: str, rank: str) -> None:
+    """Write random adapters on a base with peft."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from mopd_dataplane.models.hf import load_model
+
+    config = LoraConfig(r=int(rank), lora_alpha=2 * int(rank), target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(load_model(Path(base)), config)
+    model.peft_config["default"].base_model_name_or_path = base
+    for ordinal in range(int(count)):
+        torch.manual_seed(ordinal)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=SPREAD)
+        model.save_pretrained(f"{folder}/teacher{ordinal}")
+
+
+def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
+    import torch
+
+    from mopd_dataplane.models.hf import load_merged, load_model, load_tokenizer, tokenizer_digest
+    from mopd_dataplane.score.readers import HfReader
+    from mopd_dataplane.score.teacher_forward import TeacherForward
+
+    digest = tokenizer_digest(load_tokenizer(base))
+    vocabulary = int(load_model(base).config.vocab_size)
+    noise = np.random.default_rng(0)
+    texts = [noise.integers(8, vocabulary, TOKENS) for _ in range(PACKS)]
+    plain = _pool({"base": base}, digest)
+    _said(plain.judge("base"), texts)  # what a process loads once is not the base's
+    plain.close()
+    before = _resident_bytes()
+    _said(plain.judge("base"), texts)
+    held_by_base = _resident_bytes() - before
+    alone = min(_seconds(plain.judge("base"), texts) for _ in range(3))
+    plain.close()
+
+    pool = _pool({folder.name: folder for folder in adapters}, digest)
+    first = []
+    for folder in adapters:
+        began = time.perf_counter()
+        first.append(_seconds(pool.judge(folder.name), texts, began))
+    held = _resident_bytes() - before
+    again = [_seconds(pool.judge(folder.name), texts) for folder in adapters]
+    apart = 0.0
+    for folder in adapters[:CHECKED]:
+        merged = TeacherForward((HfReader(load_merged(folder)),), (1.0,))
+        apart = max(apart, float((_said(merged, texts) - _said(pool.judge(folder.name), texts)).abs().max()))
+    on_disk = sum(file.stat().st_size for folder in adapters for file in folder.glob("*.safetensors"))
+    base_bytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    return {
+        "adapters": len(adapters),
+        "base_bytes": base_bytes,
+        "adapter_bytes": on_disk,
+        "base_held_bytes": held_by_base,
+        "all_held_bytes": held,
+        "held_over_base_and_adapters": held / (base_bytes + on_disk),
+        "loads_of_the_base": sum(pool.loads.values()),
+        "switches": pool.switches,
+        "first_reading_s": float(np.median(first)),
+        "reading_s": float(np.median(again)),
+        "reading_of_base_s": alone,
+        "largest_difference_to_merged_nat": apart,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _pool(folders: dict[str, Path], digest: str) -> TeacherPool:
+    from mopd_dataplane.job.sections import Teacher
+    from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
+
+    specs = {name: TeacherSpec(folder, Teacher(source=str(folder))) for name, folder in folders.items()}
+    return TeacherPool(specs, student_tokenizer=digest)
+
+
+def _said(judge: Any, texts: list[Any]) -> Tensor:
+    """[n] log-prob of every token behind the prompts."""
+    import torch
+
+    predicted = [np.arange(PROMPT, TOKENS) for _ in texts]
+    with torch.inference_mode():
+        states, weight = judge.states(texts, predicted), judge.head.weight
+        logprobs = (states @ weight.T.to(states.dtype)).float().log_softmax(-1)
+        targets = torch.from_numpy(np.concatenate([text[PROMPT:] for text in texts]))
+        said: Tensor = logprobs.gather(1, targets[:, None])[:, 0]
+        return said
+
+
+def _seconds(judge: Any, texts: list[Any], began: float | None = None) -> float:
+    began = time.perf_counter() if began is None else began
+    _said(judge, texts)
+    return time.perf_counter() - began
+
+
+def _resident_bytes() -> int:
+    return pss_bytes(os.getpid())
+
+
+if __name__ == "__main__":
+    main()
