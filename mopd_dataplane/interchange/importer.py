@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ import numpy as np
 
 from mopd_dataplane.base.file_urls import Place
 from mopd_dataplane.base.plugins import find_plugin
-from mopd_dataplane.errors import EngineError, InputError, MismatchError
-from mopd_dataplane.fields import RECORDED, Field, arguments
+from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
+from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
 from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.interchange.teachers_in import Teachers
@@ -26,6 +27,8 @@ BATCH = 1024
 """Samples committed together, at most."""
 BATCH_BYTES = 256 << 20
 """Signals committed together, about."""
+STAGE_NAME = r"[a-z0-9][a-z0-9_.-]{0,63}"
+"""As a job file allows."""
 SPLIT = "import"
 """Split of imported prompts: no rollout samples them, no evaluation asks them."""
 
@@ -206,12 +209,30 @@ def _samples(
     ordinal = 0
     for file in files:
         for place, fields in read_rows(file):
-            for row in reader(fields, place):
+            for row in _rows_of(reader, settings.format, fields, place):
                 try:
                     yield _converted(row, settings, vocabulary, seen, groups, ordinal)
                 except (MismatchError, EngineError) as error:
                     raise InputError(f"{place}: {error}") from None
                 ordinal += 1
+
+
+def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], place: str) -> list[Row]:
+    """What an importer makes of one row of a file. Raises InputError for one of another package that is none."""
+    if name in FORMATS:
+        return list(reader(fields, place))
+    try:
+        rows = list(reader(fields, place))
+    except MopdError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{place}: importer {name!r:.80} ended with {type(error).__name__}: {error!s:.200}; it takes a row's "
+            "fields and its place, and yields interchange rows: mopd_dataplane.testing.check_importer tries one"
+        ) from error
+    if strange := next((row for row in rows if not isinstance(row, Row)), None):
+        raise InputError(f"{place}: importer {name!r:.80} gave {strange!r:.80}; it must yield interchange rows")
+    return rows
 
 
 def _converted(
@@ -228,6 +249,10 @@ def _converted(
     for name, value in (("domain", domain), ("stage", stage)):
         if not value:
             raise InputError(f"{row.place}: the row names no {name}; give --{name} NAME")
+    if not re.fullmatch(STAGE_NAME, stage):
+        raise InputError(f"{row.place}: stage {stage!r:.80}: allowed are up to 64 of a-z, 0-9, '_', '.', '-'")
+    if row.iteration < 0:
+        raise InputError(f"{row.place}: iteration is {row.iteration}; allowed: 0 and above")
     prompt_ids, response_ids = _ids(row, vocabulary)
     if given.get("tokenizer", vocabulary.digest) != vocabulary.digest:
         raise InputError(
@@ -269,8 +294,8 @@ def _converted(
         tokens=tokens,
         logprobs=logprobs,
         loss_mask=mask,
-        version_starts=np.array(given.get("version_starts", [0]), np.int32),
-        versions=np.array(given.get("versions", [row.iteration]), np.int32),
+        version_starts=whole_numbers(given.get("version_starts", [0]), *IDS, "version_starts").astype(np.int32),
+        versions=whole_numbers(given.get("versions", [row.iteration]), *INT32, "versions").astype(np.int32),
         **_recorded(row, len(tokens), mask, vocabulary),
         turns=row.turns,
         finish_reason=given.get("finish_reason", "unknown"),

@@ -55,7 +55,10 @@ def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:
         raise JobFileError(f"no recipe {name!r}: {nearest(name, names)}")
     if (folder / JOB).exists():
         raise JobFileError(f"{folder / JOB} exists already; give another folder: mopd init {name} FOLDER")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobFileError(f"{str(folder)[:200]} cannot be a folder: {error.strerror}; give another one") from None
     texts = {file.name: file.read_text() for file in (FOLDER / name).glob("*.toml")}
     written = [folder / SCHEMA]
     publish_file(written[0], schema.encode())

@@ -19,11 +19,13 @@ from mopd_dataplane.records import Sample
 _FEW = 4096
 """uids that are asked for by name; for more, all of them are read."""
 INT64 = (-(1 << 63), (1 << 63) - 1)
+INT16 = (0, (1 << 15) - 1)
+"""Counts in a column of int16."""
 LOWEST = float(np.finfo(np.float32).min)
 """Lowest log-prob that a column of float32 can hold."""
 _WHOLES = {
-    "group_index": IDS, "iteration": INT32, "writer_seq": INT64, "top_k": IDS, "prompt_len": IDS, "turns": IDS,
-    "interruptions": IDS,
+    "group_index": INT16, "iteration": INT32, "writer_seq": INT64, "top_k": IDS, "prompt_len": IDS, "turns": INT16,
+    "interruptions": INT16,
 }  # fmt: skip
 
 

@@ -53,6 +53,9 @@ ROWS = (
     '{"tokens": [5, 6], "prompt_len": 1, "logprobs": [NaN]}', '{"tokens": [5, 6], "prompt_len": 1, "temperature": NaN}',
     '{"tokens": [5, 6], "prompt_len": 1, "top_p": 7}', '{"tokens": [5, 6], "prompt_len": 1, "top_k": -5}',
     '{"tokens": [5, 6], "prompt_len": 1, "iteration": Infinity}', '{"tokens": [5, 6], "prompt_len": 1, "uid": "x"}',
+    '{"tokens": [5, 6], "prompt_len": 1, "iteration": -5}', '{"tokens": [5, 6], "prompt_len": 1, "group_index": 99999}',
+    '{"tokens": [5, 6], "prompt_len": 1, "iteration": 4294967296}',
+    '{"tokens": [5, 6], "prompt_len": 1, "versions": [4294967296], "version_starts": [0]}',
     '{"tokens": [5, 6], "prompt_len": 1, "rewards": [5]}', '{"tokens": [5, 6], "prompt_len": 1, "rewards": 5}',
 )  # fmt: skip
 FORMATS = ("plain", "verl", "trl", "prime-rl", "tinker")
@@ -66,6 +69,7 @@ def cases(folder: Path, store: Path) -> Iterator[tuple[str, list[str]]]:
     """Every case; files that it needs are written to `folder` first. store: a sound one, which is only asked."""
     job = folder / "bad.toml"
     job.write_text(JOB)
+    (folder / "good.jsonl").write_text('{"tokens": [5, 6], "prompt_len": 1}\n')
     yield from _jobs(folder, job)
     yield from _stores(folder)
     yield from _imports(folder)
@@ -75,7 +79,40 @@ def cases(folder: Path, store: Path) -> Iterator[tuple[str, list[str]]]:
         yield f"show {uid!r}", ["show", str(store), uid]
     for out in ("/dev/full", "/dev/null", str(folder), "/proc/x.html", "x" * 300):
         yield f"report -o {out[:40]}", ["report", str(store), "-o", out]
-    for words in (["export", str(store), str(job)], ["export", str(store), "o", "--where", "no such"]):
+    for words in (
+        ["init", "opd", str(job)],
+        ["store", "copy", str(store), str(job)],
+        ["store", "copy", str(store), f"{store}/in"],
+        ["store", "copy", str(store), "c", "--where", "no such"],
+        [
+            "import",
+            "os:system",
+            str(folder / "good.jsonl"),
+            "--store",
+            "i",
+            "--tokenizer",
+            str(folder / "tokenizer"),
+            "--stage",
+            "s",
+            "--domain",
+            "d",
+        ],
+        [
+            "import",
+            "plain",
+            str(folder / "good.jsonl"),
+            "--store",
+            "i",
+            "--tokenizer",
+            str(folder / "tokenizer"),
+            "--stage",
+            "../s",
+            "--domain",
+            "d",
+        ],
+        ["export", str(store), str(job)],
+        ["export", str(store), "o", "--where", "no such"],
+    ):
         yield " ".join(words)[:60], words
 
 
