@@ -26,13 +26,15 @@ if TYPE_CHECKING:
     from mopd_dataplane.load.spec import LoadSpec
     from mopd_dataplane.load.stream import BatchStream
     from mopd_dataplane.records import Batch, Pack, PlanWindow, Prompt, Sample, Signal, Snapshot, Teacher, sample_uid
+    from mopd_dataplane.rollout.tools.environments import Conversation, Environment
     from mopd_dataplane.run.pipeline import run_job
     from mopd_dataplane.store.dataset import Store
 
 __version__ = "0.1.0"
 __all__ = [
-    "Batch", "BatchStream", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Sample", "Signal",
-    "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job", "open_store", "run_job", "sample_uid",
+    "Batch", "BatchStream", "Conversation", "Environment", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow",
+    "Prompt", "Sample", "Signal", "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job",
+    "open_store", "run_job", "sample_uid",
 ]  # fmt: skip
 
 
@@ -61,6 +63,7 @@ _RECORDS = ("Batch", "Pack", "PlanWindow", "Prompt", "Sample", "Signal", "Snapsh
 _HOMES = {
     **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.job",
     "run_job": "run.pipeline", "LoadSpec": "load.spec", "BatchStream": "load.stream",
+    "Conversation": "rollout.tools.environments", "Environment": "rollout.tools.environments",
 }  # fmt: skip
 """Loaded at first use: `mopd --help` waits for neither numpy nor lance."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
+from mopd_dataplane.base.hf_datasets import dataset_rows
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, PromptError, UnknownNameError, nearest
+from mopd_dataplane.interchange.rows import Messages, read_messages
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.records import Prompt
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 _RATIO, _FREE_BYTES, _ROWS = 100, 64 << 20, 256
 """A parquet file may unpack to this many times its size and this much more; looked at every so many rows."""
 _SUFFIXES = (".jsonl", ".parquet")
+_ASKED = ("text", "prompt", "question", "messages")
+"""Columns that may hold what is asked."""
 _SUPPLY = 50
 """A generator that gives fewer than one new question in this many is exhausted."""
 
@@ -42,7 +46,7 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
                     f"{domain.eval} eval + {domain.train} train + {domain.tune} tune were asked for; lower them or "
                     "widen the source"
                 )
-            text, answer, verifier_data, context = entry
+            text, answer, verifier_data, context, messages = entry
             prompts.append(
                 Prompt(
                     prompt_id=f"{name}-{split}-{ordinal}",
@@ -54,34 +58,45 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
                     source=f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source,
                     teacher_context=context,
                     verifier_data=verifier_data,
+                    messages=messages,
                 )
             )
     return prompts
 
 
 def render(
-    text: str, tokenizer: PreTrainedTokenizerBase, *, template: str = "{prompt}", context: str = ""
+    text: str | list[dict[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    template: str = "{prompt}",
+    context: str = "",
 ) -> list[int]:
     """Token ids of a prompt as a model reads it, special tokens of the tokenizer included.
 
-    template: text with `{prompt}` and optionally `{context}`, or `chat` for the tokenizer's chat template, where the
-    context becomes the system message.
+    text: or chat messages. template: text with `{prompt}` and optionally `{context}`, or `chat` for the tokenizer's
+    chat template, where the context becomes the system message, or stands in front of the one there is.
+    Raises PromptError for messages under another template than `chat`.
     """
     if template == "chat":
-        messages = [{"role": "system", "content": context}] if context else []
-        messages.append({"role": "user", "content": text})
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else list(text)
+        if context and messages[0]["role"] == "system":
+            messages[0] = {**messages[0], "content": f"{context}\n\n{messages[0]['content']}"}
+        elif context:
+            messages.insert(0, {"role": "system", "content": context})
         ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return list(ids)
+    if not isinstance(text, str):
+        raise PromptError(f'a prompt of {len(text)} messages needs the chat template: set prompt_template = "chat"')
     filled = template.replace("{context}", context).replace("{prompt}", text)
     encoded: list[int] = tokenizer.encode(filled)
     return encoded
 
 
-_Entry = tuple[str, str, str, str]
+_Entry = tuple[str, str, str, str, str]
 PromptSource = Callable[..., Iterable[dict[str, Any]]]
-"""(seed, size, and the domain's `args`) -> rows as a .jsonl file has them: a text in `text`, `prompt` or `question`,
-and where they have them `answer`, `teacher_context`, `verifier_data`; at most `size` are needed. An entry point of
-`mopd.prompts`, or `package.module:Name` as a domain's source."""
+"""(seed, size, and the domain's `args`) -> rows as a .jsonl file has them: a text in `text`, `prompt` or `question`, or
+messages there or in `messages`, and where they have them `answer`, `teacher_context`, `verifier_data`; at most `size`
+are needed. An entry point of `mopd.prompts`, or `package.module:Name` as a domain's source."""
 
 
 def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
@@ -95,9 +110,9 @@ def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
 
 
 def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
-    """(text, answer, verifier data, teacher context) of each entry of the source."""
-    if domain.source == "reasoning-gym":
-        return _reasoning_gym(name, domain)
+    """(text, answer, verifier data, teacher context, messages) of each entry of the source."""
+    if domain.source in _BUILT_IN:
+        return _BUILT_IN[domain.source](name, domain)
     if not _names_files(domain.source):
         return _plugin(name, domain)
     try:
@@ -140,7 +155,20 @@ def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
         fields = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         verifier_data = json.dumps({"dataset": domain.dataset, "entry": entry}, default=str)
         context = _fill(name, "teacher_context", domain.teacher_context, fields)
-        yield _fill(name, "template", domain.template, fields), str(entry["answer"]), verifier_data, context
+        yield _fill(name, "template", domain.template, fields), str(entry["answer"]), verifier_data, context, ""
+
+
+def _datasets(name: str, domain: Domain) -> Iterator[_Entry]:
+    try:
+        rows = dataset_rows(domain.dataset, **domain.args)
+    except (InputError, UnknownNameError) as error:
+        raise PromptError(f"domain {name!r}: {error}") from None
+    except TypeError as error:
+        raise PromptError(f"domain {name!r}: args {domain.args} of a dataset: {error}") from None
+    return _from_rows(name, domain.dataset, rows, domain)
+
+
+_BUILT_IN = {"reasoning-gym": _reasoning_gym, "datasets": _datasets}
 
 
 def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -149,8 +177,8 @@ def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
         source: PromptSource = find_plugin("mopd.prompts", domain.source, {})
     except UnknownNameError as error:
         raise PromptError(
-            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym', nor a .jsonl or .parquet file, nor "
-            f"a plug-in: {error}"
+            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym' nor 'datasets', nor a .jsonl or "
+            f".parquet file, nor a plug-in: {error}"
         ) from None
     size = _SUPPLY * (domain.train + domain.eval + domain.tune)
     return _from_rows(name, domain.source, list(source(seed=domain.seed, size=size, **domain.args)), domain)
@@ -170,19 +198,48 @@ def _from_rows(name: str, path: str, rows: list[dict[str, Any]], domain: Domain)
     if not rows:
         raise PromptError(f"domain {name!r}: {path} has no prompts")
     for number, row in enumerate(rows, start=1):
-        text = row.get("text") or row.get("prompt") or row.get("question")
-        if not isinstance(text, str) or not text:
-            raise PromptError(
-                f"domain {name!r}: {path}: row {number} has no text in a column `text`, `prompt` or `question`"
-            )
-        row.setdefault("question", text)
-        verifier_data = json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else ""
+        place = f"domain {name!r}: {path}: row {number}"
+        row = {**row, **_renamed(row, domain.columns, place)}
+        asked = next((row[key] for key in _ASKED if row.get(key)), None)
+        messages: Messages = []
+        if isinstance(asked, list):
+            messages, said = _conversation(asked, place)
+            row = {"answer": said, **row}
+            asked = messages[-1]["content"]
+        if not isinstance(asked, str) or not asked:
+            raise PromptError(f"{place} has no text or messages in a column `text`, `prompt`, `question` or `messages`")
+        row.setdefault("question", asked)
+        filled = _fill(name, "template", domain.template, row)
+        if len(messages) > 1:
+            messages = [*messages[:-1], {**messages[-1], "content": filled}]
+            filled = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
         yield (
-            _fill(name, "template", domain.template, row),
+            filled,
             str(row.get("answer", "")),
-            verifier_data,
+            json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else "",
             str(row.get("teacher_context", "")) or _fill(name, "teacher_context", domain.teacher_context, row),
+            json.dumps(messages, ensure_ascii=False) if len(messages) > 1 else "",
         )
+
+
+def _renamed(row: dict[str, Any], columns: Mapping[Any, str], place: str) -> dict[str, Any]:
+    """The columns that a domain reads under other names than the source's."""
+    for column in columns.values():
+        if column not in row:
+            raise PromptError(f"{place} has no column {column!r}: {nearest(column, row)}; see the domain's `columns`")
+    return {name: row[column] for name, column in columns.items()}
+
+
+def _conversation(value: list[Any], place: str) -> tuple[Messages, str]:
+    """Messages up to the last that is no answer, and the answer."""
+    try:
+        messages = read_messages(value, "messages", place)
+    except InputError as error:
+        raise PromptError(str(error)) from None
+    answer = str(messages.pop()["content"]) if messages[-1]["role"] == "assistant" else ""
+    if not messages:
+        raise PromptError(f"{place} has an answer of the assistant and no prompt before it")
+    return messages, answer
 
 
 def _rows(path: str) -> Iterable[dict[str, Any]]:

@@ -13,6 +13,7 @@ hidden state at absolute position P + j - 1.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,13 @@ class Prompt:
     """Privileged text only the teacher sees in front of the prompt (context distillation)."""
     verifier_data: str = ""
     """JSON the reward function needs beside the answer (for example a reasoning-gym entry)."""
+    messages: str = ""
+    """JSON list of chat messages, where the prompt is more than one of a user; `text` then is for people."""
+
+    @property
+    def asked(self) -> str | list[dict[str, Any]]:
+        """What goes into the tokenizer's template: messages, or text."""
+        return json.loads(self.messages) if self.messages else self.text
 
 
 @dataclass(kw_only=True, slots=True)

@@ -87,6 +87,7 @@ PROMPTS = TableSpec(
             _field("answer", _STRING, "reference answer"),
             _field("teacher_context", _STRING, "privileged text only the teacher sees"),
             _field("verifier_data", _STRING, "JSON for the reward function"),
+            _field("messages", _STRING, "JSON list of chat messages; empty where the prompt is `text` alone"),
             _field("created_at", _TIME, "wall clock, informative only"),
         ]
     ),

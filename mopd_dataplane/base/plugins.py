@@ -5,8 +5,9 @@ A package offers a plug-in in its pyproject.toml:
     [project.entry-points."mopd.importers"]
     mine = "my_package.formats:read_mine"
 
-Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.objectives` (job/objectives.py), `mopd.prompts` (prompts.py),
-`mopd.rewards` (score/reward.py), `mopd.importers` (interchange/formats.py), `mopd.trackers` (train/trackers.py).
+Groups: `mopd.engines` (rollout/engines/kinds.py), `mopd.environments` (rollout/tools/environments.py),
+`mopd.objectives` (job/objectives.py), `mopd.prompts` (prompts.py), `mopd.rewards` (score/reward.py), `mopd.importers`
+(interchange/rows.py), `mopd.trackers` (train/trackers.py).
 """
 
 from __future__ import annotations

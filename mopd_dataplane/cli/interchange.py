@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +11,7 @@ from mopd_dataplane.cli.output import note, plain, print_facts, print_json, stde
 from mopd_dataplane.cli.register import register
 
 if TYPE_CHECKING:
-    from mopd_dataplane.interchange.importer import Vocabulary
+    from mopd_dataplane.interchange.vocabulary import Vocabulary
 
 PANEL = "Exchange"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -22,7 +22,8 @@ def import_(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help="verl, trl, prime-rl, tinker, plain, one that a package installs, or module:function.",
+            help="verl, trl, skyrl, prime-rl, verifiers, tinker, openai, sft, preference, plain, one that a package "
+            "installs, or module:function.",
         ),
     ],
     path: Annotated[
@@ -43,6 +44,9 @@ def import_(
         str, typer.Option("--domain", metavar="NAME", help="Domain of rows that name none; it routes to a teacher.")
     ] = "",
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Policy that sampled them.")] = "imported",
+    teacher: Annotated[
+        str, typer.Option("--teacher", metavar="NAME", help="Teacher whose log-probs the rows hold (prime-rl).")
+    ] = "imported",
     template: Annotated[
         str,
         typer.Option("--prompt-template", help="How the student reads a prompt text; `chat` is the chat template."),
@@ -51,13 +55,14 @@ def import_(
 ) -> None:
     """Import rollouts of another framework as samples, with their prompts and rewards.
 
-    Token ids and sampler log-probs are kept where the format has them; text is tokenised, and such samples have no
-    log-probs. All rows are checked before anything is written. Importing the same rows again adds nothing.
+    Token ids and sampler log-probs are kept where the format has them; text is tokenised and gets the end-of-sequence
+    token, and such samples have no log-probs. Log-probs of a reference model become a teacher's signals. All rows are
+    checked before anything is written. Importing the same rows again adds nothing.
     """
     from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
     from mopd_dataplane.run.progress import Progress
 
-    settings = ImportSettings(format=source, stage=stage, domain=domain, policy=policy)
+    settings = ImportSettings(format=source, stage=stage, domain=domain, policy=policy, teacher=teacher)
     with Progress(stderr()).step(stage or "import", source, total=None, unit="samples") as (advance, _):
         report = import_rollouts(store, path, settings, _vocabulary(tokenizer, template), progress=advance)
     print_json(report) if as_json else print_facts(plain(report))
@@ -117,30 +122,9 @@ def add_to(app: typer.Typer) -> None:
 
 
 def _vocabulary(place: str, template: str) -> Vocabulary:
-    from mopd_dataplane.errors import InputError
+    from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
     from mopd_dataplane.models import hf
     from mopd_dataplane.models.hub import model_folder
-    from mopd_dataplane.prompts import render
 
-    folder = model_folder(place, weights=False)
-
-    class FromFolder:
-        """The tokenizer of a model folder."""
-
-        def __init__(self) -> None:
-            self._tokenizer: Any = hf.load_tokenizer(folder)
-            self.digest = hf.tokenizer_digest(self._tokenizer)
-            self.size = len(self._tokenizer)
-
-        def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
-            if isinstance(text, str):
-                return render(text, self._tokenizer, template=template)
-            if not self._tokenizer.chat_template:
-                raise InputError(f"the prompts are messages, and the tokenizer in {folder} has no chat template")
-            ids = self._tokenizer.apply_chat_template(text, add_generation_prompt=True, return_dict=False)
-            return list(ids)
-
-        def response(self, text: str) -> list[int]:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    return FromFolder()
+    tokenizer = hf.load_tokenizer(model_folder(place, weights=False))
+    return TokenizerVocabulary(tokenizer, hf.tokenizer_digest(tokenizer), template=template)

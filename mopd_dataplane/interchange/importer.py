@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +16,13 @@ from mopd_dataplane.base.file_urls import Place
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
-from mopd_dataplane.interchange.formats import FORMATS, Messages, Row
+from mopd_dataplane.interchange.formats import FORMATS
 from mopd_dataplane.interchange.row_files import files_of, read_rows
+from mopd_dataplane.interchange.rows import Messages, Row
+from mopd_dataplane.interchange.signal_entries import Said
 from mopd_dataplane.interchange.teachers_in import Teachers
-from mopd_dataplane.records import Prompt, Sample, Signal
+from mopd_dataplane.interchange.vocabulary import Vocabulary
+from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.sample_values import log_probs, other_content, whole_numbers
@@ -29,21 +33,10 @@ BATCH_BYTES = 256 << 20
 """Signals committed together, about."""
 STAGE_NAME = r"[a-z0-9][a-z0-9_.-]{0,63}"
 """As a job file allows."""
+IMPORTED = "imported"
+"""In place of the weights' digest of a teacher of whom only log-probs are known."""
 SPLIT = "import"
 """Split of imported prompts: no rollout samples them, no evaluation asks them."""
-
-
-class Vocabulary(Protocol):
-    """The tokenizer of the model that will be trained on the samples."""
-
-    digest: str
-    size: int
-
-    def prompt(self, text: str | Messages) -> list[int]:
-        """Ids of a prompt as the student reads it."""
-
-    def response(self, text: str) -> list[int]:
-        """Ids of a response, without special tokens of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +53,15 @@ class ImportSettings:
     policy: str = "imported"
     """Name of the policy that sampled them."""
     temperature: float = 1.0
+    teacher: str = "imported"
+    """Name of the teacher whose log-probs the rows hold."""
 
 
 @dataclass
 class ImportReport:
     """What an import did.
 
-    Example: ImportReport(rows=2048, samples=2048, inserted=2048, tokenised=2048, with_logprobs=0, rewards=2048).
+    Example: ImportReport(rows=2048, samples=2048, inserted=2048, tokenised=2048, ended=2048, rewards=2048).
     """
 
     rows: int = 0
@@ -77,6 +72,8 @@ class ImportReport:
     """Samples the store did not have."""
     tokenised: int = 0
     """Samples whose ids were made here, from text."""
+    ended: int = 0
+    """Samples made of text that got the tokenizer's end-of-sequence token, which their text does not show."""
     with_logprobs: int = 0
     """Samples that came with the sampler's log-probs; the others have none (null)."""
     rewards: int = 0
@@ -99,7 +96,8 @@ def import_rollouts(
     Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
     follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
     Raises UnknownNameError for a format that nobody offers, InputError naming file and row: not JSON, a field of
-    another type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content.
+    another type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content,
+    a teacher of that name that the store has scored with.
     """
     find_plugin("mopd.importers", settings.format, FORMATS)
     files = files_of(path)
@@ -188,6 +186,7 @@ def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: Import
     report.samples += len(samples)
     report.inserted += receipt.inserted
     report.tokenised += sum(row.prompt_ids is None for row, _, _ in batch)
+    report.ended += sum(row.ended for row, _, _ in batch)
     report.with_logprobs += sum(sample.logprobs is not None for sample in samples)
     report.rewards += store.add_rewards(records)
     said: dict[tuple[str, str], list[Signal]] = {}
@@ -254,6 +253,13 @@ def _converted(
     if row.iteration < 0:
         raise InputError(f"{row.place}: iteration is {row.iteration}; allowed: 0 and above")
     prompt_ids, response_ids = _ids(row, vocabulary)
+    if row.teacher_logprobs is not None:
+        if len(row.teacher_logprobs) != len(response_ids):
+            raise InputError(
+                f"{row.place}: {len(row.teacher_logprobs)} log-probs of a teacher for {len(response_ids)} tokens; "
+                "expected one each"
+            )
+        log_probs(np.array(row.teacher_logprobs, np.float64), "teacher_logprobs")
     if given.get("tokenizer", vocabulary.digest) != vocabulary.digest:
         raise InputError(
             f"{row.place}: token ids of tokenizer {given['tokenizer']!r:.40}, the given one is {vocabulary.digest}; "
@@ -304,7 +310,25 @@ def _converted(
         tokenizer=vocabulary.digest,
     )
     check_sample(sample)
+    if row.teacher_logprobs is not None:
+        row.signals.append(_reference(row.teacher_logprobs, sample, settings.teacher, vocabulary))
     return row, prompt, sample
+
+
+def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocabulary) -> Said:
+    """Log-probs of a reference model as a signal of a teacher of whom nothing else is known."""
+    mask = sample.loss_mask.astype(bool)
+    logprob = np.where(mask, np.array(values, np.float32), np.float32(0))
+    own = logprob[mask].astype(np.float64)
+    gap = None if sample.logprobs is None else float(np.mean(sample.logprobs[mask] - own))
+    teacher = Teacher(
+        name=name, source="import", weights_digest=IMPORTED, tokenizer_digest=vocabulary.digest,
+        vocab_size=vocabulary.size, hidden_size=0, dtype="", head_file="", head_digest="",
+    )  # fmt: skip
+    signal = Signal(
+        uid="", sample_row=-1, kind="logprob", logprob=logprob, mean_reverse_kl=gap, logprob_std=float(np.std(own))
+    )
+    return Said(teacher, signal)
 
 
 def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
@@ -317,12 +341,30 @@ def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
             )
         ids = row.prompt_ids, row.response_ids
     else:
-        assert row.prompt is not None
-        assert row.response is not None
-        ids = vocabulary.prompt(row.prompt), vocabulary.response(row.response)
+        ids = _tokenised(row, vocabulary)
     if not ids[0] or not ids[1]:
         raise InputError(f"{row.place}: the {'response' if ids[0] else 'prompt'} has no tokens")
     return ids
+
+
+def _tokenised(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:
+    """Token ids of text and messages. A text does not show the end-of-sequence token that the policy sampled last, so
+    it gets one, unless its source says that it was cut off."""
+    assert row.prompt is not None
+    assert row.response is not None
+    if not isinstance(row.response, str):
+        assert not isinstance(row.prompt, str)
+        try:
+            prompt, response, row.loss_mask = vocabulary.conversation(row.prompt, row.response)
+        except InputError as error:
+            raise InputError(f"{row.place}: {error}") from None
+        return prompt, response
+    rendered = isinstance(row.prompt, str) and row.rendered
+    prompt = vocabulary.response(str(row.prompt)) if rendered else vocabulary.prompt(row.prompt)
+    response = vocabulary.response(row.response)
+    end = vocabulary.end
+    row.ended = end is not None and response[-1:] != [end] and row.sample.get("finish_reason") != "length"
+    return prompt, [*response, end] if row.ended and end is not None else response
 
 
 def _recorded(row: Row, length: int, mask: np.ndarray, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -362,7 +404,10 @@ def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
     asked = row.prompt if isinstance(row.prompt, str) else "" if row.prompt is None else _joined(row.prompt)
     key = asked or repr(row.prompt_ids)
     digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
-    stated: dict[str, Any] = {"split": SPLIT, "source": f"import:{settings.format}", **row.question}
+    messages = "" if row.prompt is None or isinstance(row.prompt, str) else json.dumps(row.prompt, ensure_ascii=False)
+    stated: dict[str, Any] = {
+        "split": SPLIT, "source": f"import:{settings.format}", "messages": messages, **row.question,
+    }  # fmt: skip
     return Prompt(
         prompt_id=row.sample.get("prompt_id", f"{domain}-import-{digest}"),
         domain=domain, text=asked, answer=row.answer, **stated,

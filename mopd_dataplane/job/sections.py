@@ -10,13 +10,7 @@ import re
 import typing
 from typing import Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.errors import UnknownNameError
@@ -83,12 +77,14 @@ class Domain(Section):
     """Where the prompts of one domain come from and how an answer is verified."""
 
     source: str
-    """`reasoning-gym` (with `dataset`), .jsonl/.parquet files with a column `text` (a file, a folder or a pattern, path
+    """`reasoning-gym` or `datasets` (each with `dataset`), .jsonl/.parquet files (a file, a folder or a pattern, path
     or URL), or `store`: only what was imported."""
     dataset: str = ""
-    """reasoning-gym dataset name."""
+    """Name of a reasoning-gym dataset; or of a Hugging Face dataset, on the hub or a local folder."""
     args: dict[str, Any] = {}
-    """reasoning-gym arguments."""
+    """Arguments of the reasoning-gym dataset; of a Hugging Face one `split` (default `train`), `name`, `revision`."""
+    columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = {}
+    """What the source calls the columns that are read. A text may also be a list of chat messages."""
     template: str = "{question}"
     """Prompt text from the entry; `{question}` and the entry's metadata fields are available."""
     train: int = Field(default=1000, ge=1)
@@ -103,6 +99,12 @@ class Domain(Section):
     """Reasoning-effort mode of the prompts, which `routing` may send to a teacher of their own (`domain/effort`)."""
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
+    environment: str = ""
+    """What answers the policy at the end of its turn: `command`, or `package.module:Name`. Empty for one turn."""
+    environment_args: dict[str, Any] = {}
+    """Its arguments."""
+    reply_template: str = "\n{reply}\n"
+    """How the student reads a reply; with `prompt_template = "chat"` the chat template writes it."""
     reward: str = "reasoning-gym"
     """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a bool, a float,
     or both as (float, bool); score/reward.py says what each means."""

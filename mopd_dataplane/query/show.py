@@ -57,6 +57,11 @@ class SampleView:
     uses: list[dict[str, Any]]
     """Training steps that had the sample in their batch."""
 
+    @property
+    def has_sampler_logprobs(self) -> bool:
+        """False for a sample that was imported without them."""
+        return any(token.sampler_logprob is not None for token in self.tokens)
+
 
 def read_sample(
     store: Store, uid: str, *, teacher: str | None = None, tokenizer: Path | None = None,

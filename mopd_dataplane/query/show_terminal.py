@@ -65,10 +65,15 @@ def _interruptions(row: dict[str, Any]) -> str:
 def _response(view: SampleView) -> Panel:
     text = Text()
     for token in view.tokens:
-        style = STYLES[strength(token.log_ratio)] if token.trained else NOT_TRAINED
+        style = STYLES[strength(_compared(view, token))] if token.trained else NOT_TRAINED
         text.append(visible(token.text), style=style)
     title = f"response, coloured by teacher {one_line(view.teacher)}" if view.teacher else "response"
     return Panel(text, title=Text(title), title_align="left", border_style="dim")
+
+
+def _compared(view: SampleView, token: Token) -> float | None:
+    """What a token is coloured by: log-ratio, or where nobody told the sampler's log-probs, the teacher's alone."""
+    return token.log_ratio if view.has_sampler_logprobs else token.teacher_logprob
 
 
 def _panel(title: str, body: str) -> Panel:
@@ -78,11 +83,16 @@ def _panel(title: str, body: str) -> Panel:
 def _legend(view: SampleView) -> Text:
     if not view.teacher:
         return Text("no teacher log-probs are stored for this sample, so its tokens have no colour\n", style="dim")
-    legend = Text("teacher − sampler log-prob, nats:  ")
+    alone = not view.has_sampler_logprobs
+    legend = Text(
+        "teacher log-prob, nats (the sampler's are not known):  " if alone else "teacher − sampler log-prob, nats:  "
+    )
     edges = [f"{edge:g}" for edge in BIN_EDGES]
     labels = {-4: f"< −{edges[3]}", -3: f"−{edges[2]}", -2: f"−{edges[1]}", -1: f"−{edges[0]}", 0: "0"}
     labels |= {1: edges[0], 2: edges[1], 3: edges[2], 4: f"> {edges[3]}"}
     for level, label in labels.items():
+        if alone and level > 0:
+            continue
         legend.append(f" {label} ", style=STYLES[level])
     if not all(token.trained for token in view.tokens):
         legend.append("   ")
@@ -94,7 +104,7 @@ def _strongest(view: SampleView) -> Table:
     table = Table(
         box=SIMPLE_HEAD,
         pad_edge=False,
-        title="where teacher and sampler differ most",
+        title="where teacher and sampler differ most" if view.has_sampler_logprobs else "least likely for its teacher",
         title_justify="left",
         title_style="bold",
         header_style="dim",
@@ -102,7 +112,12 @@ def _strongest(view: SampleView) -> Table:
     for name, justify in (("position", "right"), ("token", "left"), ("sampler", "right"), ("teacher", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("difference", justify="right")
-    for token in disagreements(view.tokens, STRONGEST):
+    if view.has_sampler_logprobs:
+        strongest = disagreements(view.tokens, STRONGEST)
+    else:
+        scored = [token for token in view.tokens if token.teacher_logprob is not None]
+        strongest = sorted(scored, key=lambda token: token.teacher_logprob or 0.0)[:STRONGEST]
+    for token in strongest:
         table.add_row(*_strong_row(token))
     return table
 
@@ -114,14 +129,14 @@ def _titled(title: str) -> Table:
 
 
 def _strong_row(token: Token) -> list[Text]:
-    ratio = token.log_ratio or 0.0
+    ratio = token.log_ratio
     values = [
         str(token.position),
         repr(one_line(token.text)),
         number(token.sampler_logprob),
         number(token.teacher_logprob),
     ]
-    return [*map(Text, values), Text(f"{ratio:+.3f}", style=STYLES[strength(ratio)])]
+    return [*map(Text, values), Text("–" if ratio is None else f"{ratio:+.3f}", style=STYLES[strength(ratio)])]
 
 
 def _lineage(view: SampleView) -> list[RenderableType]:

@@ -326,8 +326,9 @@ class RolloutLoop:
 
         prompt = self._prompts[partial.spec.prompt_id]
         turn = Turn(
-            prompt, list(partial.tokens), uid=partial.spec.uid, calls=partial.calls, sandbox=self._sandbox, say=say
-        )
+            prompt, list(partial.tokens), loss_mask=list(partial.loss_mask), uid=partial.spec.uid, calls=partial.calls,
+            sandbox=self._sandbox, say=say,
+        )  # fmt: skip
         return self._environment(turn)
 
     def _hand_over(self, handle: int, lsn: int) -> None:

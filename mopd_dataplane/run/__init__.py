@@ -15,6 +15,7 @@ ray/                  rollout and scoring on a Ray cluster
 job_data.py           prompts of the domains; reference answers as samples
 prompt_order.py       which prompts an iteration samples
 samplers.py           who answers each prompt: student, teacher, both, or the stored answer
+environments.py       what answers the policy at the end of its turn
 open_engine.py        which engine a job samples with
 teacher_inputs.py     stored samples as teachers read them
 stage_rows.py         the samples of one stage

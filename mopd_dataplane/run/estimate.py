@@ -162,7 +162,7 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], studen
             said["student reads"] = _text(tokenizer, _read(job, own[0], tokenizer))
             for teacher in dict.fromkeys(t for stage in job.stages for t in _judging(job, stage, name)):
                 if template := job.teachers[teacher].prompt_template:
-                    ids = render(own[0].text, tokenizer, template=template, context=own[0].teacher_context)
+                    ids = render(own[0].asked, tokenizer, template=template, context=own[0].teacher_context)
                     said[f"{teacher} reads"] = _text(tokenizer, ids)
         except Exception as error:  # a chat template is a program: it may raise anything
             found.findings.append(Finding("student.prompt_template", f"fails on a prompt of {name!r}: {error!s:.200}"))
@@ -202,7 +202,7 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], studen
 
 
 def _read(job: Job, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return render(prompt.text, tokenizer, template=job.student.prompt_template)
+    return render(prompt.asked, tokenizer, template=job.student.prompt_template)
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

@@ -64,7 +64,7 @@ def reference_samples(
         taken[prompt.domain] = taken.get(prompt.domain, 0) + 1
         if per_domain and taken[prompt.domain] > per_domain:
             continue
-        prompt_ids = render(prompt.text, tokenizer, template=job.student.prompt_template)
+        prompt_ids = render(prompt.asked, tokenizer, template=job.student.prompt_template)
         answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
         response = [*answer, tokenizer.eos_token_id]
         yield Sample(

@@ -25,7 +25,9 @@ from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
+from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems
+from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.trackers import TRACKERS
@@ -63,6 +65,7 @@ def preflight(job: Job) -> Checked:
     store = look.at("store", lambda: Store.find(job.store))
     _domains(look, store)
     _student(look, store)
+    _environments(look)
     for name in sorted(_teachers(job)):
         _teacher(look, name)
     _packages(look)
@@ -151,6 +154,17 @@ def _template(look: _Look, key: str, template: str) -> None:
     elif "{prompt}" not in template:
         found = f"{template!r:.80} has no {{prompt}}, so the model would never read it"
         look.findings.append(Finding(key, f"{found}; write it where the prompt's text belongs, or set `chat`"))
+
+
+def _environments(look: _Look) -> None:
+    """What answers the policy can be made, and the student's template can write its replies."""
+    for name, domain in look.job.domains.items():
+        if not domain.environment:
+            continue
+        key = f"domains.{name}.environment"
+        made = look.at(key, partial(make_environment, domain.environment, domain.environment_args))
+        if made is not None and look.tokenizer is not None:
+            look.at(key, partial(environments_of, look.job, [name], look.tokenizer, str))
 
 
 def _teachers(job: Job) -> set[str]:

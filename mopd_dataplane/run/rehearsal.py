@@ -172,7 +172,7 @@ def _domains(small: Rehearsal, given: dict[str, Any]) -> None:
             "tune": min(domain.tune, HELD_OUT),
         }
         if why := _no_prompts(domain):
-            own |= {"source": str(_prompts(small.folder, name, domain)), "dataset": "", "args": {}}
+            own |= {"source": str(_prompts(small.folder, name, domain)), "dataset": "", "args": {}, "columns": {}}
             small.replaced[key] = f"{why}: made-up prompts"
         else:
             small.rehearsed[key] = f"prompts of {domain.source}"
@@ -192,6 +192,8 @@ def _no_prompts(domain: Domain) -> str:
         return "what was imported is in the job's own store"
     if domain.source == "reasoning-gym":
         return "" if find_spec("reasoning_gym") else "the package reasoning-gym is not here"
+    if domain.source == "datasets":
+        return "" if Path(domain.dataset).is_dir() else f"the dataset {domain.dataset} is not here"
     try:
         find_prompts(domain.source)
     except MopdError as error:

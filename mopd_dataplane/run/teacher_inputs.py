@@ -45,7 +45,7 @@ def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> Prom
 
     def as_the_teacher_reads_it(sample: Scorable) -> list[int]:
         prompt = prompts[sample.prompt_id]
-        return render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
+        return render(prompt.asked, run.tokenizer, template=template, context=prompt.teacher_context)
 
     return as_the_teacher_reads_it
 

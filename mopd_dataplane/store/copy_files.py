@@ -80,7 +80,8 @@ def copy_job(source: Store, place: Place) -> None:
 def copy_weights(source: Store, place: Place) -> None:
     """Heads, policies and discriminators."""
     for teacher in source.teachers().values():
-        copy_file(source, place, teacher.head_file)
+        if teacher.head_file:  # an import may know only log-probs of a teacher
+            copy_file(source, place, teacher.head_file)
     for parent in WEIGHTS:
         copy_folders(source, place, parent)
 

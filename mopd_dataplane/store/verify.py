@@ -212,7 +212,8 @@ def _plans(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fin
 
 
 def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[Finding]:
-    """Each teacher's LM head file is there; deep: with the recorded digest."""
+    """Each teacher's LM head file is there; deep: with the recorded digest. One of whom only log-probs are known (an
+    import) has none."""
     recorded = teachers.to_table(columns=["name", "head_file", "head_digest"]).to_pylist()
     for row, teacher in zip(row_ids(teachers).ids().tolist(), recorded, strict=True):
         name = teacher["head_file"]

@@ -1,4 +1,4 @@
-"""What an import relies on in every importer (interchange/formats.py), checked on rows of its format."""
+"""What an import relies on in every importer (interchange/rows.py), checked on rows of its format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.formats import Reader, Row
+from mopd_dataplane.interchange.rows import Reader, Row
 
 PLACE = "file.jsonl:7"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.formats import Row
+from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.job.objectives import Term
 from mopd_dataplane.records import StepMetrics
 from mopd_dataplane.rollout.engines.kinds import EngineKind

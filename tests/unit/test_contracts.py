@@ -12,7 +12,8 @@ import pytest
 import torch
 from decoding import TINY
 
-from mopd_dataplane.interchange.formats import FORMATS, Row
+from mopd_dataplane.interchange.formats import FORMATS
+from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import Objective, Term
 from mopd_dataplane.models.initial_weights import make_student
@@ -112,6 +113,24 @@ ROWS: dict[str, dict[str, Any]] = {
         "trajectory": [{"tokens": {"prompt_ids": [1], "completion_ids": [2], "completion_logprobs": [-0.5]}}],
     },
     "tinker": {"transitions": [{"ob": [1, 2], "ac": {"tokens": [3], "maybe_logprobs": [-0.1]}, "reward": 0.5}]},
+    "skyrl": {"input_prompt": "a", "output_response": "b", "score": [0.0, 1.0], "stop_reason": "stop"},
+    "verifiers": {
+        "traces": [
+            {
+                "nodes": [
+                    {"message": {"role": "user", "content": "a"}, "token_ids": [1], "mask": [False]},
+                    {"parent": 0, "message": {"role": "assistant", "content": "b"}, "sampled": True, "token_ids": [2],
+                     "mask": [True], "logprobs": [-0.5]},
+                ]
+            }
+        ]
+    },
+    "openai": {
+        "messages": [{"role": "user", "content": "a"}],
+        "choices": [{"message": {"role": "assistant", "content": "b"}}],
+    },
+    "sft": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "preference": {"prompt": "a", "chosen": "b", "rejected": "c"},
     "plain": {"prompt": "a", "response": "b", "reward": 1.0},
 }  # fmt: skip
 

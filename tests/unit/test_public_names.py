@@ -13,9 +13,9 @@ from mopd_dataplane import errors
 
 def test_names_of_the_package() -> None:
     assert mopd_dataplane.__all__ == [
-        "Batch", "BatchStream", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow", "Prompt", "Sample", "Signal",
-        "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job", "open_store", "run_job",
-        "sample_uid",
+        "Batch", "BatchStream", "Conversation", "Environment", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow",
+        "Prompt", "Sample", "Signal", "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job",
+        "open_store", "run_job", "sample_uid",
     ]  # fmt: skip
     for name in mopd_dataplane.__all__:
         assert getattr(mopd_dataplane, name) is not None

@@ -1,5 +1,7 @@
-"""Commands that a sample runs in the world, each at most once.
+"""What answers the policy, and commands that a sample runs in the world, each at most once.
 
+environments.py   Environment: what replies at the end of the policy's turn; by name
+replies.py        a conversation as tokens: whose each is, and what the student reads of a reply
 sandbox.py        intent durable before a command runs, result durable before its tokens are used
 sandbox_agent.py  the process that runs one command once
 """

@@ -81,6 +81,7 @@ class Turn:
         prompt: Prompt,
         response: list[int],
         *,
+        loss_mask: list[int],
         uid: str,
         calls: Sequence[Call],
         sandbox: Sandbox | None,
@@ -89,6 +90,8 @@ class Turn:
         self.prompt = prompt
         self.response = response
         """Response tokens so far, all of them durable."""
+        self.loss_mask = loss_mask
+        """1 on those that the policy wrote."""
         self._uid = uid
         self._calls = list(calls)
         self._sandbox = sandbox

@@ -109,7 +109,7 @@ def _teacher_texts(run: Run, stage: Stage, source: str) -> dict[str, NDArray[np.
     found = {}
     for prompt in run.store.prompts(split="train", domains=run.job.domains_of(stage)):
         answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
-        ids = [*render(prompt.text, tokenizer, template=run.job.student.prompt_template), *answer]
+        ids = [*render(prompt.asked, tokenizer, template=run.job.student.prompt_template), *answer]
         found[prompt.prompt_id] = np.array([*ids, tokenizer.eos_token_id], np.int64)
     return found
 

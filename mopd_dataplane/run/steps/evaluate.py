@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +16,11 @@ from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt, sample_uid
-from mopd_dataplane.rollout.engines.engine import FINISH_REASON, Engine, Request
+from mopd_dataplane.rollout.engines.engine import FINISH_REASON, LENGTH, STOP, Engine, Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.steps.reward import verify
+from mopd_dataplane.run.environments import UnloggedTurns, environments_of
+from mopd_dataplane.run.steps.reward import last_turn, verify
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.teacher_forward import TeacherForward
@@ -42,19 +45,19 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
             answers = answer(run, stage, folder, version, todo)
             distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
             rows = []
-            for prompt, (ids, reason) in zip(todo, answers, strict=True):
-                response = run.decode(ids)
+            for prompt, found in zip(todo, answers, strict=True):
+                response = run.decode(found.ids)
                 rows.append(
                     {
                         "policy": label,
                         "policy_version": version,
                         "prompt_id": prompt.prompt_id,
                         "domain": prompt.domain,
-                        **verify(run, prompt, response)._asdict(),
+                        **verify(run, prompt, last_turn(run, prompt.domain, found.ids, found.mask))._asdict(),
                         "reverse_kl": distances.get(prompt.prompt_id),
                         "response": response,
-                        "response_len": len(ids),
-                        "finish_reason": reason,
+                        "response_len": len(found.ids),
+                        "finish_reason": found.finish_reason,
                     }
                 )
             run.store.add_evals(rows)
@@ -88,15 +91,13 @@ def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
     return {domain: sum(right[domain]) / len(right[domain]) for domain in run.job.domains if domain in right}
 
 
-def answer(
-    run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]
-) -> list[tuple[list[int], str]]:
-    """Response ids and finish reason of each prompt, decoded at the evaluation temperature."""
+def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]) -> list[Answer]:
+    """What a policy answers to each prompt at the evaluation temperature."""
     rollout, settings = stage.rollout, run.job.eval
     requests = []
     for prompt in prompts:
         uid = sample_uid(run.job.seed, "evaluation", prompt.prompt_id, 0, 0)
-        ids = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+        ids = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
         requests.append(
             Request(
                 uid=uid,
@@ -107,17 +108,34 @@ def answer(
                 stop=rollout.stop,
             )
         )
-    with run.engines.use(folder, version) as engine:
-        return generate(engine, requests)
+    environment = environments_of(run.job, list(run.job.domains), run.tokenizer, run.decode)
+    with run.engines.use(folder, version) as engine, TemporaryDirectory(prefix="mopd-evaluate-") as scratch:
+        if environment is None:
+            return generate(engine, requests)
+        turns = UnloggedTurns(environment, Path(scratch))
+        return generate(engine, requests, lambda place, *said: turns.reply(prompts[place], requests[place].uid, *said))
 
 
-def generate(engine: Engine, requests: Sequence[Request]) -> list[tuple[list[int], str]]:
-    """Run requests to their end on an engine, without a log: (response ids, finish reason) of each, in order."""
+@dataclass(kw_only=True)
+class Answer:
+    """A response that was decoded without a log."""
+
+    ids: list[int]
+    mask: list[int]
+    """1 on tokens that the policy wrote."""
+    finish_reason: str = ""
+
+
+Reply = Callable[[int, list[int], list[int]], list[int] | None]
+"""(place of the request, response ids so far, loss mask) -> the environment's tokens, None where it has ended."""
+
+
+def generate(engine: Engine, requests: Sequence[Request], reply: Reply = lambda place, ids, mask: None) -> list[Answer]:
+    """Run requests to their end on an engine, without a log: the answer to each, in order."""
     waiting = deque(enumerate(requests))
     free = list(range(engine.slots))
     running: dict[int, int] = {}
-    responses: list[list[int]] = [[] for _ in requests]
-    reasons = [""] * len(requests)
+    answers = [Answer(ids=[], mask=[]) for _ in requests]
     while waiting or running:
         admitted = []
         while waiting and free:
@@ -132,18 +150,27 @@ def generate(engine: Engine, requests: Sequence[Request]) -> list[tuple[list[int
             *(a.tolist() for a in (output.slots, output.token_ids, output.finished)), strict=True
         ):
             ordinal = running[slot]
-            responses[ordinal].append(token)
-            if finished:
-                reasons[ordinal] = FINISH_REASON[finished]
-                free.append(slot)
-                del running[slot]
-    return list(zip(responses, reasons, strict=True))
+            found, request = answers[ordinal], requests[ordinal]
+            found.ids.append(token)
+            found.mask.append(1)
+            if not finished:
+                continue
+            free.append(slot)
+            del running[slot]
+            said = reply(ordinal, list(found.ids), list(found.mask)) if finished == STOP else None
+            if said and len(found.ids) + len(said) < request.max_new_tokens:
+                found.ids += said
+                found.mask += [0] * len(said)
+                waiting.appendleft((ordinal, replace(request, prefix_ids=np.array(found.ids, np.int32))))
+            else:
+                found.finish_reason = FINISH_REASON[LENGTH if said else finished]
+    return answers
 
 
 def _reverse_kl(
-    run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt], answers: Sequence[tuple[list[int], str]]
+    run: Run, stage: Stage, folder: Path, prompts: Sequence[Prompt], answers: Sequence[Answer]
 ) -> dict[str, float]:
-    """Mean exact KL(student | teacher) over the response positions of each answer, by prompt id."""
+    """Mean exact KL(student | teacher) over the tokens that the policy wrote of each answer, by prompt id."""
     import torch
     from mopd_kernels import divergence
 
@@ -158,9 +185,9 @@ def _reverse_kl(
         teacher = pool.judge(name)
         template = run.job.teachers[name].prompt_template or run.job.student.prompt_template
         for place in places:
-            prompt, response = prompts[place], answers[place][0]
-            seen = render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
-            told = render(prompt.text, run.tokenizer, template=template, context=prompt.teacher_context)
+            prompt, response = prompts[place], answers[place].ids
+            seen = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
+            told = render(prompt.asked, run.tokenizer, template=template, context=prompt.teacher_context)
             with torch.no_grad():
                 rows = divergence(
                     _response_states(student, seen, response),
@@ -168,7 +195,8 @@ def _reverse_kl(
                     _response_states(teacher, told, response),
                     teacher.head,
                 )
-            found[prompt.prompt_id] = float(rows.mean())
+            own = torch.tensor(answers[place].mask, dtype=torch.bool, device=rows.device)
+            found[prompt.prompt_id] = float(rows[own].mean())
     return found
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout.tools.replies import whose_turns
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
@@ -25,9 +26,10 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str,
     with run.progress.step(stage.name, "reward", total=len(rows), unit="samples") as (advance, report):
         for chunk in chunks(rows):
             records = []
-            for row, response in zip(chunk.tolist(), _responses(run, chunk), strict=True):
+            for row, (ids, mask) in zip(chunk.tolist(), _responses(run, chunk), strict=True):
                 uid, prompt_id = identity[row]
                 prompt = prompts[prompt_id]
+                response = last_turn(run, prompt.domain, ids, mask)
                 function, outcome = reward_function(run, prompt.domain), verify(run, prompt, response)
                 values.append(outcome.reward)
                 verifier = {"verifier": function.name, "verifier_version": function.version}
@@ -52,8 +54,17 @@ def verify(run: Run, prompt: Prompt, response: str) -> Outcome:
     return outcome
 
 
-def _responses(run: Run, rows: Rows) -> Iterator[str]:
+def last_turn(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> str:
+    """What a verifier reads: the response's text, or the policy's last turn where an environment answers it."""
+    if run.job.domains[domain].environment:
+        own = [said for said, is_own in whose_turns(response, loss_mask) if is_own]
+        response = own[-1] if own else []
+    return run.decode(response)
+
+
+def _responses(run: Run, rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
+    """(token ids, loss mask) of each response."""
     prompt_lens = run.store.take_samples(rows, ["prompt_len"])["prompt_len"].to_pylist()
-    tokens = run.store.read_tokens(rows, columns=["tokens"])["tokens"]
-    for prompt_len, ids in zip(prompt_lens, tokens, strict=True):
-        yield run.decode(ids.as_py()[prompt_len:])
+    payload = run.store.read_tokens(rows, columns=["tokens", "loss_mask"])
+    for prompt_len, ids, mask in zip(prompt_lens, payload["tokens"], payload["loss_mask"], strict=True):
+        yield ids.as_py()[prompt_len:], mask.as_py()

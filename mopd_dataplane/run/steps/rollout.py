@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.hf import Partner
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.run.job_data import store_reference
 from mopd_dataplane.run.open_engine import start_engine
 from mopd_dataplane.run.prompt_order import iteration_prompts
@@ -129,8 +132,10 @@ def roll_out(
         return latest, sampling_policy(run, stage, sampler, latest)
 
     def as_the_student_reads_it(prompt: Prompt) -> list[int]:
-        return render(prompt.text, run.tokenizer, template=run.job.student.prompt_template)
+        return render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
 
+    environment = environments_of(run.job, run.job.domains_of(stage), run.tokenizer, run.decode)
+    sandbox = run.root / "sandbox" / stage.name / writer
     report = run_rollout(
         engine,
         part.prompts,
@@ -148,9 +153,13 @@ def roll_out(
         policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
         published=newest if follow and sampler == "self" else None,
         writer=writer,
+        environment=environment,
+        sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
         copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
     )
     report.dropped = dropped
+    if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted
+        shutil.rmtree(sandbox, ignore_errors=True)
     return report
 
 

@@ -25,6 +25,7 @@ class Letters:
 
     digest: str = "letters"
     size: int = 1000
+    end: int | None = None
 
     def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
         whole = text if isinstance(text, str) else "".join(f"{m['role']}>{m['content']}" for m in text)

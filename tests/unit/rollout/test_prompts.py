@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
+import datasets
 import pytest
 
 from mopd_dataplane.errors import PromptError
 from mopd_dataplane.job.sections import Domain
-from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.prompts import load_prompts, render
 
 SPELL = {"source": "reasoning-gym", "dataset": "spell_backward", "train": 3, "eval": 2}
 
@@ -33,3 +35,87 @@ def test_a_row_brings_its_own_privileged_text(tmp_path: Path) -> None:
 def test_an_unknown_placeholder_is_named_with_those_there_are(key: str) -> None:
     with pytest.raises(PromptError, match=rf"'words': {key} .*wordd.*{{word}}"):
         load_prompts("words", Domain(**SPELL, **{key: "{wordd}"}))
+
+
+CHAT = [
+    [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": f"1+{i}"},
+        {"role": "assistant", "content": f"{1 + i}"},
+    ]
+    for i in range(4)
+]
+
+
+def saved_dataset(folder: Path, form: str) -> str:
+    """A dataset as people have one: from save_to_disk, with splits or without, or parquet files as on the hub."""
+    rows = datasets.Dataset.from_dict(
+        {"problem": [f"1+{i}" for i in range(4)], "solution": [str(1 + i) for i in range(4)]}
+    )
+    if form == "hub":
+        (folder / "main").mkdir(parents=True)
+        rows.to_parquet(folder / "main" / "train-00000-of-00001.parquet")
+        (folder / "README.md").write_text(
+            "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n---\n"
+        )
+    else:
+        (datasets.DatasetDict({"train": rows}) if form == "splits" else rows).save_to_disk(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", ["saved", "splits", "hub"])
+def test_hugging_face_datasets_give_prompts_by_column(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    domain = Domain(
+        source="datasets", dataset=saved_dataset(tmp_path / "set", form), train=2, eval=1,
+        columns={"text": "problem", "answer": "solution"}, template="{question} =",
+    )  # fmt: skip
+    found = load_prompts("sums", domain)
+    assert [(p.text, p.answer, p.split) for p in found] == [
+        ("1+0 =", "1", "eval"), ("1+1 =", "2", "train"), ("1+2 =", "3", "train"),
+    ]  # fmt: skip
+    assert found[0].source == f"datasets:{tmp_path / 'set'}"
+
+
+def test_a_dataset_that_is_not_there_is_named_with_what_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    saved = saved_dataset(tmp_path / "set", "splits")
+    with pytest.raises(PromptError, match=r"no split 'tests'.*train"):
+        load_prompts("sums", Domain(source="datasets", dataset=saved, args={"split": "tests"}, train=1))
+    with pytest.raises(PromptError, match=r"row 1 has no column 'problme'.*did you mean 'problem'"):
+        load_prompts("sums", Domain(source="datasets", dataset=saved, columns={"text": "problme"}, train=1))
+    with pytest.raises(PromptError, match="unexpected keyword argument 'splits'"):
+        load_prompts("sums", Domain(source="datasets", dataset=saved, args={"splits": "train"}, train=1))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PromptError, match=r"dataset '.*empty', split 'train'"):
+        load_prompts("sums", Domain(source="datasets", dataset=str(tmp_path / "empty"), train=1))
+
+
+def test_messages_are_a_prompt_and_the_assistants_last_is_the_answer(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": chat}) for chat in CHAT))
+    found = load_prompts("sums", Domain(source=str(file), train=4, template="{question} ="))
+    assert found[1].asked == [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1 ="}]
+    assert (found[1].text, found[1].answer) == ("system: Add.\nuser: 1+1 =", "2")
+    single = tmp_path / "single.jsonl"
+    single.write_text("\n".join(json.dumps({"prompt": chat[1:2], "answer": "x"}) for chat in CHAT))
+    assert [p.asked for p in load_prompts("sums", Domain(source=str(single), train=2))] == ["1+0", "1+1"]
+
+
+class _Joins:
+    """A tokenizer whose chat template names the roles."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> list[str]:
+        return [f"{message['role']}>{message['content']}" for message in messages]
+
+
+def test_messages_go_through_the_chat_template_and_a_context_before_the_system_message() -> None:
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
+    render_chat = partial(render, asked, _Joins(), template="chat")  # type: ignore[arg-type]
+    assert render_chat() == ["system>Add.", "user>1+1"]
+    assert render_chat(context="It is 2.") == ["system>It is 2.\n\nAdd.", "user>1+1"]
+    assert asked[0]["content"] == "Add."
+    with pytest.raises(PromptError, match="2 messages needs the chat template"):
+        render(asked, _Joins())  # type: ignore[arg-type]

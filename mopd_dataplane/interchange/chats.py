@@ -1,0 +1,120 @@
+"""Conversations: chat completions as served or logged, files for supervised fine-tuning, files of preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects
+from mopd_dataplane.interchange.rows import (
+    Messages,
+    Row,
+    as_response,
+    finish_reason,
+    read_messages,
+    read_prompt,
+    read_response,
+)
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+
+
+def read_openai(fields: Fields, place: str) -> Iterator[Row]:
+    """Each choice of a chat completion, or the last message of a logged conversation.
+
+    The request and the response lie in one object, or under `request` and `response`. Token ids are read where the
+    server told them (vLLM: `return_token_ids`), and with them the sampler's log-probs.
+    """
+    request, response = _object(fields, "request", place), _object(fields, "response", place)
+    whole = {**fields, **request, **_object(response, "body", place), **response}
+    messages = read_messages(whole.get("messages"), "messages", place)
+    reward = number(fields, "reward", place)
+    given: dict[str, Any] = {"temperature": number(whole, "temperature", place), "top_p": number(whole, "top_p", place)}
+    drawn = {name: value for name, value in given.items() if value is not None}
+    if (top_k := integer(whole, "top_k", place)) > 0:
+        drawn["top_k"] = top_k
+    common: dict[str, Any] = {"place": place, "rewards": {} if reward is None else {("reward", ""): reward}}
+    if "choices" not in whole:
+        if messages[-1]["role"] != "assistant" or len(messages) < 2:
+            raise InputError(f"{place}: the last message is of {messages[-1]['role']!r:.40}, expected the assistant's")
+        _check_tools(whole, place)
+        said = as_response(messages[-1:], "messages", place)
+        yield Row(**common, prompt=messages[:-1], response=said, sample=drawn)
+        return
+    for choice in objects(whole, "choices", place):
+        row = Row(**common, prompt=messages, sample={**drawn, **finish_reason(choice.get("finish_reason"))})
+        if choice.get("token_ids") is None or whole.get("prompt_token_ids") is None:
+            _check_tools(whole, place)
+            row.response = as_response(read_messages([choice.get("message")], "message", place), "message", place)
+        else:
+            row.prompt_ids = integers(whole["prompt_token_ids"], "prompt_token_ids", place)
+            row.response_ids = integers(choice["token_ids"], "token_ids", place)
+            told = objects(_object(choice, "logprobs", place), "content", place)
+            row.logprobs = floats([entry.get("logprob") for entry in told], "logprobs.content", place) if told else None
+        yield row
+
+
+def read_sft(fields: Fields, place: str) -> Iterator[Row]:
+    """A prompt with its completion, or a conversation, of which every message of the assistant is a response to what
+    was said before it (`messages`, or `conversations` as ShareGPT names them)."""
+    _check_tools(fields, place)
+    if fields.get("completion") is not None:
+        prompt, completion = read_prompt(fields, "prompt", place), read_response(fields, "completion", place)
+        _check_same_kind(prompt, completion, place)
+        yield Row(place=place, prompt=prompt, response=completion)
+        return
+    if (listed := fields.get("conversations")) is not None and isinstance(listed, list):
+        turns = [
+            {
+                "role": _SHAREGPT.get(str(turn.get("from")), turn.get("role")),
+                "content": turn.get("value", turn.get("content")),
+            }
+            for turn in objects(fields, "conversations", place)
+        ]
+        messages = read_messages(turns, "conversations", place)
+    else:
+        messages = read_messages(fields.get("messages"), "messages", place)
+    said = [number_ for number_, message in enumerate(messages) if message["role"] == "assistant" and number_]
+    if not said:
+        raise InputError(f"{place}: field 'messages' has no message of the assistant after a prompt")
+    for turn in said:
+        yield Row(
+            place=place, prompt=messages[:turn], response=as_response(messages[turn : turn + 1], "messages", place)
+        )
+
+
+def read_preference(fields: Fields, place: str) -> Iterator[Row]:
+    """The chosen answer with reward 1 and the rejected one with 0; what both begin with is the prompt, unless given."""
+    _check_tools(fields, place)
+    if fields.get("prompt") is not None:
+        prompt = read_prompt(fields, "prompt", place)
+        answers = [read_response(fields, name, place) for name in ("chosen", "rejected")]
+    else:
+        both = [read_messages(fields.get(name), name, place) for name in ("chosen", "rejected")]
+        shared = 0
+        while shared < min(map(len, both)) - 1 and both[0][shared] == both[1][shared]:
+            shared += 1
+        if not shared:
+            raise InputError(f"{place}: chosen and rejected begin with other messages, and there is no 'prompt'")
+        prompt, answers = both[0][:shared], [as_response(said[shared:], "chosen or rejected", place) for said in both]
+    for answer, reward in zip(answers, (1.0, 0.0), strict=True):
+        _check_same_kind(prompt, answer, place)
+        yield Row(place=place, prompt=prompt, response=answer, rewards={("preference", ""): reward})
+
+
+def _check_same_kind(prompt: str | Messages | None, response: str | Messages, place: str) -> None:
+    if isinstance(prompt, str) and not isinstance(response, str):
+        raise InputError(f"{place}: the prompt is text and the response has several messages; give both as messages")
+
+
+def _check_tools(fields: Fields, place: str) -> None:
+    if fields.get("tools"):
+        raise InputError(f"{place}: what the model read of 'tools' is its server's matter; such rows need token ids")
+
+
+def _object(fields: Fields, name: str, place: str) -> Fields:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected an object")
+    return value or {}

@@ -1,0 +1,164 @@
+"""What every format comes down to: one response, with as much as its source recorded; and the messages in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.row_files import Fields, check_unicode, text
+
+if TYPE_CHECKING:
+    from mopd_dataplane.interchange.signal_entries import Said
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One response, in whatever detail its source has it; what is None was not recorded.
+
+    Example: Row(place="7.jsonl:1", prompt="3 + 4 =", response=" 7", iteration=7, rewards={"score": 1.0}).
+    """
+
+    place: str
+    """File and line or row number."""
+    prompt: str | Messages | None = None
+    rendered: bool = False
+    """Whether the prompt's text is what the model read, chat template and special tokens included."""
+    response: str | Messages | None = None
+    """Text, or the messages from the policy's first turn on; the assistant's are the policy's."""
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    """Both or neither; without them the text is tokenised."""
+    logprobs: list[float] | None = None
+    """Sampler log-prob of each response token."""
+    loss_mask: list[int] | None = None
+    """1 on response tokens that the policy wrote; None: on all."""
+    teacher_logprobs: list[float] | None = None
+    """Log-prob that a reference model gives each response token; those that are not trained on are not read."""
+    answer: str = ""
+    domain: str = ""
+    iteration: int = 0
+    """Training step that asked for it."""
+    turns: int = 1
+    rewards: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By verifier and its version."""
+    verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What a verifier said besides, by its name: `detail`, and `correct` where it judges right and wrong."""
+    signals: list[Said] = field(default_factory=list)
+    """What teachers said of the response."""
+    sample: dict[str, Any] = field(default_factory=dict)
+    """Fields of records.Sample that the source states."""
+    question: dict[str, Any] = field(default_factory=dict)
+    """Fields of records.Prompt that the source states."""
+    ended: bool = False
+    """Whether the import added the end-of-sequence token; readers leave it."""
+
+
+Reader = Callable[[Fields, str], Iterator[Row]]
+"""(fields of one line or row, its place) -> the responses in it. Another package offers one as an entry point of
+`mopd.importers`, or it is named as `package.module:function`."""
+
+_FINISHED = {"stop": "stop", "tool_calls": "stop", "length": "length"}
+
+
+def finish_reason(value: Any) -> dict[str, Any]:
+    """What a source's finish reason says of a sample; nothing where it says nothing known."""
+    return {"finish_reason": _FINISHED[value]} if isinstance(value, str) and value in _FINISHED else {}
+
+
+def read_prompt(fields: Fields, name: str, place: str, *, optional: bool = False) -> str | Messages | None:
+    """A prompt: text or messages. Raises InputError for something else, or none where it is not optional."""
+    value = fields.get(name)
+    if value is None and optional:
+        return None
+    if isinstance(value, str):
+        return text(fields, name, place)
+    if isinstance(value, list) and value:
+        return read_messages(value, name, place)
+    raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected text or a list of messages")
+
+
+def read_response(fields: Fields, name: str, place: str) -> str | Messages:
+    """A response: text, or messages of which the first is the assistant's."""
+    value = fields.get(name)
+    if isinstance(value, str):
+        return text(fields, name, place)
+    if isinstance(value, list) and value:
+        return as_response(read_messages(value, name, place), name, place)
+    raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected text, or messages of the assistant")
+
+
+def as_response(messages: Messages, name: str, place: str) -> str | Messages:
+    """Messages from the policy's first turn on: a single one without tool calls is its text.
+
+    What follows the assistant's last message taught the policy nothing, and is left out.
+    """
+    if not messages or messages[0]["role"] != "assistant":
+        found = messages[0]["role"] if messages else "no message"
+        raise InputError(f"{place}: field {name!r} begins with {found!r:.40}, expected a message of the assistant")
+    last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+    kept = messages[: last + 1]
+    if len(kept) == 1 and set(kept[0]) == {"role", "content"}:
+        return str(kept[0]["content"])
+    return kept
+
+
+def read_messages(value: Any, name: str, place: str) -> Messages:
+    """Chat messages as templates read them: text in `content`, arguments of tool calls as objects.
+
+    Raises InputError for what is no message, or holds more than text.
+    """
+    if not isinstance(value, list) or not value:
+        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected a list of messages")
+    return [_message(message, f"{name}[{number}]", place) for number, message in enumerate(value)]
+
+
+def _message(value: Any, name: str, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise InputError(f"{place}: {name} is {value!r:.60}, expected a message with role and content")
+    message = {"role": value["role"], "content": _content(value.get("content"), f"{name}.content", place)}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if isinstance(value.get(key), str):
+            message[key] = value[key]
+    calls = value.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise InputError(f"{place}: {name}.tool_calls is {calls!r:.60}, expected a list")
+    if calls:
+        message["tool_calls"] = [_call(call, f"{name}.tool_calls", place) for call in calls]
+    return message
+
+
+def _content(value: Any, name: str, place: str) -> str:
+    parts = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(parts, list):
+        raise InputError(f"{place}: {name} is {value!r:.60}, expected text")
+    texts = []
+    for part in parts:
+        said = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(said, str):
+            raise InputError(f"{place}: {name} holds {part!r:.60}; only text is imported")
+        check_unicode(said, name, place)
+        texts.append(said)
+    return "".join(texts)
+
+
+def _call(value: Any, name: str, place: str) -> dict[str, Any]:
+    """A tool call as chat templates read it. verifiers writes name and arguments flat, OpenAI under `function`."""
+    function = value.get("function") or value if isinstance(value, dict) else {}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InputError(f"{place}: {name} holds {value!r:.60}, expected a call with a function's name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None  # what the model wrote is no JSON: kept as it wrote it
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    elif isinstance(arguments, dict):  # Parquet gives every call the arguments of all, null where it has none
+        arguments = {key: said for key, said in arguments.items() if said is not None}
+    call: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {**call, "id": value["id"]} if isinstance(value.get("id"), str) else call

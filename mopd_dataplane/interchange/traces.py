@@ -1,0 +1,168 @@
+"""Episodes of prime-rl and verifiers: a graph of messages, of which every path from a root to a leaf is a sample.
+
+The format is `Trace` of verifiers 0.4 (verifiers/v1/trace.py, version 1). A node holds the tokens that its message
+adds, a mask of those the policy sampled, and for these only the sampler's log-probs and, where a reference model scored
+them, that model's. verifiers writes log-probs with four decimals unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
+from mopd_dataplane.interchange.rows import Row, as_response, finish_reason, read_messages
+
+TRACE_VERSION = 1
+
+
+def read_traces(fields: Fields, place: str) -> Iterator[Row]:
+    """Every trainable path of every trace of an episode, or of a trace alone.
+
+    Raises InputError for another version, a parent that is no earlier node, or values that do not fit a mask.
+    """
+    alone = "traces" not in fields
+    for trace in [fields] if alone else objects(fields, "traces", place):
+        version = trace.get("version", TRACE_VERSION)
+        if version != TRACE_VERSION:
+            raise InputError(f"{place}: trace version {version!r:.20}; this reads version {TRACE_VERSION}")
+        if _part(trace, "agent", place).get("trainable") is False:
+            continue
+        nodes = objects(trace, "nodes", place)
+        for leaf in _leaves(nodes, place):
+            path = _path(nodes, leaf)
+            if any(nodes[step].get("sampled") is True for step in path):
+                yield _row({} if alone else fields, trace, path, place)
+
+
+def _leaves(nodes: list[Fields], place: str) -> list[int]:
+    """Nodes that no other continues, but for attempts at a shorter context that were never taken up."""
+    parents = set()
+    taken_up = set()
+    for place_of, node in enumerate(nodes):
+        parent = node.get("parent")
+        if parent is not None and (not isinstance(parent, int) or not 0 <= parent < place_of):
+            raise InputError(f"{place}: nodes[{place_of}].parent is {parent!r:.20}, expected null or an earlier node")
+        parents.add(parent)
+        links = objects(node, "semantic_parents", place)
+        taken_up |= {link.get("node") for link in links if link.get("type") == "compaction"}
+    attempts = {
+        place_of
+        for place_of, node in enumerate(nodes)
+        if any(link.get("type") == "compaction_attempt" for link in objects(node, "semantic_parents", place))
+    }
+    return [leaf for leaf in range(len(nodes)) if leaf not in parents and leaf not in attempts - taken_up]
+
+
+def _path(nodes: list[Fields], leaf: int) -> list[int]:
+    path = [leaf]
+    while (parent := nodes[path[-1]].get("parent")) is not None:
+        path.append(parent)
+    return path[::-1]
+
+
+def _row(episode: Fields, trace: Fields, path: list[int], place: str) -> Row:
+    nodes = [trace["nodes"][step] for step in path]
+    environment = _part(episode, "env", place)
+    work = _part(_part(episode, "run", place), "work", place)
+    calls = [call for call in objects(trace, "calls", place) if call.get("node") == path[-1]]
+    sampling = [call["sampling"] for call in calls if isinstance(call.get("sampling"), dict)]
+    row = Row(
+        place=place,
+        domain=text(environment, "name", place, default="") or text(environment, "id", place, default=""),
+        iteration=integer(work, "step", place),
+        turns=sum(node.get("sampled") is True for node in nodes),
+        rewards=_reward(trace, place),
+        sample={
+            **(finish_reason(calls[-1].get("finish_reason")) if calls else {}),
+            **(_drawn(sampling[-1], place) if sampling else {}),
+        },
+    )
+    if all(node.get("token_ids") for node in nodes if node.get("sampled") is True):
+        _tokens(row, nodes, place)
+    else:
+        _texts(row, nodes, place)
+    return row
+
+
+def _tokens(row: Row, nodes: list[Fields], place: str) -> None:
+    ids: list[int] = []
+    mask: list[int] = []
+    sampler: list[float] | None = []
+    reference: list[float] | None = []
+    for node in nodes:
+        said = integers(node.get("token_ids") or [], "nodes.token_ids", place)
+        own = [int(bool(flag)) for flag in node.get("mask") or [0] * len(said)]
+        if len(own) != len(said):
+            raise InputError(f"{place}: a node has {len(said)} tokens and a mask of {len(own)}; expected one each")
+        ids += said
+        mask += own
+        sampler = _extended(sampler, node, "logprobs", own, place)
+        reference = _extended(reference, node, "reference_logprobs", own, place)
+    if 1 not in mask:
+        raise InputError(f"{place}: the mask of every node is empty; save traces of a client that returns tokens")
+    start, end = mask.index(1), len(mask) - mask[::-1].index(1)
+    row.prompt_ids, row.response_ids, row.loss_mask = ids[:start], ids[start:end], mask[start:end]
+    row.logprobs = None if sampler is None else sampler[start:end]
+    row.teacher_logprobs = None if reference is None else reference[start:end]
+    asked = [node.get("message") for node in nodes[: _first_sampled(nodes)]]
+    row.prompt = read_messages(asked, "nodes.message", place) if asked else None
+
+
+def _extended(values: list[float] | None, node: Fields, name: str, mask: list[int], place: str) -> list[float] | None:
+    """Values of the tokens so far and of a node's, 0 where nothing was sampled; None once a node lacks its own."""
+    given = floats(node.get(name) or [], f"nodes.{name}", place)
+    if given and len(given) != sum(mask):
+        raise InputError(
+            f"{place}: a node has {sum(mask)} sampled tokens and {len(given)} {name}; expected one for each"
+        )
+    if values is None or (1 in mask and not given):
+        return None
+    own = iter(given)
+    return [*values, *(next(own) if flag else 0.0 for flag in mask)]
+
+
+def _texts(row: Row, nodes: list[Fields], place: str) -> None:
+    """An episode of a client that returns no tokens: its messages are tokenised."""
+    first = _first_sampled(nodes)
+    for node in nodes[first:]:
+        message = node.get("message")
+        if isinstance(message, dict) and message.get("role") == "assistant" and node.get("sampled") is not True:
+            raise InputError(f"{place}: the policy did not write every assistant message; such traces need token ids")
+    messages = read_messages([node.get("message") for node in nodes], "nodes.message", place)
+    if not first:
+        raise InputError(f"{place}: the trace begins with the policy's message; there is no prompt")
+    row.prompt, row.response = messages[:first], as_response(messages[first:], "nodes.message", place)
+
+
+def _first_sampled(nodes: list[Fields]) -> int:
+    return next(place_of for place_of, node in enumerate(nodes) if node.get("sampled") is True)
+
+
+def _reward(trace: Fields, place: str) -> dict[tuple[str, str], float]:
+    """The weighted sum of the trace's rewards, as verifiers makes it; none where nothing was scored."""
+    scored = [entry for entry in _part(trace, "rewards", place).values() if isinstance(entry, dict)]
+    if not scored:
+        return {}
+    total = 0.0
+    for entry in scored:
+        weight = number(entry, "weight", place)
+        total += (number(entry, "score", place) or 0.0) * (1.0 if weight is None else weight)
+    return {("verifiers", ""): total}
+
+
+def _drawn(sampling: Fields, place: str) -> dict[str, Any]:
+    """How the policy was sampled, as far as the call says."""
+    stated = {name: number(sampling, name, place) for name in ("temperature", "top_p")}
+    top_k = integer(sampling, "top_k", place)
+    return {name: value for name, value in stated.items() if value is not None} | (
+        {"top_k": top_k} if top_k > 0 else {}
+    )
+
+
+def _part(fields: Fields, name: str, place: str) -> Fields:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected an object")
+    return value or {}

@@ -1,0 +1,178 @@
+"""Trajectories with token ids: steps whose prompt continues all that came before are one sample.
+
+prime-rl's older files hold `trajectory[]`, today's hold traces (traces.py). tinker-cookbook writes every sampling call
+of its capture, and the decoded conversations of its evaluations; `transitions[]` is its Trajectory, as people save it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mopd_dataplane.errors import InputError
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
+from mopd_dataplane.interchange.rows import Row, as_response, finish_reason, read_messages, read_prompt
+from mopd_dataplane.interchange.traces import read_traces
+
+
+def read_prime_rl(fields: Fields, place: str) -> Iterator[Row]:
+    """The responses of an episode: of a message graph, or of a list of steps."""
+    yield from read_traces(fields, place) if {"traces", "nodes"} & fields.keys() else _trajectory(fields, place)
+
+
+def _trajectory(fields: Fields, place: str) -> Iterator[Row]:
+    trajectory = fields.get("trajectory")
+    if not isinstance(trajectory, list) or not trajectory:
+        raise InputError(f"{place}: field 'trajectory' is {trajectory!r:.60}, expected a list of steps with tokens")
+    reward = number(fields, "reward", place)
+    domain = text(fields, "env_name", place, default="") or text(fields, "task", place, default="")
+    answer = fields.get("answer")
+    open_row: Row | None = None
+    for turn, step in enumerate(trajectory):
+        tokens = step.get("tokens") if isinstance(step, dict) else None
+        if not isinstance(tokens, dict):
+            raise InputError(f"{place}: trajectory[{turn}] has no tokens; save rollouts with their trajectory tokens")
+        name = f"trajectory[{turn}].tokens"
+        prompt = integers(tokens.get("prompt_ids"), f"{name}.prompt_ids", place)
+        said = integers(tokens.get("completion_ids"), f"{name}.completion_ids", place)
+        mask = integers(tokens.get("completion_mask") or [1] * len(said), f"{name}.completion_mask", place)
+        given = tokens.get("completion_logprobs")
+        logprobs = None if given is None else floats(given, f"{name}.completion_logprobs", place)
+        if len(mask) != len(said) or (logprobs is not None and len(logprobs) != len(said)):
+            raise InputError(f"{place}: {name}: completion ids, mask and log-probs differ in length")
+        if open_row is not None and _continues(open_row, prompt):
+            _extend(open_row, prompt, said, mask, logprobs)
+            continue
+        if open_row is not None:
+            yield open_row
+        open_row = Row(
+            place=place,
+            prompt=read_prompt(fields, "prompt", place, optional=True),
+            prompt_ids=prompt,
+            response_ids=said,
+            logprobs=logprobs,
+            loss_mask=mask,
+            answer=text(fields, "answer", place, default="") if isinstance(answer, str) else "",
+            domain=domain,
+            iteration=integer(fields, "step", place),
+            rewards={} if reward is None else {("prime-rl", ""): reward},
+        )
+    if open_row is not None:
+        yield open_row
+
+
+def read_tinker(fields: Fields, place: str) -> Iterator[Row]:
+    """The responses of a sampling call, of an evaluated conversation or of a trajectory."""
+    if "kind" in fields:
+        return _capture(fields, place)
+    return _evaluated(fields, place) if "turns" in fields else _transitions(fields, place)
+
+
+def _capture(fields: Fields, place: str) -> Iterator[Row]:
+    """Each sampled sequence of one call; calls that failed, and those that train, hold none."""
+    kind = text(fields, "kind", place)
+    if kind != "sample" or fields.get("status") not in (None, "ok"):
+        return
+    scope, drawn = fields.get("scope") or {}, fields.get("sampling_params") or {}
+    if not isinstance(scope, dict) or not isinstance(drawn, dict):
+        raise InputError(f"{place}: scope and sampling_params are {scope!r:.40} and {drawn!r:.40}, expected objects")
+    if fields.get("prompt_tokens") is None:
+        raise InputError(f"{place}: the call has no prompt_tokens; prompts with images cannot be imported")
+    stated = {name: value for name in ("temperature", "top_p") if (value := number(drawn, name, place)) is not None}
+    if (top_k := integer(drawn, "top_k", place)) > 0:
+        stated["top_k"] = top_k
+    for sequence in objects(fields, "samples", place):
+        said = integers(sequence.get("tokens"), "samples.tokens", place)
+        given = sequence.get("logprobs")
+        yield Row(
+            place=place,
+            prompt_ids=integers(fields["prompt_tokens"], "prompt_tokens", place),
+            response_ids=said,
+            logprobs=None if given is None else floats(given, "samples.logprobs", place),
+            iteration=integer(scope, "iteration", place),
+            sample={**stated, **finish_reason(sequence.get("stop_reason"))},
+        )
+
+
+_ROLES = {"environment": "user", "user": "user", "assistant": "assistant", "system": "system"}
+
+
+def _evaluated(fields: Fields, place: str) -> Iterator[Row]:
+    turns = [turn for turn in objects(fields, "turns", place) if turn.get("role") != "grader"]
+    messages = read_messages([{**turn, "role": _ROLES.get(str(turn.get("role")))} for turn in turns], "turns", place)
+    first = next((number_ for number_, said in enumerate(messages) if said["role"] == "assistant"), 0)
+    if not first:
+        raise InputError(f"{place}: field 'turns' has no turn of the assistant after a prompt")
+    reward = number(fields, "reward", place)
+    yield Row(
+        place=place,
+        prompt=messages[:first],
+        response=as_response(messages[first:], "turns", place),
+        domain=text(fields, "benchmark", place, default=""),
+        turns=sum(message["role"] == "assistant" for message in messages),
+        rewards={} if reward is None else {("tinker", ""): reward},
+    )
+
+
+def _transitions(fields: Fields, place: str) -> Iterator[Row]:
+    transitions = fields.get("transitions")
+    if not isinstance(transitions, list) or not transitions:
+        raise InputError(f"{place}: field 'transitions' is {transitions!r:.60}, expected a list of transitions")
+    rewards = [number(step, "reward", place) or 0.0 for step in transitions if isinstance(step, dict)]
+    total = sum(rewards) + (number(fields, "final_reward", place) or 0.0)
+    open_row: Row | None = None
+    for turn, step in enumerate(transitions):
+        action = step.get("ac") if isinstance(step, dict) else None
+        if not isinstance(action, dict):
+            raise InputError(f"{place}: transitions[{turn}] has no 'ac' with tokens")
+        seen = _observation(step.get("ob"), f"transitions[{turn}].ob", place)
+        said = integers(action.get("tokens"), f"transitions[{turn}].ac.tokens", place)
+        given = action.get("maybe_logprobs")
+        logprobs = None if given is None else floats(given, f"transitions[{turn}].ac.maybe_logprobs", place)
+        if logprobs is not None and len(logprobs) != len(said):
+            raise InputError(f"{place}: transitions[{turn}].ac has {len(said)} tokens and {len(logprobs)} log-probs")
+        if open_row is not None and _continues(open_row, seen):
+            _extend(open_row, seen, said, [1] * len(said), logprobs)
+            continue
+        if open_row is not None:
+            yield open_row
+        open_row = Row(
+            place=place,
+            prompt_ids=seen,
+            response_ids=said,
+            logprobs=logprobs,
+            loss_mask=[1] * len(said),
+            iteration=integer(fields, "sampling_client_step", place),
+            rewards={("tinker", ""): total},
+        )
+    if open_row is not None:
+        yield open_row
+
+
+def _observation(value: Any, name: str, place: str) -> list[int]:
+    """Token ids of an observation: a list, or a ModelInput of text chunks."""
+    if isinstance(value, dict) and isinstance(value.get("chunks"), list):
+        parts = [chunk.get("tokens") if isinstance(chunk, dict) else None for chunk in value["chunks"]]
+        return [token for part in parts for token in integers(part, f"{name}.chunks", place)]
+    return integers(value, name, place)
+
+
+def _continues(row: Row, prompt: list[int]) -> bool:
+    """Whether a step's prompt begins with all the tokens so far."""
+    before = [*(row.prompt_ids or []), *(row.response_ids or [])]
+    return prompt[: len(before)] == before
+
+
+def _extend(row: Row, prompt: list[int], said: list[int], mask: list[int], logprobs: list[float] | None) -> None:
+    """Append a turn: what the environment said since, unmasked, then the policy's tokens."""
+    assert row.prompt_ids is not None
+    assert row.response_ids is not None
+    assert row.loss_mask is not None
+    heard = prompt[len(row.prompt_ids) + len(row.response_ids) :]
+    row.response_ids += [*heard, *said]
+    row.loss_mask += [*([0] * len(heard)), *mask]
+    if row.logprobs is not None and logprobs is not None:
+        row.logprobs += [*([0.0] * len(heard)), *logprobs]
+    else:
+        row.logprobs = None
+    row.turns += 1

@@ -1,0 +1,108 @@
+"""Which environments there are: what answers the policy at the end of its turn, by the name a domain gives.
+
+Another package offers one as an entry point of `mopd.environments`, or it is named `package.module:Name` as a domain's
+`environment`. It speaks text; what the student reads of a reply is written by the chat template or by the domain's
+`reply_template` (replies.py), and no loss falls on it.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.rollout.tools.sandbox import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What an environment sees at the end of the policy's turn.
+
+    Example: said = ["add 3 4", "7", "The sum is 7."]: two turns of the policy, and the reply between them.
+    """
+
+    prompt: Prompt
+    said: list[str]
+    """Policy and environment in turn, the policy first and last, without special tokens."""
+    run: Callable[..., Result]
+    """run(argv, timeout_s=10.0) runs a command in the sample's sandbox, at most once over all lives of the rollout."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy so far."""
+        return (len(self.said) + 1) // 2
+
+
+class Environment(ABC):
+    """An environment; made once in each process that samples, with the domain's `environment_args` as keywords.
+
+    A turn may be played again after a crash, so `reply` must be a function of the conversation and of what its commands
+    said: no clock, no random numbers, no state of its own. What acts on the world goes through `Conversation.run`.
+    """
+
+    role: ClassVar[str] = "tool"
+    """Role of its replies in a chat template."""
+
+    @abstractmethod
+    def reply(self, conversation: Conversation) -> str | None:
+        """What the environment says to the policy's last turn; None ends the conversation."""
+
+
+class CommandTool(Environment):
+    """One tool: where the policy's turn fits `call`, a command runs in its sandbox, and the output is the reply.
+
+    call: regular expression that is searched in the turn. argv: the command, its words with the groups of `call` as
+    placeholders, `["expr", "{a}", "+", "{b}"]`: the policy's text never becomes another word, and no shell reads it.
+    turns: most calls of a conversation. timeout_s: seconds a command may take. A command that fails replies with its
+    exit code and what it wrote to stderr.
+    """
+
+    def __init__(self, *, call: str, argv: Sequence[str], turns: int = 4, timeout_s: float = 10.0) -> None:
+        try:
+            self._call = re.compile(call)
+        except re.error as error:
+            raise InputError(f"call {call!r:.80} is no regular expression: {error}") from None
+        self._argv = tuple(argv)
+        if not self._argv or isinstance(argv, str) or not all(isinstance(word, str) for word in self._argv):
+            raise InputError(f'argv is {argv!r:.80}, expected a list of words, as in ["expr", "{{a}}", "+", "{{b}}"]')
+        try:
+            self._command(dict.fromkeys(self._call.groupindex, ""))
+        except (KeyError, IndexError, ValueError) as error:
+            raise InputError(
+                f"argv names {error}; the groups of call are {sorted(self._call.groupindex)}; write {{{{ for a brace"
+            ) from None
+        self._turns, self._timeout_s = turns, timeout_s
+
+    def _command(self, groups: dict[str, str]) -> list[str]:
+        return [word.format(**groups) for word in self._argv]
+
+    def reply(self, conversation: Conversation) -> str | None:
+        """See Environment."""
+        found = self._call.search(conversation.said[-1])
+        if found is None or conversation.turns > self._turns:
+            return None
+        groups = {name: (value or "").replace("\0", "") for name, value in found.groupdict().items()}
+        done = conversation.run(self._command(groups), timeout_s=self._timeout_s)
+        if done.timed_out:
+            return f"no result after {self._timeout_s:g} s"
+        return done.stdout.strip() if done.exit_code == 0 else f"exit code {done.exit_code}: {done.stderr.strip()}"
+
+
+ENVIRONMENTS: dict[str, type[Environment]] = {"command": CommandTool}
+"""The built-in ones, by the name that a domain's `environment` gives them."""
+
+
+def make_environment(name: str, arguments: dict[str, Any]) -> Environment:
+    """The environment that a domain names. Raises UnknownNameError for the name, InputError for the arguments."""
+    found: Any = find_plugin("mopd.environments", name, ENVIRONMENTS)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise UnknownNameError(f"environment {name!r} is no class derived from {__name__}.Environment")
+    try:
+        return found(**arguments)
+    except TypeError as error:
+        raise InputError(f"environment {name!r} refuses environment_args {arguments!r:.120}: {error}") from None
