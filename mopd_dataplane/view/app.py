@@ -228,9 +228,8 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
         return {"teachers": [], "note": "this token was not written by the policy, so no teacher judged it"}
     ordinal = int(payload.mask[:position].sum())
     token = int(payload.response[position])
-    found = candidates(
-        shown.store, row, score_rows(shown.store, row["uid"], index.snapshot), token, ordinal, index.snapshot
-    )
+    scores = score_rows(shown.store, row["sample_row"], index.snapshot)
+    [found] = candidates(shown.store, row, scores, [(token, ordinal)], index.snapshot)
     for teacher in found:
         if "ids" in teacher:
             teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]

@@ -137,9 +137,9 @@ def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
         data[f"life/{uid}"] = life.life(shown.store, index, uid)
         data[f"candidates/{uid}"] = _candidates(shown, index, row)
     for prompt_id in dict.fromkeys(groups.values()):
-        page = prompt.answers(shown.store, index, shown.decoder, prompt_id=prompt_id)
-        page["answers"] = [answer for answer in page["answers"] if answer["row"]["uid"] in set(uids)]
-        data[f"prompt/{prompt_id}"] = page
+        data[f"prompt/{prompt_id}"] = prompt.answers(
+            shown.store, index, shown.decoder, prompt_id=prompt_id, only=frozenset(uids)
+        )
     return data | {"groups": groups}
 
 
@@ -149,14 +149,15 @@ def _candidates(shown: Shown, index: Index, row: dict[str, Any]) -> dict[str, An
         payload = read_payload(shown.store, row, index.snapshot)
     except (MopdError, OSError):
         return {}
-    scores = score_rows(shown.store, row["uid"], index.snapshot)
+    scores = score_rows(shown.store, row["sample_row"], index.snapshot)
     if not {"topk", "hidden"} & set(scores["kind"].to_pylist()):
         return {}
     teachers = read_teachers(shown.store, row, scores, index.snapshot)
+    positions = _surprising(payload, teachers)
+    ordinals = np.cumsum(payload.mask) - payload.mask
+    places = [(int(payload.response[position]), int(ordinals[position])) for position in positions]
     found = {}
-    for position in _surprising(payload, teachers):
-        ordinal = int(payload.mask[:position].sum())
-        said = candidates(shown.store, row, scores, int(payload.response[position]), ordinal, index.snapshot)
+    for position, said in zip(positions, candidates(shown.store, row, scores, places, index.snapshot), strict=True):
         for teacher in said:
             if "ids" in teacher:
                 teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,18 @@ def prompt_text(store: Store, prompt_id: str, snapshot: Snapshot) -> dict[str, A
 
 
 def answers(
-    store: Store, index: Index, decoder: Decoder | Numbers, *, prompt_id: str, group: str = "", offset: int = 0
+    store: Store,
+    index: Index,
+    decoder: Decoder | Numbers,
+    *,
+    prompt_id: str,
+    group: str = "",
+    offset: int = 0,
+    only: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Answers to a prompt in the order of policy versions, with the first token in which each leaves the first one.
 
-    Raises UnknownNameError when nobody answered it.
+    only: uids of the answers to read; all by default. Raises UnknownNameError when nobody answered it.
     """
     condition, values = ("group_id = ?", [group]) if group else ("prompt_id = ?", [prompt_id])
     order = "stage, iteration, policy_version_first, group_index, sample_row"
@@ -46,6 +54,8 @@ def answers(
     rows = index.rows(
         f"select * from rollouts where {condition} order by {order} limit {MOST_ANSWERS} offset {int(offset)}", values
     )
+    if only is not None:
+        rows = [row for row in rows if row["uid"] in only]
     if not rows:
         raise UnknownNameError(f"no sample answers {group or prompt_id!r} in this snapshot")
     text = prompt_text(store, rows[0]["prompt_id"], index.snapshot)
@@ -71,7 +81,7 @@ def _answer(store: Store, index: Index, decoder: Decoder | Numbers, row: dict[st
     except (MopdError, OSError) as error:
         return {"row": about, "damage": str(error), "response": None, "pieces": [], "ratios": {}}
     ratios = {}
-    for teacher in read_teachers(store, row, score_rows(store, row["uid"], index.snapshot), index.snapshot):
+    for teacher in read_teachers(store, row, score_rows(store, row["sample_row"], index.snapshot), index.snapshot):
         if "logprob" in teacher and payload.logprobs is not None:
             ratios[teacher["name"]] = packed(log_ratio(payload, teacher["logprob"])[:MOST_TOKENS])
     pieces = pieces_of(decoder, payload.response[:MOST_TOKENS])

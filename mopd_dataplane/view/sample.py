@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.fields import PAYLOAD, column_names
-from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.arrow_rows import list_views
 from mopd_dataplane.store.decode import Numbers
@@ -128,9 +127,9 @@ def excerpts(
     return found
 
 
-def score_rows(store: Store, uid: str, snapshot: Snapshot) -> pa.Table:
-    """Rows of `scores` of one sample."""
-    return store.table("scores", filter=f"uid = {literal(uid)}", snapshot=snapshot)
+def score_rows(store: Store, sample_row: int, snapshot: Snapshot) -> pa.Table:
+    """Rows of `scores` of one sample; found by its row, which takes a third of the time that its uid does."""
+    return store.table("scores", filter=f"sample_row = {int(sample_row)}", snapshot=snapshot)
 
 
 def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -201,7 +200,7 @@ def describe(
         if payload.mask_sizes is not None
         else None,
     }
-    for teacher in read_teachers(store, row, score_rows(store, row["uid"], snapshot), snapshot):
+    for teacher in read_teachers(store, row, score_rows(store, row["sample_row"], snapshot), snapshot):
         logprob, topk = teacher.pop("logprob", None), teacher.pop("topk", None)
         teacher["logprob"] = packed(logprob) if logprob is not None else None
         if topk is not None:

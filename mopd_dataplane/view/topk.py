@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,54 +32,65 @@ _DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint
 
 
 def candidates(
-    store: Store, row: dict[str, Any], scores: pa.Table, token: int, ordinal: int, snapshot: Snapshot
-) -> list[dict[str, Any]]:
-    """For each teacher that stored `topk` or `hidden`: `source`, `ids`, `logprobs`, `rank` and `tail`, or an `error`.
+    store: Store, row: dict[str, Any], scores: pa.Table, places: Sequence[tuple[int, int]], snapshot: Snapshot
+) -> list[list[dict[str, Any]]]:
+    """At each place, for each teacher that stored `topk` or `hidden`: `source`, `ids`, `logprobs`, `rank` and `tail`,
+    or an `error`.
 
-    token: the id that was sampled; ordinal: its place among the trained tokens.
+    places: the id that was sampled, and its place among the trained tokens.
     """
     kinds: dict[str, list[str]] = {}
     for score in scores.to_pylist():
         kinds.setdefault(score["teacher"], []).append(score["kind"])
     teachers = store.teachers()
-    found = []
+    found: list[list[dict[str, Any]]] = [[] for _ in places]
     for name in sorted(kinds):
         source = next((kind for kind in ("hidden", "topk") if kind in kinds[name]), None)
         if source is None:
             continue
+        about = {"teacher": name, "source": source}
         try:
+            ordinals = [ordinal for _, ordinal in places]
+            said: Iterable[tuple[Any, Any]]
             if source == "hidden":
-                answer = _from_states(store, teachers[name], row["sample_row"], ordinal, snapshot)
+                said = _from_states(store, teachers[name], row["sample_row"], ordinals, snapshot)
             else:
-                answer = _from_topk(store, name, row["sample_row"], ordinal, snapshot)
-            found.append({"teacher": name, "source": source, **_ranked(*answer, token, whole=source == "hidden")})
+                said = _from_topk(store, name, row["sample_row"], ordinals, snapshot)
+            for answers, (ids, logprobs), (token, _) in zip(found, said, places, strict=True):
+                answers.append(about | _ranked(ids, logprobs, token, whole=source == "hidden"))
         except (MopdError, OSError, ValueError) as error:
-            found.append({"teacher": name, "source": source, "error": str(error)})
+            for answers in found:
+                answers[:] = [answer for answer in answers if answer["teacher"] != name]
+                answers.append(about | {"error": str(error)})
     return found
 
 
-def _from_topk(store: Store, teacher: str, row: int, ordinal: int, snapshot: Snapshot) -> tuple[Any, Any]:
+def _from_topk(
+    store: Store, teacher: str, row: int, ordinals: Sequence[int], snapshot: Snapshot
+) -> list[tuple[Any, Any]]:
     ids, logprobs = store.read_signal(teacher, "topk", [row], snapshot)[0]
-    return ids[ordinal], logprobs[ordinal]
+    return [(ids[ordinal], logprobs[ordinal]) for ordinal in ordinals]
 
 
-def _from_states(store: Store, teacher: Teacher, row: int, ordinal: int, snapshot: Snapshot) -> tuple[Any, Any]:
+def _from_states(
+    store: Store, teacher: Teacher, row: int, ordinals: Sequence[int], snapshot: Snapshot
+) -> Iterator[tuple[Any, Any]]:
     where = store.signal_rows(teacher.name, "hidden", [row], snapshot)
     codec, count, size = where["codec"][0].as_py(), where["rows"][0].as_py(), where["bytes"][0].as_py()
-    width = size // max(1, count)
-    buffer = bytearray(width)
-    store.hidden_reader(teacher.name, snapshot).read_into(
-        where["payload_row"][0].as_py(), ordinal * width, memoryview(buffer)
-    )
-    state = decode_row(np.frombuffer(bytes(buffer), np.uint8), codec, teacher.hidden_size)
     if store.root is None:
         raise UnknownNameError(
             "the teacher's head lies on an object store; copy the store to a folder to multiply by it"
         )
-    logits = head_logits(store.path(teacher.head_file), state)
-    logits -= logits.max()
-    logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum())
-    return np.arange(len(logprobs)), logprobs.astype(np.float32)
+    width = size // max(1, count)
+    reader = store.hidden_reader(teacher.name, snapshot)
+    for ordinal in ordinals:
+        buffer = bytearray(width)
+        reader.read_into(where["payload_row"][0].as_py(), ordinal * width, memoryview(buffer))
+        state = decode_row(np.frombuffer(bytes(buffer), np.uint8), codec, teacher.hidden_size)
+        logits = head_logits(store.path(teacher.head_file), state)
+        logits -= logits.max()
+        logprobs = logits - np.log(np.exp(logits.astype(np.float64)).sum())
+        yield np.arange(len(logprobs)), logprobs.astype(np.float32)
 
 
 def _ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, Any]:
