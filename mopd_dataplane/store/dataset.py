@@ -75,7 +75,10 @@ class Store:
         """
         store = cls.find(uri, storage_options)
         if store is None:
-            raise UnknownNameError(f"no store at {Place(uri).uri} (it has no {MARK}); create one with create_store")
+            raise UnknownNameError(
+                f"no store at {Place(uri).uri} (it has no {MARK}); `mopd run JOB` and `mopd import` write one, "
+                "create_store in Python"
+            )
         return store
 
     @classmethod

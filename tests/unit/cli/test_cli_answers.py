@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from mopd_dataplane import Store
+from mopd_dataplane import Store, errors
 from mopd_dataplane.cli.app import app
+from mopd_dataplane.cli.reference import reference
 
 
 def mopd(*arguments: str | Path) -> Result:
@@ -150,3 +151,16 @@ def test_a_place_without_store_is_an_input_error(tmp_path: Path, command: list[s
     assert result.exit_code == 2
     assert "no store at" in result.stderr
     assert not (tmp_path / "none").exists()
+
+
+def test_the_page_of_exit_codes_has_every_error_class() -> None:
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", reference(), re.MULTILINE)}
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MopdError)]
+    assert len(kinds) > 8
+    assert documented == {kind.exit_code for kind in kinds} | {0, 130}
+
+
+def test_a_place_without_a_store_is_told_how_one_is_made(tmp_path: Path) -> None:
+    result = mopd("query", str(tmp_path), "select 1")
+    assert result.exit_code == 2
+    assert "mopd run JOB" in result.output
