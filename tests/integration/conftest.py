@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from commandline import ENVIRONMENT, command, run_mopd
-from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parent))  # for trainer_ground
 
@@ -138,15 +136,10 @@ def start_mopd() -> Callable[..., subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="session")
 def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny job that ran uninterrupted: job.toml and store. Tests read it, all workers the same one."""
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    with FileLock(shared / "tiny.lock", timeout=900):
-        if not (shared / "tiny.done").exists():
-            run_mopd("run", write_tiny_job(shared / "tiny"))
-            (shared / "tiny.done").touch()
-    return shared / "tiny"
+    """Folder of a tiny job that ran uninterrupted: job.toml and store."""
+    folder = tmp_path_factory.mktemp("tiny")
+    run_mopd("run", write_tiny_job(folder))
+    return folder
 
 
 @pytest.fixture(scope="session")
