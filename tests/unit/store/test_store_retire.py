@@ -29,11 +29,10 @@ Store.open(sys.argv[1]).free_hidden("adder", range(20))
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path: Path) -> Store:
     """40 samples with hidden states of 4 KiB a token, ten to a file."""
-    monkeypatch.setattr("mopd_dataplane.bench.synthetic.BATCH", FILE)
     lengths = lengths_of(ROWS, mean_log=3.5, longest=80)
-    return make_store(tmp_path / "s", lengths, teachers=("adder",), signals=("hidden",), row_bytes=4096)
+    return make_store(tmp_path / "s", lengths, teachers=("adder",), signals=("hidden",), row_bytes=4096, batch=FILE)
 
 
 def bytes_of(store: Store) -> int:
