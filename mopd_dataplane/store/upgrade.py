@@ -39,7 +39,6 @@ PROGRESS = "upgrade.json"
 """What a target is being made from; gone when it is whole."""
 _NAMES = {new: old for old, new in FORMAT_1_NAMES.items()} | {"topk_source": "support"}
 """Column of format 2 -> its name in format 1, in the tables where it was called so."""
-_EPOCH = b"mopd:epoch:"
 _ROWS, _BYTES = 1 << 16, 64 << 20
 """Bounds of one commit of copied rows."""
 
@@ -96,11 +95,8 @@ def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> 
 def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> None:
     old = lance.dataset(str(source), version=newest)
     if not Path(table.uri).is_dir():
-        epochs = {key: value for key, value in (old.schema.metadata or {}).items() if key.startswith(_EPOCH)}
-        schema = lance_schema(table.spec, table.name)
-        schema = schema.with_metadata({**(schema.metadata or {}), **epochs})
         lance.write_dataset(
-            schema.empty_table(),
+            lance_schema(table.spec, table.name).empty_table(),
             table.uri,
             data_storage_version=table.spec.storage,  # type: ignore[arg-type]
             enable_stable_row_ids=True,
@@ -138,15 +134,20 @@ def _append(made: lance.LanceDataset, fragments: list[FragmentMetadata]) -> lanc
 
 
 def _converted(rows: pa.Table, spec: TableSpec) -> pa.Table:
-    """Rows under the names of format 2, with their checksums; columns that are new are null."""
+    """Rows under the names of format 2, with their checksums; columns that are new are null, or empty text."""
     columns = {}
     for field in spec.schema:
         known = field.name if field.name in rows.column_names else _NAMES.get(field.name, field.name)
-        columns[field.name] = (
-            rows[known].cast(field.type) if known in rows.column_names else pa.nulls(rows.num_rows, field.type)
-        )
+        if known in rows.column_names:
+            columns[field.name] = rows[known].cast(field.type)
+        else:
+            columns[field.name] = _unknown(field, rows.num_rows)
     made = pa.table(columns, schema=spec.schema)
     return made if spec.heavy else with_row_crcs(made)
+
+
+def _unknown(field: pa.Field, rows: int) -> pa.Array:
+    return pa.nulls(rows, field.type) if field.nullable else pa.array([""] * rows, field.type)
 
 
 def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None:

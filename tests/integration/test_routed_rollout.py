@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane import open_store
 
 STAGE = """
@@ -19,6 +21,7 @@ plan = {{ batch_samples = 8 }}
 """
 
 
+@pytest.mark.slow
 def test_each_domain_is_answered_by_its_teacher_and_trained_on(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ):

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mopd_dataplane import open_store
 
 STAGE = """
@@ -18,6 +20,7 @@ plan = {{{{ batch_samples = 8 }}}}
 """
 
 
+@pytest.mark.slow
 def test_another_teacher_does_not_touch_samples_or_tokens(
     finished_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
 ):

@@ -44,7 +44,7 @@ def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
     assert any(not torch.equal(start[name], tensor) for name, tensor in weights(whole).items())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_an_interrupted_trainer_continues_to_the_same_policy(
     number: signal.Signals, ground: Ground, whole: Path
 ) -> None:
