@@ -62,6 +62,9 @@ def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:
     texts = {file.name: file.read_text() for file in (FOLDER / name).glob("*.toml")}
     written = [folder / SCHEMA]
     publish_file(written[0], schema.encode())
+    for data in (FOLDER / name).glob("*.jsonl"):
+        written.append(folder / data.name)
+        publish_file(written[-1], data.read_bytes())
     for file, text in texts.items():
         written.append(folder / file)
         publish_file(written[-1], f"#:schema ./{SCHEMA}\n{_on_its_own(text, name, folder)}".encode())

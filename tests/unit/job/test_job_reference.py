@@ -131,6 +131,7 @@ def test_a_copied_recipe_is_the_same_job(name: str, tmp_path: Path) -> None:
     written = copy_recipe(name, tmp_path / "mine", schema=schema)
     copied = load_job(tmp_path / "mine").model_dump_json().replace(str(tmp_path / "mine"), f"jobs/{name}")
     assert copied == load_job(FOLDER / name).model_dump_json()
+    assert {file.name for file in (FOLDER / name).glob("*.jsonl")} <= {file.name for file in written}
     assert (tmp_path / "mine" / "job.toml").read_text().startswith("#:schema ./job.schema.json\n")
     assert json.loads((tmp_path / "mine" / "job.schema.json").read_text())["title"] == "mopd job"
     assert {file.name for file in written} == {file.name for file in (tmp_path / "mine").iterdir()}
