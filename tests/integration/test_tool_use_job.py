@@ -84,6 +84,7 @@ def test_a_job_killed_in_a_tool_call_runs_every_command_once(
     tool = f'argv = ["sh", "-c", "echo $HOME >> {ran}; sleep 0.3; echo 7"]'
     keys = f'environment = "command"\nenvironment_args = {{ call = "(?s).*", turns = 1, {tool} }}\n'
     text = text.replace("[domains.words]", keys + "[domains.words]").replace("eval = 8", "eval = 0")
+    text = text.replace("pack_tokens = 128", "pack_tokens = 512")
     job.write_text(text + STAGES)
 
     first = start_mopd("run", job)
