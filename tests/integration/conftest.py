@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from commandline import ENVIRONMENT, command, run_mopd
+
+from mopd_dataplane import open_store
 
 sys.path.insert(0, str(Path(__file__).parent))  # for trainer_ground
 
@@ -135,11 +137,14 @@ def start_mopd() -> Callable[..., subprocess.Popen[bytes]]:
 
 
 @pytest.fixture(scope="session")
-def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny job that ran uninterrupted: job.toml and store."""
+def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a tiny job that ran uninterrupted: job.toml and store. A test that writes copies the store first."""
     folder = tmp_path_factory.mktemp("tiny")
     run_mopd("run", write_tiny_job(folder))
-    return folder
+    store = open_store(str(folder / "store"))
+    before = store.table("samples", ["uid"]).num_rows
+    yield folder
+    assert open_store(str(folder / "store")).table("samples", ["uid"]).num_rows == before, "a test wrote to it"
 
 
 @pytest.fixture(scope="session")

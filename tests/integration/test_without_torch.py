@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -59,10 +60,12 @@ plan = {{ batch_samples = 4 }}
 """
 
 
-def test_rewards_and_plans_need_no_model(finished_job: Path, bare: Mopd, write_job: JobWriter, mopd: Mopd) -> None:
+def test_rewards_and_plans_need_no_model(
+    finished_job: Path, bare: Mopd, tmp_path: Path, write_job: JobWriter, mopd: Mopd
+) -> None:
     """Only the rollout runs where torch is; verifying and planning what it left need none."""
-    text = (finished_job / "job.toml").read_text().replace("{", "{{").replace("}", "}}")
-    job = write_job(finished_job / "late", text, extra=LATE)
+    shutil.copytree(finished_job / "store", tmp_path / "store", symlinks=True)
+    job = write_job(tmp_path, extra=LATE)
     mopd("rollout", job, "--stage", "late")
     rewarded = bare("reward", job, "--stage", "late", "--json")
     assert rewarded.returncode == 0, rewarded.stderr
