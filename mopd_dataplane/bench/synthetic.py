@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,13 @@ def make_store(
     rewards: bool = False,
     batch: int = BATCH,
     seed: int = 0,
+    note: Callable[[int], None] = lambda done: None,
 ) -> Store:
     """A store with one sample per length and the asked signals; sample i belongs to domain and teacher i % n.
 
     A quarter of each sample is prompt. The last twentieth of a response is written by a later policy version, and the
     second response token is tool output (not trained), where the response is long enough. Interrupted, the same call
-    goes on with the last batch. Raises what Store raises.
+    goes on with the last batch. note: is told how many samples there are after each batch. Raises what Store raises.
     """
     store = Store.create(str(root))
     for teacher in teachers:
@@ -61,6 +62,7 @@ def make_store(
                 store.commit_signals(teacher, kind, judged)
         if rewards:
             store.add_rewards([_reward(s, int(r), noise) for s, r in zip(samples, rows, strict=True)])
+        note(min(first + batch, len(lengths)))
     return store
 
 

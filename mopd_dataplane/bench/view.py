@@ -1,66 +1,155 @@
-"""The viewer's server at work on a large store: seconds of what a page asks, beside a plain scan of the same table."""
+"""The viewer's server at work on a large store, asked over HTTP as the page asks: seconds, and its memory."""
 
 from __future__ import annotations
 
-import resource
-import tempfile
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlencode, urlsplit
 
 import numpy as np
 
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.view.sample import describe
-from mopd_dataplane.view.search import Search
-from mopd_dataplane.view.stores import Shown
 
 REPEATS = 5
 LONGEST = 32_768
 """Tokens of the one long sample of a generated store."""
+BATCH = 8192
+"""Samples of one commit of a generated store."""
+PAGE = 50
+DEADLINE_S = 600.0
+"""Longest that one answer may take."""
 FILTERS = ("domain = 'domain-0'", "reward > 0.5 and response_len > 100", "kl > 0", "surprising", "uid like '%ff%'")
 SORTS = ("-kl", "reward", "-response_len", "prompt_id", "uid")
-HEADS = ["domain", "response_len", "reward", "kl", "mean_logprob", "finish_reason", "policy_version_first"]
+HEADS = (
+    "domain", "stage", "iteration", "response_len", "reward", "kl", "mean_logprob", "finish_reason",
+    "policy_version_first",
+)  # fmt: skip
+SEARCH = "31998 31997 31996"
+"""Token ids that a generated store hardly ever has in a row, so that all of it is read."""
 
 
-def measure(samples: int, *, mean_tokens: int, folder: str, store: str = "") -> dict[str, Any]:
-    """Figures on a store of that many samples of about that many tokens, made first; or on the given one."""
+def measure(
+    samples: int, *, mean_tokens: int, folder: str, store: str = "", note: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Figures on a store of that many samples of about that many tokens, made first; or on the given one.
+
+    Interrupted, the next call goes on with the store that the last one began; it is removed once it was measured.
+    note: is told what is being done.
+    """
     if store:
-        return _measured(Store.open(store))
-    with tempfile.TemporaryDirectory(dir=folder, prefix="mopd-view-") as place:
-        lengths = lengths_of(samples, mean_log=float(np.log(mean_tokens) - 0.5), longest=LONGEST)
-        lengths[samples // 2] = LONGEST
-        return _measured(make_store(Path(place) / "store", lengths, signals=("logprob",), group_size=8, rewards=True))
-
-
-def _measured(store: Store) -> dict[str, Any]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    shown = Shown(store)
-    figures: dict[str, Any] = {
-        "first_page_s": _seconds(lambda: (shown.describe(), shown.look().page("", "", 0, 50)), 1)
-    }
-    figures["index_s"] = _seconds(shown.index, 1)
-    index = shown.index()
-    figures["samples"], figures["tokens"] = index.ask(
-        "select count(*), sum(total_len)::bigint from rollouts"
-    ).fetchone() or (0, 0)
-    figures["scan_one_column_s"] = _seconds(lambda: store.samples(["response_len"]))
-    figures["next_page_s"] = _seconds(lambda: index.page("", "", 50, 50))
-    figures["filter_worst_s"] = max(_seconds(partial(index.page, where, "", 0, 50)) for where in FILTERS)
-    figures["sort_worst_s"] = max(_seconds(partial(index.page, "", order, 0, 50)) for order in SORTS)
-    figures["histogram_worst_s"] = max(_seconds(partial(index.histograms, "reward > 0.5", [name])) for name in HEADS)
-    figures["heads_together_s"] = _seconds(lambda: index.histograms("reward > 0.5", HEADS))
-    longest = index.rows("select * from rollouts order by total_len desc limit 1")[0]
-    figures["longest_sample_tokens"] = longest["total_len"]
-    figures["open_longest_s"] = _seconds(lambda: describe(store, longest, index.snapshot, shown.decoder, {}))
-    search = Search(store, index, shown.decoder, kind="tokens", wanted="31998 31997 31996", where="")
-    figures["token_search_s"] = _seconds(lambda: list(search.hits()), 1)
-    figures["memory_before_mb"] = round(before / 1024)
-    figures["memory_peak_mb"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return _measured(store, note)
+    place = Path(folder) / f"mopd-view-{samples}-{mean_tokens}"
+    lengths = lengths_of(samples, mean_log=float(np.log(mean_tokens) - 0.5), longest=LONGEST)
+    lengths[samples // 2] = LONGEST
+    make_store(
+        place, lengths, signals=("logprob",), group_size=8, rewards=True, batch=BATCH,
+        note=lambda done: note(f"making the store: {done:,} of {samples:,} samples"),
+    )  # fmt: skip
+    figures = _measured(str(place), note)
+    shutil.rmtree(place)
     return figures
+
+
+class Asker:
+    """The page's side of one server."""
+
+    def __init__(self, address: str, pid: int) -> None:
+        parts = urlsplit(address)
+        self._host, self._port = parts.hostname or "", parts.port
+        self._headers = {"authorization": f"Bearer {parse_qs(parts.query)['token'][0]}"}
+        self.pid = pid
+
+    def open(self, name: str, **asked: Any) -> http.client.HTTPResponse:
+        """The answer as it comes. Raises RuntimeError for a refusal."""
+        line = http.client.HTTPConnection(self._host, self._port, timeout=DEADLINE_S)
+        line.request("GET", f"/api/{name}?{urlencode(asked)}", headers=self._headers)
+        answer = line.getresponse()
+        if answer.status != 200:
+            raise RuntimeError(f"{name}: {answer.status} {answer.read(500)!r}")
+        return answer
+
+    def ask(self, name: str, **asked: Any) -> Any:
+        """The whole answer."""
+        return json.loads(self.open(name, **asked).read())
+
+    def peak_mb(self) -> int:
+        """Largest resident memory of the server so far (Linux)."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return round(int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024)
+
+
+@contextmanager
+def serving(store: str) -> Iterator[tuple[Asker, float]]:
+    """`mopd view` of a store in a process of its own, and the seconds until it printed its address."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "mopd_dataplane", "view", store, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip()
+            if not address:
+                raise RuntimeError("`mopd view` ended before it printed an address")
+            yield Asker(address, server.pid), time.perf_counter() - began
+        finally:
+            server.terminate()
+
+
+def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
+    opened = Store.open(store)
+    total, longest = _longest(opened)
+    figures: dict[str, Any] = {"samples": total, "longest_sample_tokens": longest[1]}
+    figures["scan_one_column_s"] = _seconds(lambda: opened.samples(["response_len"]))
+    with serving(store) as (server, started):
+        figures["address_s"] = round(started, 3)
+        figures["first_page_s"] = _seconds(lambda: server.ask("stores"), 1)
+        figures["first_rows_s"] = _seconds(lambda: server.ask("samples", limit=PAGE), 1)
+        uids = ",".join(row[0] for row in server.ask("samples", limit=PAGE)["rows"])
+        figures["excerpts_s"] = _seconds(lambda: server.ask("excerpts", uids=uids), 1)
+        figures["open_longest_first_s"] = _seconds(lambda: server.ask("sample", uid=longest[0]), 1)
+        note("the server reads the metadata of all samples")
+        heads = partial(server.ask, "histograms", columns=",".join(HEADS))
+        figures["index_s"] = _seconds(heads, 1)
+        figures["memory_index_mb"] = server.peak_mb()
+        note("pages, filters, sorts, histograms")
+        figures["next_page_s"] = _seconds(partial(server.ask, "samples", limit=PAGE, offset=PAGE))
+        figures["filter_worst_s"] = max(_seconds(partial(server.ask, "samples", limit=PAGE, where=w)) for w in FILTERS)
+        figures["sort_worst_s"] = max(_seconds(partial(server.ask, "samples", limit=PAGE, order=o)) for o in SORTS)
+        figures["heads_worst_s"] = max(_seconds(partial(heads, where=where)) for where in FILTERS)
+        figures["open_longest_s"] = _seconds(lambda: server.ask("sample", uid=longest[0]))
+        note("a run of token ids in every sample")
+        figures |= _searched(server)
+        figures["memory_peak_mb"] = server.peak_mb()
+    return figures | {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
+
+
+def _longest(store: Store) -> tuple[int, tuple[str, int]]:
+    """Samples of a store, and uid and tokens of the longest."""
+    table = store.samples(["uid", "total_len"])
+    lengths = table["total_len"].to_numpy()
+    at = int(lengths.argmax())
+    return len(lengths), (table["uid"][at].as_py(), int(lengths[at]))
+
+
+def _searched(server: Asker) -> dict[str, float]:
+    """Seconds until the first word of how far a search is, and until its end."""
+    began = time.perf_counter()
+    answer = server.open("search", kind="tokens", q=SEARCH)
+    answer.readline()
+    first = time.perf_counter() - began
+    for _ in iter(answer.readline, b""):
+        pass
+    return {"search_first_word_s": round(first, 3), "token_search_s": round(time.perf_counter() - began, 3)}
 
 
 def _seconds(work: Callable[[], object], times: int = REPEATS) -> float:

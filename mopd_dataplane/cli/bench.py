@@ -302,12 +302,13 @@ def view(
 ) -> None:
     """What the page of `mopd view` asks of its server: first page, filter, sort, histogram, a long sample, a search.
 
-    Medians of five, the worst of several filters, sorts and columns, and the peak memory of the process, beside Lance's
-    scan of one column. The store is made first, which is not timed and takes most of the time.
+    Asked over HTTP: medians of five, the worst of several filters, sorts and columns, and the peak memory of the
+    server, beside Lance's scan of one column. The store is made first, which is not timed and takes most of the time;
+    interrupted, the same command goes on with it. Its folder is removed at the end.
     """
     from mopd_dataplane.bench.view import measure
 
-    figures = measure(samples, mean_tokens=mean_tokens, folder=str(folder), store=store)
+    figures = measure(samples, mean_tokens=mean_tokens, folder=str(folder), store=store, note=note)
     print_json(figures) if as_json else print_facts(figures)
 
 

@@ -7,6 +7,7 @@ Everything is a join over recorded tables; nothing is inferred.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 from mopd_dataplane.errors import UnknownNameError, nearest
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
 _HEX = frozenset("0123456789abcdef")
@@ -98,29 +100,38 @@ def sample_lineage(store: Store, uid: str) -> SampleLineage:
             [("teacher", "ascending"), ("kind", "ascending")]
         ),
         rewards=store.table("rewards", filter=f"uid = '{full}'").sort_by("verifier"),
-        uses=_uses(store, row),
+        uses=uses_of(store, [row])[row],
     )
 
 
-def _uses(store: Store, row: int) -> pa.Table:
-    """Every (plan, step) that holds one row of `samples`, as a table of USES; once per epoch."""
-    plans = store.sql(f'select * from plans where list_contains(sample_rows, {row}) order by stage, "window"')
-    uses = []
-    for plan in plans.to_pylist():
-        key = {"stage": plan["stage"], "window": plan["window"], "plan_digest": plan["digest"]}
-        steps = _steps_of(store, plan["stage"], plan["digest"]).to_pylist()
-        for place in np.flatnonzero(np.asarray(plan["sample_rows"]) == row):
-            pack = int(np.searchsorted(plan["pack_starts"], place, side="right")) - 1
-            order = int(np.searchsorted(plan["step_starts"], pack, side="right")) - 1
+def uses_of(store: Store, sample_rows: Sequence[int], snapshot: Snapshot | None = None) -> dict[int, pa.Table]:
+    """Every (plan, step) that holds each of some rows of `samples`, as a table of USES; once per epoch.
+
+    All plans are read once, whatever the number of rows.
+    """
+    wanted = np.asarray(sample_rows, np.int64)
+    uses: dict[int, list[dict[str, object]]] = {int(row): [] for row in wanted}
+    columns = ["stage", "window", "digest", "sample_rows", "pack_starts", "step_starts"]
+    plans = store.table("plans", columns, snapshot=snapshot).sort_by([("stage", "ascending"), ("window", "ascending")])
+    for at in range(plans.num_rows):
+        members, pack_starts, step_starts = (plans[name][at].values.to_numpy() for name in columns[3:])
+        places = np.flatnonzero(np.isin(members, wanted))
+        if not len(places):
+            continue
+        stage, window, digest = (plans[name][at].as_py() for name in columns[:3])
+        steps = _steps_of(store, stage, digest, snapshot).to_pylist()
+        packs = np.searchsorted(pack_starts, places, side="right") - 1
+        orders = np.searchsorted(step_starts, packs, side="right") - 1
+        for row, pack, order in zip(members[places].tolist(), packs.tolist(), orders.tolist(), strict=True):
             step = steps[order] if order < len(steps) else {"step": None, "policy_version": None}
-            uses.append({**key, "pack": pack, **step})
-    return pa.Table.from_pylist(uses, schema=USES)
+            uses[row].append({"stage": stage, "window": window, "plan_digest": digest, "pack": pack, **step})
+    return {row: pa.Table.from_pylist(found, schema=USES) for row, found in uses.items()}
 
 
-def _steps_of(store: Store, stage: str, plan_digest: str) -> pa.Table:
+def _steps_of(store: Store, stage: str, plan_digest: str, snapshot: Snapshot | None = None) -> pa.Table:
     """Steps trained so far on one plan, in order."""
     keys = f"stage = {literal(stage)} and plan_digest = {literal(plan_digest)}"
-    return store.table("steps", columns=["step", "policy_version"], filter=keys).sort_by("step")
+    return store.table("steps", ["step", "policy_version"], keys, snapshot).sort_by("step")
 
 
 def step_lineage(store: Store, stage: str, step: int) -> StepLineage:

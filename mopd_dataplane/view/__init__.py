@@ -7,6 +7,7 @@
     stores.py         the stores of one server, each with its newest index
     sample.py         one sample with every teacher's signal
     topk.py           what each teacher would have said at one position
+    student.py        what the student would have said there, read from its weights
     prompt.py         all answers to a prompt, and how two differ
     life.py           what became of a sample
     search.py         regular expressions and token ids in what was written

@@ -236,6 +236,20 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
     return {"teachers": found, "note": ""}
 
 
+def _student(shown: Shown, asked: dict[str, str]) -> Any:
+    """What the student held likeliest at a position, or a `note` why that is not known."""
+    index = shown.look()
+    row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
+    payload = read_payload(shown.store, row, index.snapshot)
+    if position >= len(payload.mask) or not payload.mask[position]:
+        raise InputError(f"position {position} is none that the policy wrote")
+    try:
+        found = shown.student.candidates(row, payload, position)
+    except (MopdError, OSError) as error:
+        return {"note": str(error)}
+    return found | {"pieces": [visible(text) for text in shown.decoder.texts([[i] for i in found["ids"]])]}
+
+
 def _prompt(shown: Shown, asked: dict[str, str]) -> Any:
     return prompt.answers(shown.store, shown.index(), shown.decoder, prompt_id=asked.get("prompt", ""),
                           group=asked.get("group", ""), offset=_number(asked, "offset", 0))  # fmt: skip
@@ -262,7 +276,7 @@ def _teachers(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 def _step(shown: Shown, asked: dict[str, str]) -> Any:
-    return packs.step_page(shown.store, asked.get("stage", ""), _number(asked, "step", 0))
+    return packs.step_page(shown.store, asked.get("stage", ""), _number(asked, "step", 0), _number(asked, "ranks", 0))
 
 
 def _sql(shown: Shown, asked: dict[str, str]) -> Any:
@@ -274,6 +288,7 @@ def _sql(shown: Shown, asked: dict[str, str]) -> Any:
 
 ANSWERS: dict[str, Answer] = {
     "samples": _page, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample, "candidates": _candidates,
+    "student": _student,
     "prompt": _prompt, "difference": _difference, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
     "step": _step, "sql": _sql, "pulse": lambda shown, asked: shown.pulse(),
     "stages": lambda shown, asked: shown.stages(),

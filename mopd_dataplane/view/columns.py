@@ -26,6 +26,7 @@ DOCS: dict[str, tuple[str, str]] = {
     "signal_bytes": ("stored signals of all teachers", "bytes"),
     "group_size": ("answers in its group", ""),
     "group_spread": ("largest minus smallest reward of its group; 0 teaches nothing to a group baseline", ""),
+    "advantage": ("reward minus the mean of its group", ""),
     "truncated": ("the token budget ended it", ""),
     "interrupted": ("it was interrupted and continued", ""),
     "several_versions": ("more than one policy version wrote it", ""),
@@ -157,6 +158,7 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
     from samples left join rewarded using (uid) left join said using (uid){trained[1]})
   select *{" exclude (alike)" if spread else ""}, count(*) over grouped as group_size,
          (max(reward) over grouped - min(reward) over grouped)::float as group_spread,
+         (reward - avg(reward) over grouped)::float as advantage,
          finish_reason = 'length' as truncated, interruptions > 0 as interrupted,
          policy_version_last > policy_version_first as several_versions,
          policy <> 'reference' and mean_logprob is null as no_logprobs, loss_tokens = 0 as all_masked,

@@ -27,17 +27,21 @@ def compare(one: Index, other: Index, where_a: str, where_b: str) -> dict[str, A
     moved = sorted(shared, key=lambda p: -abs((b[p]["reward"] or 0) - (a[p]["reward"] or 0)))[:MOST_PROMPTS]
     return {
         "domains": rows, "only_a": len(a) - len(shared), "only_b": len(b) - len(shared), "shared": len(shared),
+        "sql": [one.over(_means(one, where_a)), other.over(_means(other, where_b))],
         "prompts": [{"prompt_id": p, "a": a[p], "b": b[p]} for p in moved],
     }  # fmt: skip
 
 
 def _by_prompt(index: Index, where: str) -> dict[str, dict[str, Any]]:
+    return {row.pop("prompt_id"): row for row in index.rows(_means(index, where))}
+
+
+def _means(index: Index, where: str) -> str:
     means = ", ".join(f"avg({name}) as {name}" for name in MEASURES)
-    rows = index.rows(
+    return (
         f"select prompt_id, any_value(domain) as domain, any_value(uid) as uid, count(*) as answers, {means} "
         f"from rollouts{index.condition(where)} group by prompt_id"
     )
-    return {row.pop("prompt_id"): row for row in rows}
 
 
 def _compared(domain: str, prompts: list[str], a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:

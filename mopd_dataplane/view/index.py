@@ -144,9 +144,12 @@ class Index:
     def statement(self, where: str, order: str, limit: int) -> str:
         """The statement behind a page as anyone can run it on the store."""
         sort = self.order(order).replace(", sample_row", "").replace(" order by sample_row", "")
-        more = f",\nlabelled as ({LABELLED})" if "labelled" in where else ""
-        page = f"select * from {TABLE}{self.condition(where)}{sort} limit {limit}"
-        return f"with {TABLE} as ({self.definition}){more}\n{page}"
+        return self.over(f"select * from {TABLE}{self.condition(where)}{sort} limit {limit}")
+
+    def over(self, select: str) -> str:
+        """A select over the table of rollouts as anyone can run it on the store."""
+        more = f",\nlabelled as ({LABELLED})" if "labelled" in select else ""
+        return f"with {TABLE} as ({self.definition}){more}\n{select.strip()}"
 
     def row(self, uid: str) -> dict[str, Any]:
         """The row of a sample, `sample_row` included. Raises UnknownNameError."""

@@ -2,36 +2,63 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.query.lineage import literal, sample_lineage
+from mopd_dataplane.query.lineage import literal, uses_of
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.tables import signal_table
 from mopd_dataplane.view.sample import finite
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.view.index import Index
 
 MOST_COMPANIONS = 200
+Event = dict[str, Any]
 
 
-def life(store: Store, index: Index, uid: str) -> list[dict[str, Any]]:
+def life(store: Store, index: Index, uid: str) -> list[Event]:
     """What happened to a sample; `kind`, `title`, `facts`, `at` (ISO time or empty), `uids` it shared a pack with."""
-    row = index.row(uid)
-    line = sample_lineage(store, uid)
-    happened = [_sampled(row)]
-    if row["interruptions"]:
-        happened.append({
-            "kind": "resumed", "title": f"interrupted {row['interruptions']} times, resumed {row['resume']}", "at": "",
-            "facts": {"policy versions": f"{row['policy_version_first']} to {row['policy_version_last']}"}, "uids": [],
-        })  # fmt: skip
-    happened += [_scored(score) for score in line.scores.to_pylist()]
-    happened += [_rewarded(reward) for reward in line.rewards.to_pylist()]
-    for use in line.uses.to_pylist():
-        happened += _used(store, row, use)
-    happened += _freed(store, row, [s["teacher"] for s in line.scores.to_pylist() if s["kind"] == "hidden"])
-    return happened
+    return lives(store, index.snapshot, [index.row(uid)])[uid]
+
+
+def lives(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> dict[str, list[Event]]:
+    """The life of each of some samples by uid. rows: of the table of rollouts. Every table is read once."""
+    keys = f"sample_row IN ({', '.join(str(int(row['sample_row'])) for row in rows)})" if rows else "false"
+    scores = store.table("scores", filter=keys, snapshot=snapshot)
+    scored = _by_row(scores.sort_by([("teacher", "ascending"), ("kind", "ascending")]).to_pylist())
+    rewarded = _by_row(store.table("rewards", filter=keys, snapshot=snapshot).sort_by("verifier").to_pylist())
+    used = _used(store, snapshot, rows)
+    gone = _gone(store, scored)
+    found: dict[str, list[Event]] = {}
+    for row in rows:
+        at = row["sample_row"]
+        found[row["uid"]] = [
+            _sampled(row), *_resumed(row), *map(_scored, scored[at]), *map(_rewarded, rewarded[at]), *used[at],
+            *({"kind": "freed", "at": "", "title": f"hidden states of {teacher} freed", "facts": {}, "uids": []}
+              for teacher in gone[at]),
+        ]  # fmt: skip
+    return found
+
+
+def _by_row(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    found: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        found[row["sample_row"]].append(row)
+    return found
+
+
+def _resumed(row: dict[str, Any]) -> list[Event]:
+    if not row["interruptions"]:
+        return []
+    versions = f"{row['policy_version_first']} to {row['policy_version_last']}"
+    return [{
+        "kind": "resumed", "title": f"interrupted {row['interruptions']} times, resumed {row['resume']}", "at": "",
+        "facts": {"policy versions": versions}, "uids": [],
+    }]  # fmt: skip
 
 
 def _sampled(row: dict[str, Any]) -> dict[str, Any]:
@@ -63,48 +90,73 @@ def _rewarded(reward: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _used(store: Store, row: dict[str, Any], use: dict[str, Any]) -> list[dict[str, Any]]:
-    """Planned into a pack, and trained at a step when that step was taken."""
-    stage, window = use["stage"], use["window"]
-    keys = f"stage = {literal(stage)} and window = {int(window)}"
-    plans = store.table("plans", filter=keys).to_pylist()
-    plan = next((p for p in plans if p["digest"] == use["plan_digest"]), None)
-    if plan is None:
-        return []
-    pack = use["pack"]
-    members = plan["sample_rows"][plan["pack_starts"][pack] : plan["pack_starts"][pack + 1]]
-    teacher = plan["pack_teachers"][pack]
-    uids = store.take_samples(members[:MOST_COMPANIONS], ["uid"])["uid"].to_pylist()
-    planned = {
-        "kind": "planned", "at": _iso(plan["created_at"]), "uids": [other for other in uids if other != row["uid"]],
-        "title": f"planned for {stage}, window {window}, pack {pack}",
-        "facts": {"packed with": len(members) - 1,
+def _used(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> dict[int, list[Event]]:
+    """By row of `samples`: planned into a pack, and trained at a step when that step was taken."""
+    uses = {at: table.to_pylist() for at, table in uses_of(store, [r["sample_row"] for r in rows], snapshot).items()}
+    digests = {use["plan_digest"] for some in uses.values() for use in some}
+    if not digests:
+        return {at: [] for at in uses}
+    keys = f"digest IN ({', '.join(map(literal, sorted(digests)))})"
+    plans = {(p["stage"], p["digest"]): p for p in store.table("plans", filter=keys, snapshot=snapshot).to_pylist()}
+    steps = {(s["stage"], s["step"]): s for s in store.table("steps", snapshot=snapshot).to_pylist()}
+    packs = {(use["stage"], use["plan_digest"], use["pack"]) for some in uses.values() for use in some}
+    members = {key: _members(plans[key[:2]], key[2]) for key in packs}
+    near = sorted({row for some in members.values() for row in some[:MOST_COMPANIONS]})
+    names = dict(zip(near, store.take_samples(near, ["uid"], snapshot)["uid"].to_pylist(), strict=True))
+    found: dict[int, list[Event]] = {}
+    for row in rows:
+        events = found[row["sample_row"]] = []
+        for use in uses[row["sample_row"]]:
+            key = use["stage"], use["plan_digest"], use["pack"]
+            others = [names[at] for at in members[key][:MOST_COMPANIONS] if at != row["sample_row"]]
+            events.append(_planned(plans[key[:2]], use, others, len(members[key])))
+            step = steps.get((use["stage"], use["step"]))
+            if step is not None:
+                events.append(_trained(row, step))
+    return found
+
+
+def _members(plan: dict[str, Any], pack: int) -> list[int]:
+    rows: list[int] = plan["sample_rows"][plan["pack_starts"][pack] : plan["pack_starts"][pack + 1]]
+    return rows
+
+
+def _planned(plan: dict[str, Any], use: dict[str, Any], others: list[str], count: int) -> Event:
+    teacher = plan["pack_teachers"][use["pack"]]
+    return {
+        "kind": "planned", "at": _iso(plan["created_at"]), "uids": others,
+        "title": f"planned for {use['stage']}, window {use['window']}, pack {use['pack']}",
+        "facts": {"packed with": count - 1,
                   "teacher of the pack": plan["teachers"][teacher] if 0 <= teacher < len(plan["teachers"]) else "none"},
     }  # fmt: skip
-    if use["step"] is None:
-        return [planned]
-    step = store.table("steps", filter=f"stage = {literal(stage)} and step = {int(use['step'])}").to_pylist()[0]
+
+
+def _trained(row: dict[str, Any], step: dict[str, Any]) -> Event:
     share = row["loss_tokens"] / step["loss_tokens"] if step["loss_tokens"] else None
-    trained = {
-        "kind": "trained", "at": _iso(step["created_at"]), "uids": [], "step": step["step"], "stage": stage,
-        "title": f"trained at step {step['step']} of {stage}",
+    return {
+        "kind": "trained", "at": _iso(step["created_at"]), "uids": [], "step": step["step"], "stage": step["stage"],
+        "title": f"trained at step {step['step']} of {step['stage']}",
         "facts": {"policy version": step["policy_version"], "share of the batch's loss tokens": share,
                   "staleness": step["policy_version"] - row["policy_version_first"], "loss of the step": step["loss"],
                   "learning rate": step["learning_rate"]},
     }  # fmt: skip
-    return [planned, trained]
 
 
-def _freed(store: Store, row: dict[str, Any], teachers: list[str]) -> list[dict[str, Any]]:
-    """Hidden states that were scored and can be read no more."""
-    gone = []
-    for teacher in teachers:
-        name = signal_table(teacher, "hidden")
-        codecs = store.table(name, ["codec"], filter=f"uid = {literal(row['uid'])}")["codec"].to_pylist()
-        if not codecs or FREED in codecs:
-            gone.append(
-                {"kind": "freed", "at": "", "title": f"hidden states of {teacher} freed", "facts": {}, "uids": []}
-            )
+def _gone(store: Store, scored: dict[int, list[dict[str, Any]]]) -> dict[int, list[str]]:
+    """By row of `samples`: teachers whose hidden states of it were scored and can be read no more, as of now."""
+    asked: dict[str, dict[str, int]] = defaultdict(dict)
+    for at, scores in scored.items():
+        for score in scores:
+            if score["kind"] == "hidden":
+                asked[score["teacher"]][score["uid"]] = at
+    gone: dict[int, list[str]] = defaultdict(list)
+    for teacher, uids in asked.items():
+        keys = f"uid IN ({', '.join(map(literal, uids))})"
+        table = store.table(signal_table(teacher, "hidden"), ["uid", "codec"], keys).to_pylist()
+        kept = {row["uid"] for row in table if row["codec"] != FREED}
+        for uid, at in uids.items():
+            if uid not in kept:
+                gone[at].append(teacher)
     return gone
 
 

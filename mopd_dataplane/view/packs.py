@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mopd_dataplane.plan.balance import deal_steps, pack_costs
+from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.lineage import step_lineage
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 
-def step_page(store: Store, stage: str, step: int) -> dict[str, Any]:
-    """`step`: its row; `packs`: number, teacher, tokens and members (uid, total_len, domain); `budget` of a pack.
+MOST_RANKS = 1024
 
-    Raises UnknownNameError when the stage has no such step.
+
+def step_page(store: Store, stage: str, step: int, ranks: int = 0) -> dict[str, Any]:
+    """`step`: its row; `packs`: number, teacher, tokens and members (uid, total_len, domain); `budget` of a pack;
+    `ranks`: packs and share of the mean work of each data-parallel rank that the packs are dealt to.
+
+    ranks: how many; 0 takes the job's. Raises UnknownNameError when the stage has no such step.
     """
     line = step_lineage(store, stage, step)
     plan = line.plan.to_pylist()[0]
@@ -33,7 +41,26 @@ def step_page(store: Store, stage: str, step: int) -> dict[str, Any]:
         "budget": settings.get("pack_tokens", 0),
         "stats": json.loads(plan["stats"]),
         "steps": _around(store, stage),
+        "ranks": _dealt(list(packs.values()), min(ranks, MOST_RANKS) or _data_parallel(store)),
     }
+
+
+def _dealt(packs: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """What each rank gets of a step, dealt as the loader deals it."""
+    lengths = np.array([member["total_len"] for pack in packs for member in pack["members"]])
+    starts = np.cumsum([0, *(len(pack["members"]) for pack in packs)])
+    dealt, load = deal_steps(pack_costs(lengths, starts), np.array([0, len(packs)]), ranks)
+    mean = float(load[0].mean())
+    return [
+        {"packs": sorted(packs[at]["pack"] for at in own if at >= 0), "work": work / mean if mean else 0.0}
+        for own, work in zip(dealt[0].tolist(), load[0].tolist(), strict=True)
+    ]
+
+
+def _data_parallel(store: Store) -> int:
+    """Ranks of the job that made the store; 1 where no job did."""
+    scale = remembered_job(store).get("scale", {})
+    return max(1, int(scale.get("ranks", 1)) // max(1, int(scale.get("context_parallel", 1))))
 
 
 def _around(store: Store, stage: str) -> dict[str, Any]:

@@ -70,6 +70,9 @@ def answers(
         "total": total,
         "answers": shown,
         "groups": _groups(index, rows[0]["prompt_id"]),
+        "sql": index.statement(
+            f"group_id = {literal(group)}" if group else f"prompt_id = {literal(prompt_id)}", "", MOST_ANSWERS
+        ),
         "trend": _trend(index, rows[0]["prompt_id"]),
     }
 

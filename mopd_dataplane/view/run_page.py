@@ -6,7 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import Z95, rollout_curves, step_curves, with_intervals
+from mopd_dataplane.view.columns import STATS
 from mopd_dataplane.view.index import TABLE
 from mopd_dataplane.view.sample import finite
 
@@ -19,6 +21,14 @@ STEP_POINTS = 1500
 TIMES = """
     select stage, kind, iteration, value as seconds, detail, created_at
     from events where value is not null order by created_at"""
+TOKEN_CURVES = """
+    select stage, step, sum(mean_student_entropy * tokens) / sum(tokens) filter (mean_student_entropy is not null)
+             as student_entropy,
+           sum(mean_teacher_entropy * tokens) / sum(tokens) filter (mean_teacher_entropy is not null)
+             as teacher_entropy,
+           sum(mean_abs_gap * tokens) / sum(tokens) filter (mean_abs_gap is not null) as gap
+    from token_stats where step >= 0 group by stage, step order by stage, step"""
+"""Means over the trained tokens whose statistics a step kept."""
 EVALS = """
     select policy, policy_version, domain, avg(reward)::double as reward, count(reward) as answers,
            stddev_samp(reward)::double as sd, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,
@@ -30,14 +40,34 @@ EVALS = """
 def run_page(store: Store, index: Index) -> dict[str, Any]:
     """Everything the page of a run draws, at the index's snapshot."""
     rollouts = [with_intervals(row) for row in index.rows(rollout_curves(TABLE))]
+    judged = _by_teacher(index)
+    measured = store.sql(TOKEN_CURVES, snapshot=index.snapshot).to_pylist() if STATS in index.snapshot.versions else []
     steps = store.sql(step_curves(STEP_POINTS), snapshot=index.snapshot).to_pylist()
     for step in steps:
         step["extra"] = json.loads(step["extra"] or "{}")
     evals = [_wilson(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
     return {
-        "rollouts": rollouts, "steps": steps, "evals": evals, "times": _times(store, index),
+        "rollouts": rollouts, "judged": judged, "measured": measured, "steps": steps, "evals": evals,
+        "times": _times(store, index),
+        "sql": [index.over(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip()],
         "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},
     }  # fmt: skip
+
+
+def _by_teacher(index: Index) -> list[dict[str, Any]]:
+    """Reverse KL to each teacher by stage and iteration: `kl`, and half of its 95 % interval as `kl_ci`."""
+    names = [name for name in index.teachers if f"kl_{name}" in index.columns]
+    parts = [
+        f"""select stage, iteration, {literal(name)} as teacher, avg("kl_{name}")::double as kl,
+                   stddev_samp("kl_{name}")::double as sd, count("kl_{name}") as judged
+            from {TABLE} where "kl_{name}" is not null and policy <> 'reference' group by stage, iteration"""
+        for name in names
+    ]
+    rows = index.rows(" union all ".join(parts) + " order by stage, teacher, iteration") if parts else []
+    for row in rows:
+        spread, count = row.pop("sd"), row.pop("judged")
+        row["kl_ci"] = Z95 * spread / count**0.5 if spread is not None and count > 1 else None
+    return rows
 
 
 def _wilson(row: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from mopd_dataplane.view.columns import FLAGS
 from mopd_dataplane.view.glance import Glance
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.live import live_samples
+from mopd_dataplane.view.student import Student
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -39,6 +40,7 @@ class Shown:
         self._decoder: Decoder | Numbers | None = None
         self._next_look = 0.0
         self._answers: dict[tuple[Any, ...], Any] = {}
+        self.student = Student(store)
 
     @property
     def name(self) -> str:

@@ -57,7 +57,7 @@ def candidates(
             else:
                 said = _from_topk(store, name, row["sample_row"], ordinals, snapshot)
             for answers, (ids, logprobs), (token, _) in zip(found, said, places, strict=True):
-                answers.append(about | _ranked(ids, logprobs, token, whole=source == "hidden"))
+                answers.append(about | ranked(ids, logprobs, token, whole=source == "hidden"))
         except (MopdError, OSError, ValueError) as error:
             for answers in found:
                 answers[:] = [answer for answer in answers if answer["teacher"] != name]
@@ -93,7 +93,8 @@ def _from_states(
         yield np.arange(len(logprobs)), logprobs.astype(np.float32)
 
 
-def _ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, Any]:
+def ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, Any]:
+    """The SHOWN likeliest of ids [K] with log-probs [K], and where the token stands among them. whole: K is all."""
     order = np.argsort(-logprobs, kind="stable")
     place = np.flatnonzero(ids[order] == token)
     top = order[:SHOWN]

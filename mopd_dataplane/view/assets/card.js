@@ -1,9 +1,11 @@
 // The card of a token: what the student and each teacher gave it, and what they would have said instead.
 
-import { once } from "./api.js";
+import { isStatic, once } from "./api.js";
 import { diverging, paint } from "./colours.js";
 import { h, put } from "./dom.js";
 import { number, percent, short, shown, signed } from "./format.js";
+
+const SOURCES = { hidden: "whole vocabulary, from hidden state × head", weights: "whole vocabulary, its weights read again" };
 
 let asked = 0;
 
@@ -15,7 +17,7 @@ function versionAt(data, i) {
 function said(data, i) {
   const rows = data.teachers.filter((t) => t.logprob).map((t) => {
     const ratio = data.sampler ? t.logprob[i] - data.sampler[i] : NaN;
-    return h("tr", {}, h("th", { scope: "row" }, t.name), h("td", {}, number(t.logprob[i])), h("td", {}, percent(Math.exp(t.logprob[i]))),
+    return h("tr", {}, h("th", { scope: "row", title: t.name }, t.name), h("td", {}, number(t.logprob[i])), h("td", {}, percent(Math.exp(t.logprob[i]))),
       h("td", { style: { backgroundColor: paint("diverging", diverging(ratio)) } }, signed(ratio)),
       h("td", {}, t.topk ? (t.topk.rank[i] > 0 ? `${t.topk.rank[i]}` : `> ${t.topk.k}`) : "–"), h("td", {}, t.topk ? percent(t.topk.tail[i]) : "–"));
   });
@@ -35,7 +37,7 @@ function column(teacher, token) {
   const top = Math.exp(teacher.logprobs[0]);
   const rank = teacher.rank ? `rank ${teacher.rank}` : `not among its ${teacher.k}`;
   return h("div", { class: "candidates" }, h("h3", {}, teacher.teacher),
-    h("p", {}, h("small", {}, `${rank} · tail ${percent(teacher.tail)} · ${teacher.whole ? "whole vocabulary, from hidden state × head" : `stored top-${teacher.k}`}`)),
+    h("p", {}, h("small", {}, `${rank} · tail ${percent(teacher.tail)} · ${SOURCES[teacher.source] || `stored top-${teacher.k}`}`)),
     h("ol", {}, teacher.ids.map((id, n) => {
       const p = Math.exp(teacher.logprobs[n]);
       return h("li", { class: id === token ? "sampled" : "" }, h("i", { class: "p", style: { width: `${Math.max(1, 100 * p / top)}%` } }),
@@ -49,13 +51,20 @@ export function card(aside, data, i, { params, uid, store }) {
   put(aside, h("h2", {}, h("code", { class: "piece" }, short(shown(data.pieces[i]), 80).replace(/^ $/, "␣") || "·")),
     h("p", { class: "where" }, `position ${i} of ${data.length} · id ${token} · ${data.mask[i] ? `policy v${versionAt(data, i)}` : "not written by the policy"}`),
     data.mask[i] ? said(data, i) : null, stats(data, i), below);
-  if (!data.mask[i] || !data.teachers.some((t) => t.kinds.includes("topk") || t.kinds.includes("hidden"))) return;
-  setTimeout(async () => {
+  if (!data.mask[i]) return;
+  const student = h("div", { class: "flat" }), teachers = h("div", { class: "flat" });
+  put(below, isStatic() ? null : student, teachers);
+  const fill = async (name, place, show) => {
     if (own !== asked) return;
     try {
-      const found = await once("candidates", { store: params.store || 0, uid, position: i }, store.digest);
-      if (own !== asked) return;
-      put(below, found.note ? h("p", { class: "empty" }, found.note) : null, found.teachers.map((t) => column(t, token)));
-    } catch (error) { if (own === asked) put(below, h("p", { class: "damage" }, error.message)); }
+      const found = await once(name, { store: params.store || 0, uid, position: i }, store.digest);
+      if (own === asked) put(place, show(found));
+    } catch (error) { if (own === asked) put(place, h("p", { class: "empty" }, h("small", {}, error.message))); }
+  };
+  setTimeout(async () => {
+    if (data.teachers.some((t) => t.kinds.includes("topk") || t.kinds.includes("hidden"))) {
+      await fill("candidates", teachers, (found) => [found.note ? h("p", { class: "empty" }, found.note) : null, found.teachers.map((t) => column(t, token))]);
+    }
+    if (!isStatic()) await fill("student", student, (found) => (found.note ? h("p", { class: "empty" }, h("small", {}, found.note)) : column(found, token)));
   }, 120);
 }

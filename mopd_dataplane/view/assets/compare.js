@@ -3,6 +3,7 @@
 import { ask } from "./api.js";
 import { h, put, select, table } from "./dom.js";
 import { count, number, signed } from "./format.js";
+import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
 
 async function choices(stores, signal) {
@@ -27,7 +28,8 @@ export async function comparePage(main, { params }, { stores, signal }) {
   if (known.length < 2) { put(main, h("h1", {}, "Compare"), h("p", { class: "empty" }, "There is only one iteration of one stage to look at.")); return { keys: {} }; }
   const a = known.find((c) => c.key === params.a) || known[0], b = known.find((c) => c.key === params.b) || known[known.length - 1];
   const options = known.map((c) => [c.key, c.title]);
-  const found = await ask("compare", { store: a.store, other: b.store, a: a.where, b: b.where }, { signal });
+  const asked = { store: a.store, other: b.store, a: a.where, b: b.where };
+  const found = await ask("compare", asked, { signal });
   put(main, h("h1", {}, "Compare"), h("div", { class: "row controls" }, select("A", a.key, options, (k) => adjust({ a: k })), select("B", b.key, options, (k) => adjust({ b: k }))),
     h("p", { class: "lead" }, `${count(found.shared)} prompts answered by both, ${count(found.only_a)} by A only, ${count(found.only_b)} by B only. Differences are paired by prompt, ± 95 %; bold: beyond it.`),
     found.domains.length ? table([
@@ -38,6 +40,7 @@ export async function comparePage(main, { params }, { stores, signal }) {
       { title: "prompt", word: true, show: (p) => h("a", { href: address("prompt", p.prompt_id, { store: a.store || "", a: p.a.uid, b: a.store === b.store ? p.b.uid : "" }) }, p.prompt_id) },
       { title: "reward", show: (p) => `${number(p.a.reward, 2)} → ${number(p.b.reward, 2)}` }, { title: "reverse KL", show: (p) => `${signed(p.a.kl, 3)} → ${signed(p.b.kl, 3)}` },
       { title: "length", show: (p) => `${number(p.a.response_len, 0)} → ${number(p.b.response_len, 0)}` },
-    ], found.prompts.slice(0, 40))] : null);
+    ], found.prompts.slice(0, 40))] : null,
+    sources("compare", asked, found.sql, { store: a.store }));
   return { keys: {} };
 }

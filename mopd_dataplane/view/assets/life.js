@@ -3,12 +3,23 @@
 import { once } from "./api.js";
 import { h, put } from "./dom.js";
 import { clock, count, number, size } from "./format.js";
+import { literal, sources } from "./sources.js";
 import { address } from "./state.js";
 
 function fact(name, value) {
   if (value === null || value === undefined || value === "") return null;
   const shown = name === "bytes" ? size(value) : typeof value === "number" ? (Number.isInteger(value) ? count(value) : number(value, 4)) : String(value);
   return h("div", {}, h("dt", {}, name), h("dd", {}, shown));
+}
+
+function statement(uid) {
+  const own = literal(uid);
+  return `select created_at as at, 'sampled by ' || policy || ' v' || policy_version_first as what from samples where uid = ${own}
+union all select created_at, 'scored by ' || teacher || ', ' || kind from scores where uid = ${own}
+union all select created_at, 'reward ' || reward || ' by ' || verifier from rewards where uid = ${own}
+union all select created_at, 'planned for ' || stage || ', window ' || "window" from plans
+  where list_contains(sample_rows, (select sample_row from (from scores select uid, sample_row union all from rewards select uid, sample_row) where uid = ${own} limit 1))
+order by at`;
 }
 
 export async function lifePage(main, { id, params }, { stores }) {
@@ -20,6 +31,7 @@ export async function lifePage(main, { id, params }, { stores }) {
       h("dl", { class: "facts" }, Object.entries(event.facts).map(([k, v]) => fact(k, v))),
       event.step !== undefined ? h("p", {}, h("a", { href: address("step", event.stage, { store: params.store, n: event.step }) }, "packs of this step")) : null,
       event.uids.length ? h("p", { class: "companions" }, "with ", event.uids.slice(0, 24).map((uid) => [h("a", { href: address("sample", uid, { store: params.store }) }, uid.slice(0, 8)), " "]),
-        event.uids.length > 24 ? `and ${event.uids.length - 24} more` : null) : null))));
+        event.uids.length > 24 ? `and ${event.uids.length - 24} more` : null) : null))),
+    sources("life", { store: params.store || 0, uid: id }, statement(id), params));
   return { keys: { u: ["back to the sample", () => { location.hash = address("sample", id, params); }] } };
 }

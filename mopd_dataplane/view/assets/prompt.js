@@ -5,6 +5,7 @@ import { chart } from "./chart.js";
 import { diverging, legend, paint } from "./colours.js";
 import { h, put, select, table } from "./dom.js";
 import { count, number, shown, signed } from "./format.js";
+import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
 
 function text(answer, teacher) {
@@ -69,7 +70,8 @@ export async function promptPage(main, { id, params }, { stores, signal }) {
       teachers.length ? select("coloured by", teacher, teachers, (t) => adjust({ teacher: t })) : null,
       teachers.length ? h("div", { class: "legend" }, legend("diverging").map(([l, t]) => h("span", { style: { backgroundColor: paint("diverging", l) } }, t)), h("small", {}, "nat, teacher − sampler")) : null,
       pages > 1 ? Array.from({ length: pages }, (_, i) => h("a", { href: address("prompt", id, { ...params, offset: i * 64 || "" }) }, String(i + 1))) : null),
-    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, picked))));
+    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, picked))),
+    sources("prompt", asked, found.sql, params));
   if (picked.a && picked.b && picked.a !== picked.b) {
     ask("difference", { store: params.store || 0, a: picked.a, b: picked.b }, { signal })
       .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });

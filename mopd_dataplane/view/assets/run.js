@@ -4,6 +4,7 @@ import { isStatic, link, once } from "./api.js";
 import { chart } from "./chart.js";
 import { h, put, select } from "./dom.js";
 import { count, seconds } from "./format.js";
+import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
 
 function group(rows, key) {
@@ -34,6 +35,15 @@ function extras(rows) {
   return [
     teachers.length ? chart(teachers.map((k) => line(k, k.split("/")[1])), { title: "Reverse KL by teacher, while training", unit: "nat/token" }) : null,
     ...keys.filter((k) => !k.startsWith("teacher/")).map((k) => chart([line(k, k)], { title: k.replace(/_/g, " ") })),
+  ];
+}
+
+// From the statistics that training kept of some samples.
+function kept(rows) {
+  const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r[key]) });
+  return [
+    chart([line("gap", "mean")], { title: "Trainer against sampler, |log-prob gap|", unit: "nat/token", empty: "No statistics of tokens were kept." }),
+    chart([line("student_entropy", "student"), line("teacher_entropy", "teacher")], { title: "Entropy on trained tokens", unit: "nat", empty: "No statistics of tokens were kept." }),
   ];
 }
 
@@ -89,6 +99,9 @@ export async function runPage(main, { params }, { stores }) {
     h("div", { class: "charts" },
       chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),
+      chart([...group(run.judged.filter((r) => r.stage === stage), (r) => r.teacher)].map(([name, own]) => ({ name, x: own.map((r) => r.iteration), y: own.map((r) => r.kl),
+        low: own.map((r) => (r.kl_ci === null ? null : r.kl - r.kl_ci)), high: own.map((r) => (r.kl_ci === null ? null : r.kl + r.kl_ci)) })),
+      { title: "Reverse KL by teacher", unit: "nat/token, 95 % interval", ...first }),
       chart(byDomain(rollouts, "length", "length_ci"), { title: "Response length", unit: "tokens, mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
       chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),
@@ -100,11 +113,12 @@ export async function runPage(main, { params }, { stores }) {
       chart(stepLines(steps, "grad_norm"), { title: "Gradient norm", unit: "before clipping" }), chart(stepLines(steps, "learning_rate"), { title: "Learning rate" }),
       chart(stepLines(steps, "staleness_mean"), { title: "Staleness", unit: "versions, mean" }), chart(stepLines(steps, "tokens_per_s"), { title: "Throughput", unit: "tokens/s" }),
       chart(stepLines(steps, "step_time_s"), { title: "Time of a step", unit: "s" }),
-      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step" }), extras(steps))
+      chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step" }), extras(steps), kept(run.measured.filter((r) => r.stage === stage)))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
     h("h2", {}, "Time"), timeline(run.times, run.steps),
     h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with) : h("p", { class: "empty" }, "The store does not say what it was made with."),
-    h("h2", {}, "Settings of the job"), Object.keys(run.job).length ? settings(run.job) : h("p", { class: "empty" }, "No job made this store."));
+    h("h2", {}, "Settings of the job"), Object.keys(run.job).length ? settings(run.job) : h("p", { class: "empty" }, "No job made this store."),
+    sources("run", { store: params.store || 0 }, run.sql, params));
   const turn = (step) => { if (stages.length) adjust({ stage: stages[(stages.indexOf(stage) + step + stages.length) % stages.length] }); };
   return { keys: { "]": ["next stage", () => turn(1)], "[": ["previous stage", () => turn(-1)] } };
 }

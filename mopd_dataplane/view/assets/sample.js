@@ -7,8 +7,9 @@ import { legend, paint } from "./colours.js";
 import { copier, h, put, say, select } from "./dom.js";
 import { clock, count, number, shown, signed } from "./format.js";
 import { labelPanel } from "./labels.js";
-import { curlOf, contextOf } from "./samples.js";
+import { contextOf } from "./samples.js";
 import { lanesOf, nextSurprise, signalsOf, unpack } from "./signals.js";
+import { literal, sources } from "./sources.js";
 import { adjust, address, whereOf } from "./state.js";
 import { Strip } from "./strip.js";
 
@@ -16,7 +17,7 @@ function facts(row, params) {
   const items = [
     ["domain", row.domain], ["stage", `${row.stage} · iteration ${row.iteration}`],
     ["written by", row.policy === "reference" ? "reference" : `${row.policy} v${row.policy_version_first}${row.policy_version_last > row.policy_version_first ? ` to v${row.policy_version_last}` : ""}`],
-    ["reward", number(row.reward)], ["reverse KL", `${signed(row.kl, 3)} nat/token`],
+    ["reward", `${number(row.reward)}${Number.isFinite(row.advantage) && row.group_size > 1 ? `, advantage ${signed(row.advantage)}` : ""}`], ["reverse KL", `${signed(row.kl, 3)} nat/token`],
     ["tokens", `${count(row.response_len)}, ${count(row.loss_tokens)} trained`], ["finish", row.finish_reason],
     ["interruptions", row.interruptions ? `${row.interruptions}, resumed ${row.resume}` : "none"],
     ["sampled", clock(row.created_at)],
@@ -33,7 +34,7 @@ function legendOf(signal) {
   const steps = legend(signal.scale, signal.edges);
   return h("div", { class: "legend", role: "img", "aria-label": `Scale of ${signal.title}${signal.unit ? ` in ${signal.unit}` : ""}` },
     steps.map(([level, text]) => h("span", { style: { backgroundColor: paint(signal.scale, level) } }, text)),
-    signal.unit ? h("small", {}, signal.scale === "diverging" ? "nat; blue: the teacher liked it more" : signal.unit) : null);
+    signal.unit ? h("small", {}, signal.scale === "diverging" && signal.unit === "nat" ? "nat; blue: the teacher liked it more" : signal.unit) : null);
 }
 
 function laneNames(lanes) {
@@ -48,6 +49,12 @@ function missing(data) {
   return troubles.length ? h("ul", { class: "damage", "aria-label": "What is missing" }, troubles.map((t) => h("li", {}, t))) : null;
 }
 
+function statement(uid) {
+  return `select * from samples join tokens using (uid)
+left join (select uid, list({teacher: teacher, kind: kind, kl: mean_reverse_kl, coverage: coverage}) as judged from scores group by uid) using (uid)
+where uid = ${literal(uid)}`;
+}
+
 async function neighbour(params, step, signal) {
   const at = Number(params.at);
   if (params.at === undefined || params.at === "" || at + step < 0) return null;
@@ -58,8 +65,7 @@ async function neighbour(params, step, signal) {
 export async function samplePage(main, { id, params }, { stores, signal: stop }) {
   const store = stores[Number(params.store || 0)] || stores[0];
   const sample = await once("sample", { store: params.store || 0, uid: id }, store.digest);
-  const head = h("header", { class: "row" }, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"),
-    isStatic() ? null : copier(() => curlOf("sample", { store: params.store || 0, uid: id }), "copy as curl"));
+  const head = h("header", { class: "row" }, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"));
   const tabs = h("nav", { class: "row", "aria-label": "About this sample" },
     h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id }) }, "group"),
     h("a", { href: address("life", id, { ...contextOf(params), at: params.at }) }, "life"),
@@ -111,7 +117,7 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
   control();
   put(main, head, tabs, facts(data.row, params), missing(data), prompt, controls, help,
     h("div", { class: "reader" }, h("div", { class: "reading" }, lanes.length ? laneNames(lanes) : null, strip.root, plot), aside),
-    isStatic() ? null : labelPanel(store, id, sample.labels, params));
+    isStatic() ? null : labelPanel(store, id, sample.labels, params), sources("sample", { store: params.store || 0, uid: id }, statement(id), params));
   draw();
   strip.layout();
   choose(at, { quiet: true });

@@ -1,10 +1,11 @@
 // The table of rollouts: histograms in the heads, filters as SQL, flags, sorting, paging, search in what was written.
 
-import { ask, isStatic, link } from "./api.js";
+import { ask, isStatic } from "./api.js";
 import { copier, h, put, say, select } from "./dom.js";
 import { cell, count, short } from "./format.js";
 import { histogram } from "./histogram.js";
 import { searchPanel } from "./search.js";
+import { curlOf, quote } from "./sources.js";
 import { adjust, address, asSql, conditions, go, whereOf, withCondition } from "./state.js";
 
 const PAGE = 50;
@@ -64,12 +65,6 @@ function filterBar(store, params, sql) {
         copier(() => `mopd query ${quote(store.uri)} ${quote(sql())}`, "copy as mopd query"),
         copier(() => curlOf("samples", { store: params.store || 0, where, order: params.order || "", limit: PAGE }), "copy as curl"),
         h("button", { class: "quiet", type: "button", onclick: () => go("sql", "", { store: params.store, q: sql() }) }, "edit as a query"))));
-}
-
-const quote = (text) => `'${String(text).replace(/'/g, "'\\''")}'`;
-
-export function curlOf(name, params) {
-  return `curl -H "Authorization: Bearer $MOPD_VIEW_TOKEN" ${quote(new URL(link(name, params), location.href.split("#")[0]))}`;
 }
 
 function columnPicker(store, columns) {

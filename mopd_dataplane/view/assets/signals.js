@@ -58,6 +58,8 @@ const OF_SAMPLE = [
   { key: "sampler", title: "sampler surprise, −log p", ...rise, values: (data) => data.sampler && each(data, (i) => -data.sampler[i]) },
   { key: "kept", title: "ids that top-k and top-p kept", scale: "rising", unit: "", edges: RANKS,
     level: (v) => rising(v, RANKS), values: (data) => data.kept && each(data, (i) => data.kept[i]) },
+  { key: "advantage", title: "advantage: reward − mean of the group", scale: "diverging", level: diverging, unit: "reward",
+    values: (data) => (Number.isFinite(data.row.advantage) ? each(data, () => data.row.advantage) : null) },
   { key: "version", title: "policy version", scale: "kinds", unit: "", level: (v) => v, values: (data) => {
     const out = new Float32Array(data.length);
     data.spans.forEach((span) => out.fill(span.version, span.start, span.end));

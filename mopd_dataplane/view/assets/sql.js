@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { copier, h, put, table } from "./dom.js";
 import { cell, count, short } from "./format.js";
 import { adjust, address } from "./state.js";
-import { curlOf } from "./samples.js";
+import { curlOf } from "./sources.js";
 
 export async function sqlPage(main, { params }, { stores, signal }) {
   const store = stores[Number(params.store || 0)] || stores[0];

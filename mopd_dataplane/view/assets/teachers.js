@@ -3,12 +3,15 @@
 import { once } from "./api.js";
 import { h, put, table } from "./dom.js";
 import { count, number, percent, signed, size } from "./format.js";
+import { sources } from "./sources.js";
 import { address } from "./state.js";
 
 export async function teachersPage(main, { params }, { stores }) {
   const store = stores[Number(params.store || 0)] || stores[0];
   const found = await once("teachers", { store: params.store || 0 }, store.digest);
   const f = (r) => JSON.stringify([{ c: "domain", in: [r.domain] }]);
+  const examples = (r, kind) => ((found.examples[`${r.teacher}/${r.domain}`] || {})[kind] || []).map((e) => [
+    h("a", { href: address("sample", e.uid, { store: params.store, teacher: r.teacher }), title: `KL ${number(e.kl)}, mean log p ${number(e.logprob)}, reward ${number(e.reward)}` }, e.uid.slice(0, 8)), " "]);
   put(main, h("h1", {}, "Teachers"),
     table([
       { title: "teacher", word: true, show: (t) => t.name }, { title: "weights from", word: true, show: (t) => t.source },
@@ -17,14 +20,15 @@ export async function teachersPage(main, { params }, { stores }) {
       { title: "digest", word: true, show: (t) => h("code", {}, String(t.weights_digest).slice(0, 12)) },
     ], found.teachers),
     h("h2", {}, "What they said"),
-    h("p", { class: "lead" }, "KL: mean sampler minus teacher log-prob over loss tokens. Agrees: correlation of the teacher's liking with the verifier's reward over samples; negative means it likes wrong answers."),
+    h("p", { class: "lead" }, "Means over loss tokens; KL: sampler minus teacher log-prob. Entropy and same first choice: where statistics of tokens were kept. Right over wrong: the chance that a right answer has the higher mean teacher log-prob; 0.5 is none. Accuracy: of the teacher itself on held-out prompts. Overlap, calibration and push need the models: mopd teachers."),
     table([
       { title: "teacher", word: true, show: (r) => r.teacher }, { title: "domain", word: true, show: (r) => r.domain }, { title: "signal", word: true, show: (r) => `${r.kind} ${r.codec}` },
       { title: "samples", show: (r) => h("a", { href: address("samples", "", { store: params.store, f: f(r), order: `-kl_${r.teacher}`, w: `"kl_${r.teacher}" is not null` }) }, count(r.samples)) },
       { title: "tokens", show: (r) => count(r.tokens) }, { title: "bytes", show: (r) => size(r.bytes) }, { title: "coverage", show: (r) => percent(r.coverage) },
-      { title: "KL", show: (r) => signed(r.kl, 3) }, { title: "agrees", show: (r) => signed(r.agrees) },
-      { title: "differs most on", word: true, show: (r) => (found.examples[`${r.teacher}/${r.domain}`] || []).map((e) => [
-        h("a", { href: address("sample", e.uid, { store: params.store, teacher: r.teacher }), title: `KL ${number(e.kl)}, reward ${number(e.reward)}` }, e.uid.slice(0, 8)), " "]) },
-    ], found.judged));
+      { title: "accuracy", show: (r) => percent(r.accuracy) }, { title: "log p", show: (r) => number(r.logprob) }, { title: "KL", show: (r) => signed(r.kl, 3) },
+      { title: "entropy", show: (r) => number(r.entropy) }, { title: "same first choice", show: (r) => percent(r.top1) }, { title: "right over wrong", show: (r) => number(r.discrimination, 2) },
+      { title: "differs most on", word: true, show: (r) => examples(r, "far") }, { title: "likes, though wrong", word: true, show: (r) => examples(r, "liked") },
+      { title: "dislikes, though right", word: true, show: (r) => examples(r, "disliked") },
+    ], found.judged), sources("teachers", { store: params.store || 0 }, found.sql, params));
   return { keys: {} };
 }

@@ -387,3 +387,71 @@ def test_unfinished_samples_are_read_from_the_token_log(make_store: Callable[...
     live = get(page, "pulse")["live"]
     assert [(sample["uid"], sample["tokens"], sample["end"]) for sample in live] == [("a" * 32, 3, "BCD")]
     log.close()
+
+
+def test_teachers_prefer_right_answers_as_mopd_teachers_counts_it(page: TestClient, demo_store: Store) -> None:
+    from mopd_dataplane.score.teacher_comparison import auroc
+
+    judged = [row for row in get(page, "teachers")["judged"] if row["kind"] == "logprob"]
+    assert judged
+    for row in judged:
+        rows = demo_store.sql(
+            f"""select mean_logprob - mean_reverse_kl as said, reward from scores join samples using (uid)
+                join rewards using (uid) where teacher = '{row["teacher"]}' and domain = '{row["domain"]}'
+                and kind = 'logprob' and not isnan(mean_reverse_kl)"""
+        )
+        wanted = auroc(rows["said"].to_numpy(), rows["reward"].to_numpy() >= 1)
+        assert row["discrimination"] == pytest.approx(wanted)
+    examples = get(page, "teachers")["examples"][f"{judged[0]['teacher']}/{judged[0]['domain']}"]
+    assert all(example["reward"] < 1 for example in examples["liked"])
+    assert all(example["reward"] >= 1 for example in examples["disliked"])
+
+
+def test_packs_are_dealt_to_ranks_as_the_loader_deals_them(page: TestClient, demo_store: Store) -> None:
+    from mopd_dataplane.plan.balance import deal, pack_costs
+
+    step = demo_store.table("steps").to_pylist()[-1]
+    found = get(page, "step", stage=step["stage"], step=step["step"], ranks=2)
+    plan = demo_store.plan(step["stage"], step["window"])
+    lengths = demo_store.take_samples(plan.sample_rows, ["total_len"])["total_len"].to_numpy()
+    order = [s["step"] for s in demo_store.table("steps").to_pylist() if s["plan_digest"] == step["plan_digest"]]
+    dealt = deal(plan, sorted(order).index(step["step"]), 2, pack_costs(lengths, plan.pack_starts))
+    assert [rank["packs"] for rank in found["ranks"]] == [[pack for pack in rank if pack >= 0] for rank in dealt]
+    assert sum(rank["work"] for rank in found["ranks"]) == pytest.approx(2)
+
+
+def test_every_view_shows_statements_that_run_as_they_stand(page: TestClient, demo_store: Store) -> None:
+    row = rows_of(get(page, "samples", limit=1))[0]
+    answers = [get(page, "run"), get(page, "teachers"), get(page, "prompt", prompt=row["prompt_id"]),
+               get(page, "compare", a="iteration = 0", b="iteration = 3")]  # fmt: skip
+    for answer in answers:
+        for sql in [answer["sql"]] if isinstance(answer["sql"], str) else answer["sql"]:
+            assert demo_store.sql(sql).num_rows > 0 or "from token_stats" in sql, "the store keeps no such statistics"
+
+
+def test_the_lives_of_many_are_those_of_each(page: TestClient, demo_store: Store) -> None:
+    from mopd_dataplane.view.life import lives
+
+    shown = Shown(demo_store)
+    index = shown.index()
+    rows = index.rows("select * from rollouts order by uid limit 7")
+    together = lives(demo_store, index.snapshot, rows)
+    for row in rows:
+        alone = get(page, "life", uid=row["uid"])
+        assert [(event["kind"], event["title"], event["uids"]) for event in together[row["uid"]]] == [
+            (event["kind"], event["title"], event["uids"]) for event in alone
+        ]
+
+
+def test_weights_that_are_not_there_are_said_to_be_missing(page: TestClient) -> None:
+    assert "not in the store" in get(page, "student", uid=some_uid(page), position=0)["note"]
+
+
+def test_advantages_of_a_group_add_up_to_nothing(page: TestClient) -> None:
+    rows = rows_of(get(page, "samples", limit=500, where="advantage is not null"))
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["group_id"], []).append(row)
+    for own in groups.values():
+        mean = sum(row["reward"] for row in own) / len(own)
+        assert [row["advantage"] for row in own] == pytest.approx([row["reward"] - mean for row in own])
