@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +13,9 @@ from mopd_dataplane.cli.output import note, plain, print_facts, print_json, prin
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.query.text import size
+
+if TYPE_CHECKING:
+    from mopd_dataplane.run.delete import Preview
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -136,6 +140,77 @@ def copy(
     note(f"{target} is a store; {source} is as it was")
 
 
+def delete(
+    store: StoreUri,
+    where: Annotated[
+        str, typer.Option("--where", help="Samples that go: a predicate over samples, \"prompt_id = 'p17'\".")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete samples with everything that speaks of them; `compact --now` then takes their bytes off the disk.
+
+    A prompt goes when all its samples do, and its held-out answers with it. Where no sample fits, prompts without
+    samples go. Snapshots that hold one of them are given up. Plans stay and hold numbers only; which ones used the
+    samples, and which policies were trained on them, is said. Killed, the same line goes on.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.errors import UnknownNameError
+    from mopd_dataplane.run import delete as deleting
+
+    opened = open_store(store)
+    begun = [] if dry_run else deleting.unfinished(opened)
+    for deletion in begun:
+        note(f"deletion of {deletion.began} goes on: {len(deletion.uids):,} samples, {len(deletion.prompts):,} prompts")
+        for part in deleting.resume(opened, deletion):
+            note(part)
+    try:
+        chosen, facts = deleting.preview(opened, where)
+    except UnknownNameError:
+        if not begun:
+            raise
+        if as_json:
+            print_json({"deleted": True, "continued": len(begun)})
+        return
+    if not as_json:
+        _show_preview(facts)
+    if not dry_run:
+        _confirm(f"delete {facts.samples:,} samples and {facts.prompts:,} prompts of {opened.uri} for good?", yes)
+        for part in deleting.resume(opened, deleting.begin(opened, chosen)):
+            note(part)
+        note(f"deleted; their bytes leave the disk with: mopd store compact {opened.uri} --now")
+    if as_json:
+        print_json({"deleted": not dry_run, "continued": len(begun), **plain(facts)})
+
+
+def _show_preview(facts: Preview) -> None:
+    print_rows(("table", "rows that go"), facts.rows.items())
+    if facts.uses:
+        columns = ("stage", "window", "samples", "steps", "trained on them from version")
+        uses = [[u.stage, u.window, u.samples, u.steps, _or_none(u.first_version)] for u in facts.uses]
+        print_rows(columns, uses)
+        note("policies stay as they are: each later version, and what was trained from it, has seen them too")
+    if facts.snapshots:
+        note(f"snapshots that hold them and are given up: {', '.join(facts.snapshots)}")
+
+
+def _or_none(version: int | None) -> int | str:
+    return "none" if version is None else version
+
+
+def _confirm(question: str, yes: bool) -> None:
+    """Raise InputError unless somebody says yes."""
+    from mopd_dataplane.errors import InputError
+
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InputError(f"{question} Nobody is there to ask: give --yes, or look first with --dry-run")
+    if not typer.confirm(question, err=True):
+        raise InputError("nothing was deleted")
+
+
 def add_to(app: typer.Typer) -> None:
     """Register the `store` group."""
     group = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
@@ -143,5 +218,6 @@ def add_to(app: typer.Typer) -> None:
     register(group, verify, "mopd store verify runs/quickstart --json")
     register(group, compact, "mopd store compact runs/quickstart --now")
     register(group, copy, "mopd store copy runs/quickstart s3://bucket/math --where \"domain = 'math'\"")
+    register(group, delete, "mopd store delete runs/quickstart --where \"prompt_id = 'p17'\" --dry-run")
     register(group, upgrade, "mopd store upgrade runs/old runs/new")
     app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

@@ -38,6 +38,7 @@ class WindowSource:
         self._store = store
         self._spec = spec
         rows = plan.sample_rows
+        store.deletions.refuse_rows(rows)
         columns = ["total_len", "loss_tokens", "policy_version_first"]
         metadata = store.take_samples(rows, columns, plan.snapshot)
         self.lengths: NDArray[np.int64] = metadata["total_len"].to_numpy().astype(np.int64)

@@ -60,7 +60,8 @@ class StepLineage:
     step: pa.Table
     plan: pa.Table
     samples: pa.Table
-    """Metadata of the samples of the step's batch, in pack order, with columns `sample_row`, `pack`, `teacher`."""
+    """Metadata of the samples of the step's batch but for deleted ones, in pack order, with columns `sample_row`,
+    `pack`, `teacher`."""
 
 
 def find_sample(store: Store, uid: str) -> tuple[str, int]:
@@ -166,7 +167,8 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int) -> pa.Tabl
             ),
         }
     )
-    joined = store.take_samples(rows)
+    members = members.filter(pa.array(~np.isin(rows, store.deletions.rows())))
+    joined = store.take_samples(members["sample_row"].to_numpy())
     for name in ("teacher", "pack", "sample_row"):
         joined = joined.add_column(1, name, members[name])
     return joined

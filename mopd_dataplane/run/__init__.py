@@ -26,6 +26,7 @@ checkpoint_copy.py    checkpoints on their way to an object store and back
 token_log_copy.py     the token log's copy there
 upgrade.py            a store of format 1, whole, in today's format
 whole_copy.py         a store, whole, at another place
+delete.py             samples out of a store for good
 provenance.py         commit, settings, sampler and machine of a published figure
 progress.py           bars on a terminal, one line per finished step everywhere
 """

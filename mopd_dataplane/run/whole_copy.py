@@ -2,7 +2,8 @@
 
     token log, checkpoints    first, so that the tables have whatever they name
     tables, snapshots         as they are: rows keep their ids, versions their numbers
-    weights, heads, the job   last, so that whatever the tables name is there
+    weights, heads, the job,
+    what was deleted          last, so that whatever the tables name is there
 
 Every checksum is compared at the end, before the copy opens as a store. Killed anywhere, the same call goes on.
 """
@@ -26,6 +27,7 @@ from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.copy_files import begin_copy, copy_file, copy_folders, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.deletions import FOLDER as DELETIONS
 from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.whole_copy import copy_tables, table_names
@@ -54,6 +56,8 @@ def copy_whole(source: Store, target: str) -> Iterator[str]:
         yield "checkpoints"
         yield from copy_tables(source, place)
     copy_weights(source, place)
+    for deletion in source._place.children(DELETIONS):
+        copy_file(source, place, f"{DELETIONS}/{deletion}")
     copy_job(source, place)
     yield "files"
     finish_copy(source, place, table_names(source))

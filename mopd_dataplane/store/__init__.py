@@ -46,6 +46,9 @@ copying.py         samples that fit, with everything that speaks of them, in a n
 whole_copy.py      every table as it is, file by file
 copy_files.py      how a copy begins and ends, and the files beside the tables
 queue.py           a durable key-value queue beside the tables: what transferqueue/ stores in
+deletions.py       what was deleted, by identity alone
+remove_rows.py     rows out of one table
+deleting.py        samples and prompts out of every table
 sql.py             one read-only SQL statement at pinned versions
 views.py           what is asked most, as views and macros of that SQL
 decode.py          token ids as text

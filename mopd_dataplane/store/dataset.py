@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, nearest
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
@@ -24,6 +24,7 @@ from mopd_dataplane.store.arrow_rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.dataset_format import MARK, check_teacher, read_mark
+from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.objects import ObjectFiles
@@ -57,6 +58,8 @@ class Store:
         """Local folder; None on an object store."""
         self._taken: deque[list[lance.LanceDataset]] = deque(maxlen=SNAPSHOTS_HELD)
         """Handles of the last snapshots without a tag: `compact` with now leaves their versions alone."""
+        self.deletions = Deletions(place)
+        """Samples and prompts that were deleted."""
         self.cache: RangeCache | None = None
         """Keeps hidden states of an object store on this node; the loader sets one."""
 
@@ -167,7 +170,11 @@ class Store:
             return self._existing(name).open()
         if name not in snapshot.versions:
             raise UnknownNameError(f"table {name!r} is not in the snapshot: {nearest(name, snapshot.versions)}")
-        return self._table(name).open(snapshot.versions[name])
+        try:
+            return self._table(name).open(snapshot.versions[name])
+        except DamagedError:
+            self.deletions.refuse_version(name, snapshot.versions[name])
+            raise
 
     def has_column(self, name: str, column: str, snapshot: Snapshot | None = None) -> bool:
         """Whether a table has a column at that version; those made later are missing from older snapshots."""
@@ -209,8 +216,12 @@ class Store:
     def take_samples(
         self, sample_rows: ArrayLike, columns: Sequence[str] | None = None, snapshot: Snapshot | None = None
     ) -> pa.Table:
-        """Metadata of given rows of `samples`, in the asked order."""
-        return take_rows(self.dataset("samples", snapshot), sample_rows, columns)
+        """Metadata of given rows of `samples`, in the asked order. Raises UnknownNameError for one that was deleted."""
+        try:
+            return take_rows(self.dataset("samples", snapshot), sample_rows, columns)
+        except InputError:
+            self.deletions.refuse_rows(sample_rows)
+            raise
 
     def sql(self, query: str, snapshot: Snapshot | None = None) -> pa.Table:
         """One read-only SQL statement over the tables (DuckDB); see store/sql.py."""
@@ -245,9 +256,10 @@ class Store:
     def add_prompts(self, prompts: Iterable[Prompt]) -> int:
         """Add prompts; those the store has already are left alone. Returns how many are new.
 
-        Raises MismatchError when a known prompt_id comes with another text or answer.
+        Raises MismatchError when a known prompt_id comes with another text or answer, or when it was deleted.
         """
         records = [asdict(prompt) for prompt in prompts]
+        self.deletions.refuse_prompts([record["prompt_id"] for record in records])
         return self._insert_equal("prompts", records)
 
     def has_prompts(self, domain: str) -> bool:
@@ -270,9 +282,10 @@ class Store:
 
         Repeating the call with the same samples, here or in another process, changes nothing, also where a process
         that was stopped in the middle wakes up after its successor.
-        Raises MismatchError (shapes, values, a uid that names other content; `keep_first` drops the sample instead and
-        says so), EngineError (impossible log-probs), ResourceError (disk full).
+        Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
+        drops the sample instead and says so), EngineError (impossible log-probs), ResourceError (disk full).
         """
+        self.deletions.refuse_uids([sample.uid for sample in batch])
         with committing(self._place, "samples"):
             samples, tokens = self._table("samples"), self._table("tokens")
             return commit.commit_samples(samples, tokens, batch, keep_first=keep_first)
@@ -441,7 +454,10 @@ class Store:
         return maintain.describe(self._place, {name: self._table(name) for name in self.names()})
 
     def verify(self, deep: bool = True) -> VerifyReport:
-        """Audit every row and, when `deep`, every payload byte; nothing is changed."""
+        """Audit every row and, when `deep`, every payload byte; nothing is changed.
+
+        It reads in this process, which noise in a file may end; verify_apart.verify_apart takes one of its own for it.
+        """
         return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
 
     def compact(self, *, now: bool = False) -> dict[str, dict[str, Any]]:
@@ -478,16 +494,5 @@ class Store:
         if not rows.num_rows:
             return 0
         columns = list(compare or (column for column in rows.column_names if column != "created_at"))
-        found, dataset = self._table(name).find(rows)
-        known = np.flatnonzero(found >= 0)
-        stored = take_rows(dataset, found[known], columns).to_pylist()
-        for place, old in zip(known.tolist(), stored, strict=True):
-            new = rows.slice(place, 1).select(columns).to_pylist()[0]
-            for column in columns:
-                if old[column] != new[column]:
-                    key = {part: records[place][part] for part in TABLES[name].key}
-                    raise MismatchError(
-                        f"{name} {key}: {column} is {old[column]!r:.80} in the store, {new[column]!r:.80} now; "
-                        "use another name or another store"
-                    )
+        self._table(name).refuse_other(rows, columns)
         return int(self._insert_rows(name, rows).new.sum())

@@ -38,6 +38,8 @@ class KeyDirectory:
         self._key = list(key)
         self._end = 0
         """One more than the largest id that is known."""
+        self._version = 0
+        """The newest version that was looked at."""
         self._sealed_hashes: Hashes = np.empty(0, np.uint64)
         self._sealed_rows: Rows = np.empty(0, np.int64)
         self._recent: dict[int, list[int]] = {}
@@ -77,12 +79,13 @@ class KeyDirectory:
 
     def _catch_up(self, dataset: lance.LanceDataset) -> None:
         ids = row_ids(dataset)
-        if ids.end < self._end:
+        if dataset.version < self._version:
             raise DamagedError(
-                f"{dataset.uri}: version {dataset.version} has no row {self._end - 1}, which was there before; rows "
-                "are never deleted: run `mopd store verify`"
+                f"{dataset.uri}: the newest version is {dataset.version}, {self._version} was there before: an older "
+                "copy was put back, or files were deleted; run `mopd store verify`"
             )
-        if ids.end == self._end:
+        self._version = dataset.version
+        if ids.end <= self._end:
             return
         if ids.in_order:
             fresh = ids.between(self._end, ids.end)

@@ -1,4 +1,4 @@
-"""What a merge has copied, read again and compared before it is committed.
+"""What a merge has copied, or a deletion has kept, read again and compared before it is committed.
 
 A merge drops the files it replaces a day later: from then on the copy is all there is. So each copied row of payload is
 compared with the row it was made from, and each one of metadata with the checksum it was committed with: a damaged file
@@ -32,9 +32,7 @@ def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> 
     for result in done:
         merged = {fragment.id for fragment in result.original_fragments}  # type: ignore[attr-defined]
         old = [fragment for fragment in dataset.get_fragments() if fragment.fragment_id in merged]
-        size = sum(data.file_size_bytes or 0 for fragment in result.new_fragments for data in fragment.files)
-        total = sum(fragment.physical_rows for fragment in result.new_fragments)
-        at_once = max(1, min(ROWS, BYTES * total // max(size, 1)))
+        at_once = rows_at_once(result.new_fragments)
         sums = [ROW_CRC.name] if ROW_CRC.name in dataset.schema.names else None
         with reading(dataset.uri):
             copies = _in_parts(_copies(dataset, result.new_fragments, at_once), at_once)
@@ -43,9 +41,25 @@ def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> 
                 _compare(dataset.uri, one, other)
 
 
+def check_kept(dataset: lance.LanceDataset, kept: Iterable[pa.RecordBatch], fresh: FragmentMetadata) -> None:
+    """Raise DamagedError unless a new file holds these rows, metadata as it was committed."""
+    at_once = rows_at_once([fresh])
+    with reading(dataset.uri):
+        copies = _in_parts(_copies(dataset, [fresh], at_once), at_once)
+        for one, other in zip_longest(_in_parts(kept, at_once), copies):
+            _compare(dataset.uri, one, other)
+
+
+def rows_at_once(fragments: Iterable[FragmentMetadata]) -> int:
+    """Rows of some files that are BYTES large, about."""
+    held = list(fragments)
+    size = sum(data.file_size_bytes or 0 for fragment in held for data in fragment.files)
+    return max(1, min(ROWS, BYTES * sum(fragment.physical_rows for fragment in held) // max(size, 1)))
+
+
 def _compare(where: str, old: pa.Table | None, new: pa.Table | None) -> None:
     if old is None or new is None or old.num_rows != new.num_rows:
-        raise DamagedError(f"{where}: a merge has lost or doubled rows; nothing was changed, run it again")
+        raise DamagedError(f"{where}: a copy has lost or doubled rows; nothing was changed, run it again")
     found = row_crcs(new)
     if ROW_CRC.name not in new.column_names:
         same = bool((found == row_crcs(old.select(new.column_names))).all())
@@ -57,7 +71,7 @@ def _compare(where: str, old: pa.Table | None, new: pa.Table | None) -> None:
                 "merged: run `mopd store verify`, and restore what it names from a copy"
             )
     if not same:
-        raise DamagedError(f"{where}: a merge has copied rows wrong; nothing was changed, run it again")
+        raise DamagedError(f"{where}: rows were copied wrong; nothing was changed, run it again")
 
 
 def _copies(

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import lance
@@ -23,7 +24,7 @@ from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.store.acknowledged import Acknowledged, Torn, crc_of_manifest, set_aside, torn_manifests
 from mopd_dataplane.store.barrier import Barrier
 from mopd_dataplane.store.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
@@ -33,6 +34,7 @@ from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
 from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.reading import take_rows
 from mopd_dataplane.store.row_checksums import with_row_crcs
 from mopd_dataplane.store.row_ids import ids_of_files
 
@@ -235,6 +237,21 @@ class Table:
                 return Inserted(found[first], new, self._tidied(committed))
             time.sleep(random.uniform(0, BACKOFF_S * (attempt + 1)))
         raise ResourceError(f"{self.uri}: {ATTEMPTS} commits in a row were overtaken; stop the other writers or retry")
+
+    def refuse_other(self, rows: pa.Table, columns: Sequence[str]) -> None:
+        """Raise MismatchError for a row whose key the table has with another value in one of the columns."""
+        found, dataset = self.find(rows)
+        known = np.flatnonzero(found >= 0)
+        stored = take_rows(dataset, found[known], columns).to_pylist()
+        given = rows.take(pa.array(known)).to_pylist()
+        for old, new in zip(stored, given, strict=True):
+            for column in columns:
+                if old[column] != new[column]:
+                    key = {part: new[part] for part in self.spec.key}
+                    raise MismatchError(
+                        f"{self.name} {key}: {column} is {old[column]!r:.80} in the store, {new[column]!r:.80} now; "
+                        "use another name or another store"
+                    )
 
     def make_durable(self, dataset: lance.LanceDataset) -> None:
         """Sync a version to the disk (an object store takes only what is durable), then acknowledge it for good."""

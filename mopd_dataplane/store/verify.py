@@ -11,6 +11,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.store.dataset_format import FREED
+from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import scored_rows, signal_crcs, token_crcs
@@ -40,8 +41,10 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
         if name in opened:
             report.findings.extend(met(name, partial(_rows, table, opened[name], read)))
             report.findings.extend(met(name, partial(_duplicates, name, opened[name], table.spec.key)))
-    for name, check in {"samples": _samples, "scores": _scores, "rewards": _rewards, "plans": _plans}.items():
+    for name, check in {"samples": _samples, "scores": _scores, "rewards": _rewards}.items():
         report.findings.extend(met(name, partial(check, opened, deep)))
+    report.findings.extend(met("plans", partial(_plans, opened, Deletions(place))))
+    report.findings.extend(met("deletions", partial(_deletions, Deletions(place))))
     if "teachers" in opened:
         report.findings.extend(met("teachers", partial(_heads, place, opened["teachers"], deep)))
     report.findings.extend(met("files", partial(_files, place, deep)))
@@ -198,14 +201,23 @@ def _rewards(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[F
         yield from _echo("rewards", rewards, "samples", opened["samples"], "sample_row", numbers)
 
 
-def _plans(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Finding]:
+def _deletions(deletions: Deletions) -> Iterator[Finding]:
+    """None was left half done."""
+    for deletion in deletions.all():
+        if not deletion.finished:
+            problem = f"deletion {deletion.name} of {deletion.began} is not finished: run `mopd store delete` again"
+            yield Finding("deletions", -1, "", problem)
+
+
+def _plans(opened: Mapping[str, lance.LanceDataset], deletions: Deletions) -> Iterator[Finding]:
+    """Each planned sample is there, or was deleted."""
     if not {"plans", "samples"} <= opened.keys():
         return
-    ids = row_ids(opened["samples"])
+    ids, gone = row_ids(opened["samples"]), deletions.rows()
     plans = opened["plans"].to_table(columns=["stage", "window", "sample_rows"])
     for row, plan in zip(row_ids(opened["plans"]).ids().tolist(), plans.to_pylist(), strict=True):
         planned = np.asarray(plan["sample_rows"], np.int64)
-        absent = planned[ids.find(planned) < 0]
+        absent = planned[(ids.find(planned) < 0) & ~np.isin(planned, gone)]
         if len(absent):
             problem = f"window {plan['window']} plans sample row {absent[0]}, `samples` has {ids.total} rows"
             yield Finding("plans", row, plan["stage"], problem)

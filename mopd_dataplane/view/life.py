@@ -101,14 +101,15 @@ def _used(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
     steps = {(s["stage"], s["step"]): s for s in store.table("steps", snapshot=snapshot).to_pylist()}
     packs = {(use["stage"], use["plan_digest"], use["pack"]) for some in uses.values() for use in some}
     members = {key: _members(plans[key[:2]], key[2]) for key in packs}
-    near = sorted({row for some in members.values() for row in some[:MOST_COMPANIONS]})
+    gone = set(store.deletions.rows().tolist())
+    near = sorted({row for some in members.values() for row in some[:MOST_COMPANIONS]} - gone)
     names = dict(zip(near, store.take_samples(near, ["uid"], snapshot)["uid"].to_pylist(), strict=True))
     found: dict[int, list[Event]] = {}
     for row in rows:
         events = found[row["sample_row"]] = []
         for use in uses[row["sample_row"]]:
             key = use["stage"], use["plan_digest"], use["pack"]
-            others = [names[at] for at in members[key][:MOST_COMPANIONS] if at != row["sample_row"]]
+            others = [names[at] for at in members[key][:MOST_COMPANIONS] if at in names and at != row["sample_row"]]
             events.append(_planned(plans[key[:2]], use, others, len(members[key])))
             step = steps.get((use["stage"], use["step"]))
             if step is not None:

@@ -35,7 +35,7 @@ def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> 
     """
     prompts = prompts_of(run, stage, iteration)
     _, stored = stage_samples(run.store, stage, iteration, ["uid"])
-    already = set(stored["uid"].to_pylist())
+    already = set(stored["uid"].to_pylist()) | run.store.deletions.uids()
     samplers = [sampler_of(run.job, stage, prompt, iteration) for prompt in prompts]
     reports = []
     for sampler in dict.fromkeys(samplers):

@@ -240,3 +240,49 @@ def test_lance_itself_syncs_nothing(tmp_path: Path) -> None:
         capture_output=True,
     )
     assert "sync" not in trace.read_text(), "pylance now syncs: the barrier may be doing work twice"
+
+
+def without(dataset: lance.LanceDataset, *gone: str) -> lance.LanceDataset:
+    """The store's removal: files that hold one of the rows, replaced in an Update by files without them."""
+    removed, fresh = [], []
+    for fragment in dataset.get_fragments():
+        held = fragment.scanner(with_row_id=True).to_table()
+        stays = [uid not in gone for uid in held["uid"].to_pylist()]
+        if all(stays):
+            continue
+        removed.append(fragment.fragment_id)
+        kept = held.filter(pa.array(stays))
+        if kept.num_rows:
+            [file] = write_fragments(
+                kept.drop_columns(["_rowid"]).cast(SCHEMA), dataset, mode="append", data_storage_version="2.2"
+            )
+            file.row_id_meta = RowIdSequence(kept["_rowid"].combine_chunks()).to_inline_metadata()
+            fresh.append(file)
+    operation = lance.LanceOperation.Update(removed_fragment_ids=removed, new_fragments=fresh)
+    return lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
+
+
+def test_rows_taken_out_by_an_update_leave_the_ids_of_the_others(uri: str) -> None:
+    lance.write_dataset(rows("c", "d"), uri, mode="append")
+    assert ids(uri) == {"a": 0, "b": 1, "c": 2, "d": 3}
+    without(lance.dataset(uri), "a", "d")
+    assert ids(uri) == {"b": 1, "c": 2}
+    without(lance.dataset(uri), "b", "c")
+    assert ids(uri) == {}
+    lance.write_dataset(rows("e"), uri, mode="append")
+    assert ids(uri) == {"e": 4}, "an id is never given again"
+
+
+def test_an_update_and_an_insert_refuse_each_other_and_an_append_goes_through(uri: str) -> None:
+    before = lance.dataset(uri)
+    swap(before, rows("c"))
+    with pytest.raises((CommitConflictError, OSError), match="commit conflict"):
+        without(before, "a")
+    before = lance.dataset(uri)
+    without(before, "a")
+    with pytest.raises((CommitConflictError, OSError), match="commit conflict"):
+        swap(before, rows("d"))
+    before = lance.dataset(uri)
+    lance.write_dataset(rows("e"), uri, mode="append")
+    without(before, "b")
+    assert set(ids(uri)) == {"c", "e"}

@@ -1,0 +1,175 @@
+"""Samples and prompts out of a store for good: out of its tables, its snapshots and its token logs.
+
+Their bytes leave the disk when the versions that held them are dropped (`mopd store compact --now`). Policies stay, and
+it is said which of them were trained on them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.job.sections import Wal
+from mopd_dataplane.rollout.log.log_records import Commit
+from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.runner import SAVED
+from mopd_dataplane.run.token_log_copy import StoredLog
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.deleting import Chosen, choose, pins_of, remove, rows_to_go
+from mopd_dataplane.store.deletions import Deletion, prompt_hash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A plan that holds some of the samples, and the policies that were trained on them.
+
+    Example: Use(stage="student", window=3, samples=2, steps=8, first_version=4): version 4 of `student`, every later
+    one, and whatever was made from them.
+    """
+
+    stage: str
+    window: int
+    samples: int
+    steps: int
+    """Optimizer steps taken with them; 0 while they are planned only."""
+    first_version: int | None
+    """The first policy version of the stage that has seen them; None while they are planned only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What a deletion takes away, and what has used it."""
+
+    samples: int
+    prompts: int
+    rows: dict[str, int]
+    """Rows that go, by table."""
+    snapshots: list[str]
+    """Pinned versions that are given up, because they hold them."""
+    uses: list[Use]
+
+
+def preview(store: Store, where: str) -> tuple[Chosen, Preview]:
+    """What deleting the samples that fit a predicate would take away.
+
+    where: a predicate over `samples`; a prompt goes when all its samples do. Where no sample fits, prompts without
+    samples. Raises InputError for a predicate that is none, UnknownNameError when nothing fits.
+    """
+    chosen = choose(store, where)
+    if not chosen.uids and not chosen.prompts:
+        raise UnknownNameError(f"{store.uri}: no sample fits {where!r:.200}, and no prompt without samples")
+    found = rows_to_go(store, chosen.uids, [prompt_hash(name) for name in chosen.prompts])
+    return chosen, Preview(
+        samples=len(chosen.uids),
+        prompts=len(chosen.prompts),
+        rows={name: len(rows) for name, rows in found.items()},
+        snapshots=pins_of(store, found),
+        uses=list(_uses(store, chosen.rows)),
+    )
+
+
+def begin(store: Store, chosen: Chosen) -> Deletion:
+    """Record what is to be deleted; from here on `resume` does the rest, also after a kill."""
+    return store.deletions.begin(chosen.uids, chosen.rows.tolist(), chosen.prompts)
+
+
+def unfinished(store: Store) -> list[Deletion]:
+    """Deletions that were begun and not finished."""
+    return [deletion for deletion in store.deletions.all() if not deletion.finished]
+
+
+def resume(store: Store, deletion: Deletion) -> Iterator[str]:
+    """Delete what a deletion names, or the rest of it; names each part that is done.
+
+    Raises ResourceError while a rollout writes the store's token log, DamagedError when a row that stays is damaged.
+    """
+    for name in _logs(store):
+        if dropped := _clean_log(store, name, deletion):
+            yield f"{name}: {dropped:,} unfinished samples"
+        fault_point("delete.log")
+    removed: Counter[str] = Counter()
+    for table, count in remove(store, deletion):
+        removed[table] += count
+    yield from (f"{name}: {count:,}" for name, count in removed.items())
+    store.deletions.close(deletion)
+
+
+def _uses(store: Store, rows: NDArray[np.int64]) -> Iterator[Use]:
+    columns = ["stage", "window", "digest", "sample_rows", "pack_starts", "step_starts"]
+    steps = store.table("steps", ["plan_digest", "step", "policy_version"]).to_pylist()
+    for plan in sorted(store.table("plans", columns).to_pylist(), key=lambda row: (row["stage"], row["window"])):
+        places = np.flatnonzero(np.isin(plan["sample_rows"], rows))
+        if not len(places):
+            continue
+        packs = np.searchsorted(plan["pack_starts"], places, side="right") - 1
+        batches = np.unique(np.searchsorted(plan["step_starts"], packs, side="right") - 1)
+        taken = sorted((step for step in steps if step["plan_digest"] == plan["digest"]), key=lambda step: step["step"])
+        trained = [taken[batch] for batch in batches.tolist() if batch < len(taken)]
+        yield Use(
+            stage=plan["stage"],
+            window=plan["window"],
+            samples=len(np.unique(np.asarray(plan["sample_rows"])[places])),
+            steps=len(trained),
+            first_version=min((step["policy_version"] + 1 for step in trained), default=None),
+        )
+
+
+def _logs(store: Store) -> list[str]:
+    """Token logs, wal/<stage>/<writer>."""
+    stages = store._place.children("wal")
+    return [f"wal/{stage}/{writer}" for stage in stages for writer in store._place.children(f"wal/{stage}")]
+
+
+def _clean_log(store: Store, name: str, deletion: Deletion) -> int:
+    """Write a token log anew without what was deleted; how many unfinished samples of deleted prompts it had.
+
+    Samples that are in the store go from it too, as they do when the run goes on.
+    """
+    _, stage, writer = name.split("/")
+    stored = set(store.samples(["uid"], f"stage = '{stage}'")["uid"].to_pylist()) | set(deletion.uids)
+    with _log_folder(store, name) as folder:
+        copy = StoredLog(store.files, stage, writer) if store.files is not None else None
+        log, recovered = TokenLog.open(folder, Wal(), copy=copy)
+        ledger, dropped = recovered.ledger, 0
+        try:
+            done = tuple(handle for handle, held in ledger.partials.items() if held.spec.uid in stored)
+            gone = tuple(
+                handle for handle, held in ledger.partials.items()
+                if handle not in done and prompt_hash(held.spec.prompt_id) in deletion.prompts
+            )  # fmt: skip
+            dropped = len(gone)
+            if gone:  # the keys and values that a stop saved are of those samples too
+                for saved in folder.glob(f"{Path(SAVED).stem}.*"):
+                    saved.unlink()
+            if done or gone:
+                message = Commit(done + gone)
+                log.append(message)
+                ledger.apply(message)
+                log.rotate(ledger)
+        except BaseException:
+            log.abort()
+            raise
+        log.close(forget=not ledger.partials)
+        log.ship()
+    return dropped
+
+
+@contextmanager
+def _log_folder(store: Store, name: str) -> Iterator[Path]:
+    """Where a log can be written: in the store, or fetched from an object store."""
+    if store.root is not None:
+        yield store.path(name)
+        return
+    with tempfile.TemporaryDirectory(prefix="mopd-delete-") as scratch:
+        folder = Path(scratch) / name
+        folder.mkdir(parents=True)
+        yield folder
