@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 TRAINED = "default"
 """Name of the adapter that is trained, inside its model."""
+_IN_TURN = ("policy", "policy2")
+"""Names of the adapter that samples, inside its model: one comes in beside the one that it replaces."""
 _PREFIX = "base_model.model."
 """What peft puts before the names of an adapter's tensors."""
 
@@ -116,6 +118,26 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
         for key, tensor in here.items():
             tensor.copy_(found[key])
     activate(model, name)
+
+
+def replace_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Attach the adapter of a folder in the place of the one that acts, in the same base.
+
+    Raises MismatchError as `attach` does; the one before then acts on.
+    """
+    from peft.functional import delete_adapter
+
+    (before,) = model.peft_config
+    name = next(name for name in _IN_TURN if name != before)
+    try:
+        attach(model, folder, name)
+    except MismatchError:
+        delete_adapter(model, name, prefix="lora_")
+        model.peft_config.pop(name, None)
+        activate(model, before)
+        raise
+    delete_adapter(model, before, prefix="lora_")
+    del model.peft_config[before]
 
 
 def activate(model: PreTrainedModel, name: str | None) -> None:

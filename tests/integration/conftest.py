@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from commandline import ENVIRONMENT, command, run_mopd
+from filelock import FileLock
 
 from mopd_dataplane import open_store
 
@@ -138,9 +141,20 @@ def start_mopd() -> Callable[..., subprocess.Popen[bytes]]:
 
 @pytest.fixture(scope="session")
 def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of a tiny job that ran uninterrupted: job.toml and store. A test that writes copies the store first."""
+    """Folder of a tiny job that ran uninterrupted: job.toml and store. A test that writes copies the store first.
+
+    One worker runs it, every worker has a copy of its own.
+    """
+    base = tmp_path_factory.getbasetemp()
+    origin = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished"
+    with FileLock(f"{origin}.lock", timeout=900):
+        if not (origin / "done").exists():
+            shutil.rmtree(origin, ignore_errors=True)
+            run_mopd("run", write_tiny_job(origin))
+            (origin / "done").touch()
     folder = tmp_path_factory.mktemp("tiny")
-    run_mopd("run", write_tiny_job(folder))
+    shutil.copytree(origin / "store", folder / "store", symlinks=True)
+    write_tiny_job(folder)
     store = open_store(str(folder / "store"))
     before = store.table("samples", ["uid"]).num_rows
     yield folder

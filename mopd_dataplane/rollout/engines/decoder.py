@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import DynamicCache
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.adapter_files import base_folder, is_adapter
 from mopd_dataplane.models.hf import lm_head, load_model, weights_digest
 from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.rollout.engines.kv_cache import SlotCache
@@ -33,15 +34,35 @@ class Decoder:
             raise MismatchError(f"{folder}: layers of type {sorted(sliding)} are not supported; use full attention")
         self._device = device
         self._routing = Routing.of(self.model)
+        self._base = base_folder(folder) if is_adapter(folder) else None
+        self.context_length = int(config.max_position_embeddings)
+        self.digest = weights_digest(folder)
+        self._take_head()
+        self.clear(rows)
+
+    def _take_head(self) -> None:
         head = lm_head(self.model)
         self._head_weight = head.weight.detach().float()
         self._head_bias = None if head.bias is None else head.bias.detach().float()
         self._logit_scale = head.logit_scale
         self._softcap = head.softcap
         self.vocab_size = len(head.weight)
-        self.context_length = int(config.max_position_embeddings)
-        self.digest = weights_digest(folder)
-        self.clear(rows)
+
+    def swap_adapter(self, folder: Path) -> bool:
+        """Take another adapter on the base that is here; False when the folder holds anything else.
+
+        Raises MismatchError when the adapter does not fit the base; the old one then still acts.
+        """
+        if self._base is None or not is_adapter(folder) or base_folder(folder) != self._base:
+            return False
+        from mopd_dataplane.models.adapters import replace_adapter
+
+        digest = weights_digest(folder)
+        if digest != self.digest:
+            replace_adapter(self.model, folder)
+            self.digest = digest
+            self._take_head()
+        return True
 
     def clear(self, rows: int) -> None:
         """Forget all keys and values."""

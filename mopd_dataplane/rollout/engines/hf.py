@@ -80,10 +80,13 @@ class HfEngine:
         self.load_policy(Path(folder), policy_version)
 
     def load_policy(self, folder: Path, version: int) -> None:
-        """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them."""
+        """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them.
+
+        An adapter on the base that is here takes the place of the one before; the base is not read again.
+        """
         if getattr(self, "_requests", None):
             raise EngineError(f"{len(self._requests)} slots are still live; release them before loading another policy")
-        policy = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        policy = self._with_policy(folder)
         self.vocab_size = policy.vocab_size
         self.context_length = policy.context_length
         self._decoders = [policy]
@@ -93,6 +96,14 @@ class HfEngine:
         self.policy_digest = policy.digest if self._partner is None else self._mixture_digest()
         self._stop_ids = np.array(stop_ids(folder, self.tokenizer), np.int32)
         self._clear()
+
+    def _with_policy(self, folder: Path) -> Decoder:
+        """The decoder of a policy: the one that is here, where only its adapter is another, or a new one."""
+        here: list[Decoder] = getattr(self, "_decoders", [])
+        if here and here[0].swap_adapter(folder):
+            here[0].clear(self.slots)
+            return here[0]
+        return Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
 
     def _mixed_in(self, policy: Decoder) -> Decoder:
         """The partner's decoder. Raises MismatchError when it does not fit the policy."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mopd_dataplane.base.file_checksums import CHECKSUMS
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, is_adapter
+from mopd_dataplane.models.adapters import replace_adapter
 from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.train.metrics import read_metrics
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
@@ -215,3 +220,53 @@ def test_a_bfloat16_base_is_held_as_such_and_factors_in_float32(policy: Path) ->
     dtypes = {"lora_" in name: weight.dtype for name, weight in student.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     assert {"lora_" in name for name, weight in student.named_parameters() if weight.requires_grad} == {True}
+
+
+def test_an_engine_takes_the_next_version_into_the_base_that_it_holds(
+    policy: Path, windows: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mopd_dataplane.rollout.engines import decoder
+
+    spec = make_spec(policy, tmp_path)
+    train(spec, windows())
+    opened: list[Path] = []
+    monkeypatch.setattr(
+        decoder, "load_model", lambda folder, **how: opened.append(folder) or hf.load_model(folder, **how)
+    )
+
+    def drawn(folder: Path) -> torch.Tensor:
+        here = decoder.Decoder(folder, rows=1, dtype="float32", device="cpu")
+        return torch.from_numpy(here.forward(np.array([5]), np.array([0])))
+
+    wanted = [drawn(version(spec, number)) for number in (1, 2)]
+    assert not torch.equal(*wanted)
+    opened.clear()
+    engine = HfEngine(version(spec, 1), slots=2)
+    with torch.inference_mode():
+        for number in (2, 1, 2):
+            engine.load_policy(version(spec, number), number)
+            assert engine.policy_digest == hf.weights_digest(version(spec, number))
+            (here,) = engine._decoders
+            said = torch.from_numpy(here.forward(np.array([5]), np.array([0])))
+            torch.testing.assert_close(said, wanted[number - 1], rtol=0, atol=1e-6)
+            here.clear(2)
+    assert opened == [version(spec, 1)], "the base was read once"
+    engine.load_policy(policy, 3)
+    assert len(opened) == 2, "whole weights are another model"
+
+
+def test_an_adapter_that_does_not_fit_leaves_the_one_before(
+    policy: Path, windows: Callable[[], Any], tmp_path: Path
+) -> None:
+    spec = make_spec(policy, tmp_path)
+    train(spec, windows())
+    model = hf.load_model(version(spec, 1))
+    before = logits(model)
+    odd = tmp_path / "odd"
+    shutil.copytree(version(spec, 2), odd)
+    (odd / CHECKSUMS).unlink()
+    config = json.loads((odd / ADAPTER_CONFIG).read_text())
+    (odd / ADAPTER_CONFIG).write_text(json.dumps(config | {"r": LORA.r * 2}))
+    with pytest.raises(MismatchError, match="another rank"):
+        replace_adapter(model, odd)
+    assert torch.equal(logits(model), before)
