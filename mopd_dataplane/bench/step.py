@@ -23,8 +23,8 @@ from mopd_dataplane.job.job import Job, load_job
 from mopd_dataplane.store.dataset import Store
 
 RECIPE, STAGE = "smollm2", "student"
-LOOK_S = 0.25
-"""Time between two looks at the memory of a part's processes."""
+LOOK_S = 2.0
+"""Time between two looks at the memory of a part's processes; a look goes through their page tables, so few of them."""
 PHASES = ("rollout", "reward", "score", "plan", "train")
 _HERE = Path(__file__).parent
 
@@ -60,6 +60,7 @@ def _overrides(folder: Path, iterations: int, model: Path | None, prompts: int) 
         "domains.chain_sum.eval=0",
         "domains.letter_counting.eval=0",
         f"rollout.prompts_per_iteration={prompts}",
+        f"engine.slots={prompts}",  # as many at once as TRL generates
         f"plan.batch_samples={prompts // 2}",
     ]
     if model is not None:

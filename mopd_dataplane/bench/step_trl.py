@@ -50,7 +50,9 @@ class Timed(SDFTTrainer):  # type: ignore[misc]  # TRL is not typed
         return super()._prepare_training_batch(inputs)
 
     def _generate(self, prompt_ids: Any) -> Any:
-        return self._timed("rollout", lambda: super(Timed, self)._generate(prompt_ids))
+        found = self._timed("rollout", lambda: super(Timed, self)._generate(prompt_ids))
+        self.spent[-1]["tokens"] = sum(map(len, found[1]))
+        return found
 
     def _forward_logits(self, *given: Any, **named: Any) -> Any:
         phase = "student" if torch.is_grad_enabled() else "score"
@@ -91,9 +93,9 @@ def main() -> None:
     found: dict[str, Any] = {
         f"{name}, s": statistics.median(one[name] for one in kept) for name in ("rollout", "score", "train")
     }
-    Path(sys.argv[2]).write_text(
-        json.dumps({"an iteration, s": statistics.median(whole[1:]), **found, "version": trl.__version__})
-    )
+    found |= {"an iteration, s": statistics.median(whole[1:]), "version": trl.__version__}
+    found["response tokens"] = statistics.mean(one["tokens"] for one in kept)
+    Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
