@@ -8,6 +8,7 @@ peers.py         the others
 lance_take.py    Lance's own take, to measure the store's reader against
 trainer.py       a trainer process that only reads
 write.py         figures of the write path
+audit.py         an audit of a large store, and a group-by
 commits.py       the life of a store under many small commits
 wal.py           the token log at work
 sample.py        what drawing a token costs

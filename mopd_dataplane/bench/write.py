@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.records import Sample, Signal, Teacher
-from mopd_dataplane.store.arrow_rows import sample_rows, token_rows
+from mopd_dataplane.store.arrow_rows import sample_crc, sample_record, sample_rows, token_rows
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.tables import SAMPLES
 
@@ -138,7 +138,7 @@ def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
     stores = {count: Store.create(folder / f"rows-{count}") for count in counts}
     times: dict[int, list[float]] = {count: [] for count in counts}
     for count, store in stores.items():
-        _fill(store, count)
+        filled_tokens(store, count)
     for start in range(0, (COMMITS + 1) * BATCH, BATCH):
         for count, store in stores.items():
             batch = [bench_sample(count + i, 64) for i in range(start, start + BATCH)]
@@ -148,8 +148,8 @@ def _commit_ms(folder: Path, counts: Sequence[int]) -> dict[str, float]:
     return {str(count): round(1e3 * statistics.median(taken[1:]), 2) for count, taken in times.items()}
 
 
-def _fill(store: Store, count: int) -> None:
-    """Rows of `samples` and `tokens` that are all one sample but for the uid, written as large files."""
+def filled_tokens(store: Store, count: int) -> None:
+    """Rows of `samples` and `tokens` that are all one sample of 17 tokens but for the uid, written as large files."""
     payload = token_rows([bench_sample(0, 1)])
     places = np.empty(0, np.int64)
 
@@ -174,7 +174,8 @@ def filled_samples(
     """Add `count` rows to `samples` in large files, without payload: one short sample over and over but for its uid
     and the given columns. columns: [rows] arrays by name, for a slice of all rows; `before` sees slice and uids first.
     """
-    one = sample_rows([bench_sample(0, 1)], np.zeros(1, np.int64), [0])
+    short = bench_sample(0, 1)
+    one = sample_rows([sample_record(short)], np.zeros(1, np.int64), [sample_crc(short)])
     for start in range(0, count, FILL):
         rows = slice(start, min(start + FILL, count))
         uids = _uids(start, rows.stop - rows.start)

@@ -29,7 +29,7 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
 
 
 RUN = 4
-"""Tokens of a run that counts as repeated."""
+"""Tokens of a run that counts as repeated: two pairs."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -170,31 +170,29 @@ def token_rows(samples: Sequence[Sample]) -> pa.Table:
     return pa.table(columns, schema=TOKENS.schema)
 
 
-def sample_rows(samples: Sequence[Sample], payload_rows: NDArray[np.int64], crcs: Sequence[int]) -> pa.Table:
-    """Rows of `samples`: everything but the payload, and where the payload lies."""
-    records = []
-    for sample, payload_row, crc in zip(samples, payload_rows.tolist(), crcs, strict=True):
-        mask = np.asarray(sample.loss_mask, bool)
-        mean = None if sample.logprobs is None or not mask.any() else float(np.mean(sample.logprobs[mask]))
-        same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}
-        records.append(
-            same
-            | {
-                "policy_version_first": int(sample.versions[0]),
-                "policy_version_last": int(sample.versions[-1]),
-                "response_len": sample.response_len,
-                "total_len": len(sample.tokens),
-                "loss_tokens": sample.loss_tokens,
-                "mean_logprob": mean,
-                "version_spans": len(sample.versions),
-                **_recorded_sizes(sample),
-                "payload_row": payload_row,
-                "payload_crc": crc,
-                "schema_version": FORMAT_VERSION,
-                "repetition": repetition(sample.tokens[sample.prompt_len :]),
-            }
-        )
-    return to_rows(SAMPLES, records)
+def sample_rows(records: Iterable[dict[str, Any]], payload_rows: NDArray[np.int64], crcs: Sequence[int]) -> pa.Table:
+    """Rows of `samples`: everything but the payload (sample_record), and where the payload lies."""
+    placed = zip(records, payload_rows.tolist(), crcs, strict=True)
+    return to_rows(SAMPLES, [record | {"payload_row": row, "payload_crc": crc} for record, row, crc in placed])
+
+
+def sample_record(sample: Sample) -> dict[str, Any]:
+    """What a row of `samples` says of a sample, wherever its payload lies."""
+    mask = np.asarray(sample.loss_mask, bool)
+    mean = None if sample.logprobs is None or not mask.any() else float(np.mean(sample.logprobs[mask]))
+    same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}
+    return same | {
+        "policy_version_first": int(sample.versions[0]),
+        "policy_version_last": int(sample.versions[-1]),
+        "response_len": sample.response_len,
+        "total_len": len(sample.tokens),
+        "loss_tokens": sample.loss_tokens,
+        "mean_logprob": mean,
+        "version_spans": len(sample.versions),
+        **_recorded_sizes(sample),
+        "schema_version": FORMAT_VERSION,
+        "repetition": repetition(sample.tokens[sample.prompt_len :]),
+    }
 
 
 def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
@@ -219,11 +217,12 @@ def repetition(response: NDArray[np.int32]) -> float:
     if runs < 1:
         return 0.0
     ids = np.asarray(response).astype(np.uint64)
-    hashes = np.zeros(runs, np.uint64)
+    pairs = ids[:-1] << np.uint64(32)
+    pairs |= ids[1:]
     with np.errstate(over="ignore"):  # 64 bits of hash: two different runs that agree are not worth telling apart
-        for start in range(RUN):
-            hashes = (hashes ^ ids[start : start + runs]) * np.uint64(0x9E3779B97F4A7C15)
-            hashes ^= hashes >> np.uint64(29)
+        hashes = pairs[: -RUN // 2] * np.uint64(0x9E3779B97F4A7C15)
+        hashes ^= hashes >> np.uint64(29)
+        hashes += pairs[RUN // 2 :]
     hashes.sort()
     return int((hashes[1:] == hashes[:-1]).sum()) / runs
 

@@ -10,6 +10,7 @@ Killed between any two of these, the same call made again ends with each sample 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import lance
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_rows, token_rows
+from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_record, sample_rows, token_rows
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
 from mopd_dataplane.store.sample_values import other_content
@@ -56,17 +57,19 @@ def commit_samples(
     dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
     absent = np.flatnonzero(found < 0).tolist()
     payload_rows = np.full(len(batch), -1, np.int64)
-    payload_rows[absent], with_payload = place_payload(
-        tokens,
-        [batch[i].uid for i in absent],
-        [crcs[i] for i in absent],
-        lambda places: token_rows([batch[absent[i]] for i in places]),
-        token_crcs,
-        adopt=tokens.open().count_rows() != visible.count_rows(),
-    )
-    tokens.make_durable(with_payload)
+    with ThreadPoolExecutor(1, "metadata") as beside:  # the disk is waited for meanwhile
+        records = beside.submit(lambda: list(map(sample_record, batch)))
+        payload_rows[absent], with_payload = place_payload(
+            tokens,
+            [batch[i].uid for i in absent],
+            [crcs[i] for i in absent],
+            lambda places: token_rows([batch[absent[i]] for i in places]),
+            token_crcs,
+            adopt=tokens.open().count_rows() != visible.count_rows(),
+        )
+        tokens.make_durable(with_payload)
     fault_point("commit.payload.durable")
-    done = samples.insert(sample_rows(batch, payload_rows, crcs))
+    done = samples.insert(sample_rows(records.result(timeout=0), payload_rows, crcs))
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}

@@ -39,9 +39,8 @@ def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[
         raise MismatchError(
             f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); whole numbers are needed"
         )
-    bad = (array < low) | (array > high)
-    if bad.any():
-        place = int(np.argmax(bad))
+    if array.min() < low or array.max() > high:
+        place = int(np.argmax((array < low) | (array > high)))
         raise MismatchError(f"{what} holds {array.flat[place]} at place {place}; allowed: {low} to {high}")
     return array
 
@@ -52,9 +51,8 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "fiu":
         raise EngineError(f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); log-probs are needed")
-    bad = ~((array <= 0) & (array >= LOWEST)) if array.size else np.zeros(0, bool)
-    if bad.any():
-        place = int(np.argmax(bad))
+    if array.size and not (array.max() <= 0 and array.min() >= LOWEST):  # a NaN is neither
+        place = int(np.argmin((array <= 0) & (array >= LOWEST)))
         raise EngineError(
             f"{what} holds log-prob {array.flat[place]} at response position {place}; allowed: finite and <= 0; "
             "the engine's logits are not to be trusted"

@@ -114,10 +114,11 @@ MUTATIONS = [
              "time.monotonic() - since - DEADLINE_S",
              "time.monotonic() - since - 9999", "13"),
     Mutation("metadata before payload", "store/commit.py",
-             "    payload_rows[absent], with_payload = place_payload(",
-             "    payload_rows[absent] = tokens.open().count_rows() + np.arange(len(absent))\n"
-             "    samples.make_durable(samples.insert(sample_rows(batch, payload_rows, crcs)).dataset)\n"
-             "    payload_rows[absent], with_payload = place_payload(", "8"),
+             "        payload_rows[absent], with_payload = place_payload(",
+             "        payload_rows[absent] = tokens.open().count_rows() + np.arange(len(absent))\n"
+             "        early = sample_rows(map(sample_record, batch), payload_rows, crcs)\n"
+             "        samples.make_durable(samples.insert(early).dataset)\n"
+             "        payload_rows[absent], with_payload = place_payload(", "8"),
     Mutation("skip the store's barrier", "store/table.py", "            self.barrier.sync_version(dataset)",
              "            pass", "9"),
     Mutation("name data that is not synced", "store/barrier.py", "        self._sync(paths)\n\n    def sync_version",

@@ -10,7 +10,7 @@ from store_builders import sample
 
 from mopd_dataplane.errors import EngineError, MismatchError, MopdError
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.arrow_rows import check_sample
+from mopd_dataplane.store.arrow_rows import check_sample, repetition
 from mopd_dataplane.store.dataset import Store
 
 GOOD = sample(0, response=4)
@@ -77,3 +77,11 @@ def test_of_two_in_a_rollout_the_first_stands_and_the_second_is_named(store: Sto
     tokens = store.read_tokens(receipt.rows, ["tokens"], verify=True)["tokens"].to_pylist()
     assert tokens == [sample(1).tokens.tolist(), sample(0).tokens.tolist()]
     assert store.commit_samples([sample(1)]).dropped == ()
+
+
+@pytest.mark.parametrize("largest", [2, 5, 50, 2**31 - 1])
+@pytest.mark.parametrize("length", [0, 3, 4, 5, 6, 7, 500])
+def test_repetition_counts_runs_of_four_that_came_before(length: int, largest: int) -> None:
+    response = np.random.default_rng(length).integers(0, largest, length).astype(np.int32)
+    runs = [tuple(response[start : start + 4].tolist()) for start in range(length - 3)]
+    assert repetition(response) == ((len(runs) - len(set(runs))) / len(runs) if runs else 0.0)
