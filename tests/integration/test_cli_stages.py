@@ -8,31 +8,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from mopd_dataplane import open_store
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("words", [["score", "--stage", "student"], ["run"]], ids=str)
-def test_repeating_a_finished_command_changes_no_sample(finished_job: Path, mopd: Command, words: list[str]) -> None:
+LIGHT = ("samples", "tokens", "scores", "rewards", "plans", "steps", "evals")
+
+
+def test_scoring_again_changes_nothing(finished_job: Path, mopd: Command) -> None:
     store = open_store(str(finished_job / "store"))
-    before = store.snapshot()
-    summary: dict[str, Any] = json.loads(mopd(words[0], finished_job, *words[1:], "--json").stdout)
+    before = store.snapshot().versions
+    summary: dict[str, Any] = json.loads(mopd("score", finished_job, "--stage", "student", "--json").stdout)
     assert summary
-    after = store.snapshot()
-    light = ("samples", "tokens", "scores", "rewards", "plans", "steps", "evals")
-    assert {name: after.versions[name] for name in light} == {name: before.versions[name] for name in light}
+    after = store.snapshot().versions
+    assert {name: after[name] for name in LIGHT} == {name: before[name] for name in LIGHT}
 
 
-def test_run_ends_with_the_table_and_the_report(finished_job: Path, mopd: Command) -> None:
+def test_running_a_finished_job_again_changes_nothing_and_ends_with_the_table_and_the_report(
+    finished_job: Path, mopd: Command
+) -> None:
+    store = open_store(str(finished_job / "store"))
+    before = store.snapshot().versions
     done = mopd("run", finished_job)
     assert [word for word in done.stdout.split() if word in ("base", "sums", "words", "student")][:4]
     assert "mean" in done.stdout
     page = (finished_job / "store" / "report.html").read_text()
     assert "Accuracy by domain and policy" in page
     assert page.count("<svg") >= 4
+    after = store.snapshot().versions
+    assert {name: after[name] for name in LIGHT} == {name: before[name] for name in LIGHT}
 
 
 def test_any_sample_of_the_job_can_be_shown(finished_job: Path, mopd: Command) -> None:

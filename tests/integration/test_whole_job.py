@@ -38,13 +38,6 @@ def test_the_readme_query(finished_job: Path, mopd: Callable):
     assert sum(row["count_star()"] for row in rows) == 64
 
 
-def test_running_a_finished_job_again_changes_nothing(finished_job: Path, mopd: Callable):
-    store = open_store(str(finished_job / "store"))
-    before = {name: store.dataset(name).version for name in ("samples", "tokens", "plans", "steps", "evals", "scores")}
-    mopd("run", finished_job / "job.toml")
-    assert {name: store.dataset(name).version for name in before} == before
-
-
 def test_each_sample_is_trained_once(finished_job: Path):
     store = open_store(str(finished_job / "store"))
     planned = [row for window in store.plans("student") for row in store.plan("student", window).sample_rows.tolist()]

@@ -81,7 +81,10 @@ def test_what_needs_a_model_says_what_to_install(finished_job: Path, bare: Mopd,
     assert done.returncode == 2
     assert "pip install 'mopd-dataplane[train]'" in done.stderr
     assert "Traceback" not in done.stderr
-    told = bare(command[0], finished_job / "job.toml", *command[1:], "--json")
+
+
+def test_what_to_install_is_said_as_json(finished_job: Path, bare: Mopd) -> None:
+    told = bare("run", finished_job / "job.toml", "--json")
     error = json.loads(told.stdout)["error"]
     assert (error["exit_code"], error["type"]) == (2, "InputError")
     assert "mopd-dataplane[train]" in error["message"]
