@@ -72,6 +72,21 @@ class _Column:
     """[j] byte of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Elements of a list column that lie one after the other in a file of n rows."""
+
+    first_row: int
+    """Offset in the scan of the file's first row."""
+    starts: NDArray[np.int64]
+    """[n] element of the file that each list begins with."""
+    lengths: NDArray[np.int64]
+    """[n]"""
+    base: int
+    """Element of the file that `elements` begins with."""
+    elements: NDArray[Any]
+
+
 class ListFiles:
     """Finds and reads lists of one table at one version. Used by one thread at a time."""
 
@@ -102,11 +117,8 @@ class ListFiles:
         """
         if not self._plain or not len(offsets):
             return None
-        fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
         try:
-            for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
-                if int(fragment) not in self._columns:
-                    self._learn(int(fragment), offsets[place : place + 1], int(crcs[place]))
+            fragments = self._learn_all(offsets, crcs)
             short: dict[str, Lists] = {name: self._read(name, offsets, fragments) for name in columns if name in SHORT}
             found = {name: self._find(name, offsets, fragments) for name in columns if name not in SHORT}
             for lists in found.values():
@@ -115,6 +127,50 @@ class ListFiles:
         except (_NotPlain, OSError, ValueError, LookupError, ArithmeticError):  # Lance tells what is damaged and where
             self._plain = False
             return None
+
+    def stretches(
+        self, name: str, offsets: NDArray[np.int64], crcs: NDArray[np.int64], size: int, overlap: int
+    ) -> Iterator[Stretch] | None:
+        """All elements of a column in the files that hold the rows at these offsets, `size` of them at a time and
+        `overlap` of those behind; None when they must be read through Lance.
+
+        crcs: [n] checksum that each row was committed with, one row of each file is tried.
+        """
+        if not self._plain or not len(offsets):
+            return None
+        try:
+            fragments = np.unique(self._learn_all(offsets, crcs)).tolist()
+        except (_NotPlain, OSError, ValueError, LookupError, ArithmeticError):
+            self._plain = False
+            return None
+        return self._stretches(name, fragments, size, overlap)
+
+    def _stretches(self, name: str, fragments: Sequence[int], size: int, overlap: int) -> Iterator[Stretch]:
+        dtype = self._dtypes[name]
+        for fragment in fragments:
+            (number, column), first = self._columns[fragment][name], int(self._first_rows[fragment])
+            rows = np.arange(int(self._first_rows[fragment + 1]) - first)
+            starts, lengths, _ = self._bounds(number, column, rows)
+            total = int(column.element_starts[-1])
+            for base in range(0, total, size):
+                last = min(total, base + size + overlap)
+                elements = np.empty(last - base, dtype)
+                pieces = _pieces(column.element_starts, column.element_positions, base, last, dtype.itemsize)
+                self._files.gather(number, list(pieces), elements.data)
+                ahead = _pieces(
+                    column.element_starts, column.element_positions, last, min(total, last + size), dtype.itemsize
+                )
+                for position, nbytes in ahead:
+                    self._files.ask(number, position, nbytes)
+                yield Stretch(first, starts, lengths, base, elements)
+
+    def _learn_all(self, offsets: NDArray[np.int64], crcs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] fragment of each row, all of which are known then. Raises _NotPlain."""
+        fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
+        for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
+            if int(fragment) not in self._columns:
+                self._learn(int(fragment), offsets[place : place + 1], int(crcs[place]))
+        return fragments
 
     def _learn(self, fragment: int, row: NDArray[np.int64], crc: int) -> None:
         """Read how a fragment is laid out, and try it on one row. Raises _NotPlain."""

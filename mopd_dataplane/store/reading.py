@@ -95,20 +95,20 @@ def read_tokens(
 ) -> pa.Table:
     """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
     metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
-    read = [*dict.fromkeys(["uid", *columns, *(_checked(tokens) if verify else ())])]
+    read = [*dict.fromkeys(["uid", *columns, *(checked_columns(tokens) if verify else ())])]
     payload = take_payload(tokens, metadata["payload_row"].to_numpy(), read)
     check_echo("tokens", metadata, payload)
     if verify:
-        check_crcs("tokens", metadata, _crcs_of(payload.select(_checked(tokens))))
+        check_crcs("tokens", metadata, _crcs_of(payload.select(checked_columns(tokens))))
     return payload.select(columns)
 
 
 def token_crcs(tokens: lance.LanceDataset, rows: Sequence[int]) -> list[int]:
     """payload_crc of the given rows of `tokens`, computed from the bytes on disk."""
-    return _crcs_of(take_payload(tokens, rows, _checked(tokens)))
+    return _crcs_of(take_payload(tokens, rows, checked_columns(tokens)))
 
 
-def _checked(tokens: lance.LanceDataset) -> list[str]:
+def checked_columns(tokens: lance.LanceDataset) -> list[str]:
     """Columns that the checksum is over; a version of the table from before RECORDED has only the others."""
     return [name for name in column_names((*PAYLOAD, *RECORDED)) if name in tokens.schema.names]
 
@@ -223,7 +223,7 @@ class TokenReader:
         self._rows = np.full(len(sample_rows), -1)
         """[n] row id in `tokens`; -1 where it is not known yet."""
         self._crcs = np.zeros(len(sample_rows), np.int64)
-        self._lists = ListReader(tokens, _checked(tokens), tokens_crc)
+        self._lists = ListReader(tokens, checked_columns(tokens), tokens_crc)
 
     def lists(
         self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], columns: Sequence[str], *, verify: bool

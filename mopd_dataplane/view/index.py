@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
 
+from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest
 from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.tables import SAMPLES
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
-MEMORY = "640MB"
+MEMORY = "384MB"
+"""Of DuckDB; what is beyond it lies in a scratch folder."""
 
 
 class Index:
@@ -42,7 +44,11 @@ class Index:
         self._has = frozenset(held(store, snapshot))
         self.definition = definition(self.teachers, has=self._has)
         self._labels = threading.Lock()
-        self._connection = duckdb.connect(config={"python_enable_replacements": "false", "memory_limit": MEMORY})
+        self._resources = ExitStack()
+        scratch = self._resources.enter_context(scratch_folder())  # gone with this object, or by the next one's sweep
+        self._connection = duckdb.connect(
+            config={"python_enable_replacements": "false", "memory_limit": MEMORY, "temp_directory": str(scratch)}
+        )
         self._connection.execute("set enable_progress_bar = false")
         self._connection.execute("attach ':memory:' as held (compress); use held")
         self._fill(store)

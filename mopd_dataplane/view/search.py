@@ -18,6 +18,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.query.text import one_line
 from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.reading import check_echo
+from mopd_dataplane.store.token_scan import find_run, scan_tokens
 from mopd_dataplane.view.sample import pieces_of
 
 if TYPE_CHECKING:
@@ -49,18 +50,6 @@ def parse_ids(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def find_run(tokens: NDArray[np.int32], run: list[int]) -> NDArray[np.int64]:
-    """Places where the run of ids starts.
-
-    >>> find_run(np.array([1, 2, 1, 2, 3], np.int32), [1, 2]).tolist()
-    [0, 2]
-    """
-    places = np.flatnonzero(tokens[: max(0, len(tokens) - len(run) + 1)] == run[0])
-    for offset, token in enumerate(run[1:], 1):
-        places = places[tokens[places + offset] == token]
-    return places
-
-
 class Search:
     """One search; `hits` yields what was found and, every batch, how far it is."""
 
@@ -82,26 +71,58 @@ class Search:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
         clause = index.condition(where)
         columns = "sample_row, payload_row, uid, prompt_len, total_len, policy_version_last, reward, domain"
-        self._rows = index.arrow(f"select {columns} from rollouts{clause} order by payload_row")
+        # in one piece, because taking rows of a table in many copies all of it every time
+        self._rows = index.arrow(f"select {columns} from rollouts{clause} order by payload_row").combine_chunks()
         self.total = self._rows.num_rows
 
     def hits(self) -> Iterator[dict[str, Any]]:
         """{"hit": …} for each sample that matches, {"searched": n, "versions": {version: samples}} after each batch."""
         versions: dict[int, int] = {}
-        searched = found = 0
+        found = 0
         tokens = self._store.dataset("tokens", self._index.snapshot)
-        few = self.total < SCAN_SHARE * self._index.total
-        for part, column in self._chosen() if few else self._scanned(tokens):
+        for part, column, searched in self._parts(tokens):
             for hit in self._batch(part, column):
                 versions[hit["version"]] = versions.get(hit["version"], 0) + 1
                 found += 1
                 yield {"hit": hit}
                 if found >= MOST_HITS:
                     break
-            searched += part.num_rows
             yield {"searched": searched, "total": self.total, "hits": found, "versions": versions}
             if found >= MOST_HITS:
                 return
+
+    def _parts(self, tokens: lance.LanceDataset) -> Iterator[tuple[pa.Table, pa.Array, int]]:
+        """Some samples at a time with their tokens, and how many were looked at so far."""
+        searched = 0
+        if self.total < SCAN_SHARE * self._index.total:
+            for part, column in self._chosen():
+                searched += part.num_rows
+                yield part, column, searched
+            return
+        if self._run is not None and self.total:
+            samples = self._store.dataset("samples", self._index.snapshot)
+            rows, payload_rows, prompts = (
+                self._rows[name].to_numpy() for name in ("sample_row", "payload_row", "prompt_len")
+            )
+            if (found := scan_tokens(samples, tokens, rows, payload_rows, prompts, self._run)) is not None:
+                yield from self._read(found)
+                return
+        for part, column in self._scanned(tokens):
+            searched += part.num_rows
+            yield part, column, searched
+
+    def _read(self, found: Iterator[tuple[NDArray[np.int64], int]]) -> Iterator[tuple[pa.Table, pa.Array, int]]:
+        """Samples of a scan with their tokens."""
+        last = -1
+        for places, searched in found:
+            some = places[places != last][:MOST_HITS]  # one that two stretches share is named by both
+            last = int(places[-1]) if len(places) else last
+            part = self._rows.take(pa.array(some, pa.int64()))
+            if not len(some):
+                yield part, pa.array([], pa.list_(pa.int32())), searched
+                continue
+            read = self._store.read_tokens(part["sample_row"].to_numpy(), ["tokens"], self._index.snapshot)
+            yield part, read["tokens"].combine_chunks(), searched
 
     def _chosen(self) -> Iterator[tuple[pa.Table, pa.Array]]:
         """Some samples at a time with their tokens, each looked up."""
@@ -128,7 +149,11 @@ class Search:
                 wanted = np.flatnonzero(payload_rows[places] == ids)
                 if not len(wanted):
                     continue
-                part, column = self._rows.take(pa.array(places[wanted])), batch
+                first, last = int(places[wanted[0]]), int(places[wanted[-1]])
+                part = self._rows.slice(first, last + 1 - first)
+                if part.num_rows != len(wanted):
+                    part = self._rows.take(pa.array(places[wanted]))
+                column = batch
                 if len(wanted) < batch.num_rows:
                     column = batch.take(pa.array(wanted))
                 if not pc.all(pc.equal(part["uid"], column["uid"])).as_py():

@@ -1,0 +1,75 @@
+"""Which samples hold a run of token ids: one pass over the token files, a third of the time of a scan through Lance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import lance
+import numpy as np
+from numpy.typing import NDArray
+
+from mopd_dataplane.store.arrow_rows import tokens_crc
+from mopd_dataplane.store.listfiles import ListFiles, Stretch
+from mopd_dataplane.store.reading import checked_columns, take_rows
+from mopd_dataplane.store.row_ids import row_ids
+
+WINDOW = 4 << 20
+"""Tokens read at a time."""
+
+
+def find_run(tokens: NDArray[np.int32], run: Sequence[int]) -> NDArray[np.int64]:
+    """Places where the run of ids starts.
+
+    >>> find_run(np.array([1, 2, 1, 2, 3], np.int32), [1, 2]).tolist()
+    [0, 2]
+    """
+    places = np.flatnonzero(tokens[: max(0, len(tokens) - len(run) + 1)] == run[0])
+    for offset, token in enumerate(run[1:], 1):
+        places = places[tokens[places + offset] == token]
+    return places
+
+
+def scan_tokens(
+    samples: lance.LanceDataset,
+    tokens: lance.LanceDataset,
+    sample_rows: NDArray[np.int64],
+    payload_rows: NDArray[np.int64],
+    skipped: NDArray[np.integer],
+    run: Sequence[int],
+    *,
+    window: int = WINDOW,
+) -> Iterator[tuple[NDArray[np.int64], int]] | None:
+    """Places among the given samples of those whose tokens hold the run, stretch by stretch, and how many of the
+    samples were looked at so far; None where files must be read through Lance.
+
+    sample_rows, payload_rows: [n] where each sample lies in the two tables. skipped: [n] tokens at its start, such as
+    the prompt, that do not count. A sample that two stretches share may be named by both. Raises DamagedError for a
+    file that ends early.
+    """
+    offsets = row_ids(tokens).offsets(payload_rows)
+    order = np.argsort(offsets, kind="stable")
+    lying = offsets[order]
+    ends = np.cumsum([fragment.count_rows() for fragment in tokens.get_fragments()])
+    firsts = order[np.unique(np.searchsorted(ends, lying, side="right"), return_index=True)[1]]
+    crcs = take_rows(samples, sample_rows[firsts], ["payload_crc"])["payload_crc"].to_numpy()
+    files = ListFiles(tokens, checked_columns(tokens), tokens_crc)
+    stretches = files.stretches("tokens", offsets[firsts], crcs, window, len(run) - 1)
+    return None if stretches is None else _found(stretches, order, lying, skipped[order], run)
+
+
+def _found(
+    stretches: Iterator[Stretch],
+    order: NDArray[np.int64],
+    lying: NDArray[np.int64],
+    skipped: NDArray[np.integer],
+    run: Sequence[int],
+) -> Iterator[tuple[NDArray[np.int64], int]]:
+    for stretch in stretches:
+        places = find_run(stretch.elements, run) + stretch.base
+        rows = np.searchsorted(stretch.starts, places, side="right") - 1
+        at = np.minimum(np.searchsorted(lying, rows + stretch.first_row), len(lying) - 1)
+        wanted = lying[at] == rows + stretch.first_row
+        wanted &= places + len(run) <= stretch.starts[rows] + stretch.lengths[rows]
+        wanted &= places - stretch.starts[rows] >= skipped[at]
+        passed = stretch.first_row + int(np.searchsorted(stretch.starts, stretch.base + len(stretch.elements)))
+        yield order[np.unique(at[wanted])], int(np.searchsorted(lying, passed))
