@@ -31,7 +31,7 @@ TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
 MEMORY = "384MB"
-"""Of DuckDB; what is beyond it lies in a scratch folder."""
+"""What DuckDB may hold; the rest lies in a scratch folder."""
 
 
 class Index:
