@@ -183,7 +183,9 @@ def test_all_teachers_over_one_text(page: Page) -> None:
         "chain_sum-expert", "number_sorting-expert", "spell_backward-expert", "disagreement",
     ]  # fmt: skip
     token = page.locator(".strip #t0")
-    assert token.evaluate("node => node.style.backgroundImage").count("px") >= 8, "a colour behind, a lane a teacher"
+    assert token.evaluate("node => getComputedStyle(node).backgroundImage").count("px") >= 8, (
+        "a colour behind, a lane a teacher"
+    )
     assert page.locator(".strip .t.masked").count() == 2, "tokens that the policy did not write"
     assert page.locator(".strip .t.starts").count() == 1, "where the next policy version goes on"
     text = "".join(page.locator(".strip .t").all_inner_texts())
@@ -374,3 +376,26 @@ def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Pat
     context.close()
     assert trouble == []
     assert all(url.startswith(("file:", "data:")) for url in asked)
+
+
+def test_every_page_shows_its_sql_and_the_packs_their_ranks(page: Page) -> None:
+    open_judged(page)
+    page.locator(".strip #t1").click()
+    expect(page.locator(".card .beside small").first).to_contain_text("not in the store")
+    for view in ("life", "run", "teachers", "compare", "prompt"):
+        if view == "life":
+            page.keyboard.press("i")
+        elif view == "prompt":
+            page.go_back()
+            page.goto(page.url.split("#")[0] + "#/prompt/chain_sum-train-0")
+        else:
+            page.goto(page.url.split("#")[0] + f"#/{view}")
+        ready(page)
+        page.get_by_text("SQL and curl of this page").click()
+        expect(page.locator(".sources .sql").first).to_contain_text("select")
+    page.get_by_role("button", name="edit as a query").first.click()
+    expect(page.locator(".status")).to_contain_text("rows")
+    page.goto(page.url.split("#")[0] + "#/step/student?n=2&ranks=2&by=teacher")
+    expect(page.locator(".ranks .pack-row")).to_have_count(2)
+    page.get_by_label("coloured by").select_option("trained")
+    expect(page.locator(".keyed li")).to_have_count(5)

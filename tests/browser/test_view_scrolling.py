@@ -23,7 +23,8 @@ TURNS, PIXELS = 150, 240
 """Turns of the wheel, and how far each scrolls."""
 GOAL_MS = 16.0
 MAIN_THREAD = "CrRendererMain"
-FRAME = "BeginMainThreadFrame"
+FRAME = "Commit"
+"""Ends the work of the main thread on a frame."""
 WORK = frozenset({
     "FunctionCall", "EvaluateScript", "FireAnimationFrame", "EventDispatch", "TimerFire", "RunMicrotasks", "MinorGC",
     "MajorGC", "Layout", "UpdateLayoutTree", "PrePaint", "Layerize", "UpdateLayer",
@@ -97,13 +98,13 @@ def frame_times(events: list[dict[str, Any]]) -> list[float]:
     ]
     work = {thread: [e for e in events if (e.get("pid"), e.get("tid")) == thread] for thread in threads}
     busiest = max(work.values(), key=lambda own: sum(e.get("name") in WORK for e in own))
-    starts = sorted(e["ts"] for e in busiest if e["name"] == FRAME)
+    ends = sorted(e["ts"] for e in busiest if e["name"] == FRAME)
     spans = sorted(
         (e["ts"], e["tts"], e["tts"] + e.get("tdur", 0)) for e in busiest if e["name"] in WORK and "tts" in e
     )
-    spent = np.zeros(len(starts) + 1)
+    spent = np.zeros(len(ends) + 1)
     until = 0.0
     for at, begin, end in spans:  # events lie inside each other
-        spent[int(np.searchsorted(starts, at, side="right"))] += max(0.0, end - max(begin, until)) / 1000
+        spent[int(np.searchsorted(ends, at, side="right"))] += max(0.0, end - max(begin, until)) / 1000
         until = max(until, end)
     return [float(ms) for ms in spent if ms > 0]

@@ -25,6 +25,30 @@ function widthOf(text) {
   return width;
 }
 
+const sheet = new CSSStyleSheet(), rules = new Set();
+document.adoptedStyleSheets = [...document.adoptedStyleSheets, sheet];
+
+function rule(name, text) {
+  if (!rules.has(name)) { rules.add(name); sheet.insertRule(`.strip .${name} { ${text} }`); }
+  return name;
+}
+
+// The class that gives place n of a token (0 its text, then a lane each) a colour.
+function inked(n, colour) {
+  return rule(`p${n}${colour.replace(/[^a-z0-9]/g, "")}`, `--p${n}: ${colour}`);
+}
+
+// The class of lines whose tokens have so many lanes.
+function layered(lanes) {
+  const stops = [`var(--p0) 0 ${TEXT_PX}px`];
+  for (let n = 1; n <= lanes; n += 1) {
+    const top = TEXT_PX + (n - 1) * LANE_PX;
+    stops.push(`var(--paper) ${top}px ${top + 1}px`, `var(--p${n}) ${top + 1}px ${top + LANE_PX}px`);
+  }
+  rule(`lanes${lanes} .t`, `background-image: linear-gradient(${stops.join(", ")})`);
+  return `lanes${lanes}`;
+}
+
 export class Strip {
   // options: data, signal, lanes, selected, onselect(position)
   constructor(options) {
@@ -37,7 +61,6 @@ export class Strip {
     this.breaks = this.data.pieces.map((p) => p.includes("\n"));
     this.lines = [];
     this.drawn = new Map();
-    this.styles = new Map();
     this.inner = h("div", { class: "strip-inner" });
     this.root = h("div", {
       class: "strip", tabindex: 0, role: "listbox", "aria-label": "Response, token by token",
@@ -78,7 +101,6 @@ export class Strip {
 
   // Signal, lanes or selection changed: draw every line in sight again.
   restyle() {
-    this.styles.clear();
     this.drawn.forEach((line) => line.remove());
     this.drawn.clear();
     this.inner.style.setProperty("--token", `${TEXT_PX + LANE_PX * this.lanes.length}px`);
@@ -114,7 +136,7 @@ export class Strip {
   line(number, height) {
     const start = this.lines[number], end = this.lines[number + 1] ?? this.texts.length;
     const line = document.createElement("div");
-    line.className = "line";
+    line.className = `line ${layered(this.lanes.length)}`;
     line.style.top = `${number * height}px`;
     const gutter = document.createElement("span");
     gutter.className = "gutter";
@@ -127,35 +149,24 @@ export class Strip {
 
   token(i) {
     const node = document.createElement("span");
-    node.className = this.data.mask[i] ? "t" : "t masked";
+    node.className = `t ${this.background(i)}${this.data.mask[i] ? "" : " masked"}`;
     if (i === this.selected) { node.className += " chosen"; node.setAttribute("aria-selected", "true"); }
     if (this.starts(i)) node.className += " starts";
     node.id = `t${i}`;
     node.dataset.i = i;
     node.setAttribute("role", "option");
     node.textContent = this.texts[i];
-    node.style.backgroundImage = this.background(i);
     return node;
   }
 
   // Whether another policy version goes on here.
   starts(i) { return i > 0 && this.data.spans.some((span) => span.start === i); }
 
+  // Classes that colour a token: its own signal, then a lane each. A rule a colour, not a style a token.
   background(i) {
-    const levels = [this.signal ? this.signal.level(this.signal.values[i]) : null];
-    for (const lane of this.lanes) levels.push(lane.level(lane.values[i]));
-    const key = levels.join(",");
-    let found = this.styles.get(key);
-    if (!found) {
-      const stops = [`${this.signal ? paint(this.signal.scale, levels[0]) : "transparent"} 0 ${TEXT_PX}px`];
-      this.lanes.forEach((lane, n) => {
-        const top = TEXT_PX + n * LANE_PX;
-        stops.push(`var(--paper) ${top}px ${top + 1}px`, `${paint(lane.scale, levels[n + 1])} ${top + 1}px ${top + LANE_PX}px`);
-      });
-      found = `linear-gradient(${stops.join(", ")})`;
-      this.styles.set(key, found);
-    }
-    return found;
+    let names = this.signal ? inked(0, paint(this.signal.scale, this.signal.level(this.signal.values[i]))) : inked(0, "transparent");
+    this.lanes.forEach((lane, n) => { names += ` ${inked(n + 1, paint(lane.scale, lane.level(lane.values[i])))}`; });
+    return names;
   }
 
   clicked(event) {
