@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pictures import stages_picture
 
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import publish_file
@@ -34,6 +36,11 @@ from mopd_dataplane.run.provenance import provenance
 JOBS = Path(__file__).parent
 STORES = Path("runs/recipes")
 PAGE = JOBS.parent / "docs" / "recipes.md"
+PICTURES = PAGE.parent / "images" / "recipes"
+TIME = re.compile(
+    r"([\d,]+(?: to [\d,]+)?) s\s+of\s+processor\s+time(?:\s+each)?(\s+beyond\s+base\s+and\s+specialists)?"
+)
+"""How the texts of the recipes say what a run took."""
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
 OWN_FIGURES = ("quickstart", "alternatives")
@@ -154,12 +161,47 @@ def reward_table(stages: dict[str, dict[str, list[float]]]) -> Iterable[str]:
         yield f"| {stage} | {' | '.join(cells)} |"
 
 
+def measured(recipe: str) -> str:
+    """What the recipe's own text says came out."""
+    readme = JOBS / recipe / "README.md"
+    return readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
+
+
+def gallery(names: Iterable[str]) -> Iterable[str]:
+    """Markdown rows: each recipe, what it shows, and the processor time that its text says a seed took."""
+    yield "| recipe | what it shows | processor time of a seed |"
+    yield "|---|---|---|"
+    for name in names:
+        took = TIME.search(measured(name))
+        cost = "not measured" if took is None else f"{took[1]} s{took[2] or ''}"
+        yield f"| [{name}](#{name}) | {load_job(JOBS / name).shows} | {' '.join(cost.split())} |"
+
+
+def picture(recipe: str) -> str:
+    """SVG of a recipe: accuracy where it was measured, else mean reward."""
+    by_seed, old = results(recipe), json.loads((JOBS / "mean_rewards.json").read_text())["recipes"].get(recipe, {})
+    ends: dict[str, list[float]] = {}
+    for result in by_seed.values():
+        for stage, said in result["stages"].items():
+            if right := _right(said):
+                ends.setdefault(stage, []).append(float(np.mean([v.mean() for v in right.values()])))
+    if not ends:
+        ends = {stage: np.mean(list(rewards.values()), axis=0).tolist() for stage, rewards in old.items()}
+    return stages_picture(recipe, ends, "accuracy" if by_seed else "mean reward")
+
+
+def shown() -> list[str]:
+    """Recipes of which there is something to show."""
+    old = json.loads((JOBS / "mean_rewards.json").read_text())["recipes"]
+    return [name for name in recipes() if results(name) or name in old]
+
+
 def section(recipe: str, job: Job, by_seed: dict[int, Result], rewards: dict[str, dict[str, list[float]]]) -> str:
     """One recipe of the page."""
-    readme = JOBS / recipe / "README.md"
-    finding = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
+    finding = measured(recipe)
     said = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}."
     lines = [f"## {recipe}", "", *textwrap.wrap(said, 120, break_on_hyphens=False), ""]
+    lines += [f"![{recipe}: what every stage ended with](images/recipes/{recipe}.svg)", ""]
     lines += [*accuracy_table(by_seed), ""] if by_seed else ["Accuracy: not run.", ""]
     lines += [*reward_table(rewards), ""] if rewards and not by_seed else []
     return "\n".join([*lines, *([finding, ""] if finding else [])])
@@ -168,15 +210,13 @@ def section(recipe: str, job: Job, by_seed: dict[int, Result], rewards: dict[str
 def page() -> str:
     """The whole page."""
     old = json.loads((JOBS / "mean_rewards.json").read_text())
-    parts = [
-        section(name, load_job(JOBS / name), results(name), old["recipes"].get(name, {}))
-        for name in recipes()
-        if results(name) or name in old["recipes"]
-    ]
+    parts = [section(name, load_job(JOBS / name), results(name), old["recipes"].get(name, {})) for name in shown()]
     seeds = ", ".join(map(str, old["seeds"]))
     where = f"commit {old['commit']}, {old['date']}, seeds {seeds}, {old['host']['cores']} cores, no GPU"
     head = " ".join(HEAD.format(where=where).split())
-    return f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(parts)
+    return f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(
+        [*gallery(shown()), "", *parts]
+    )
 
 
 def main() -> None:
@@ -190,6 +230,9 @@ def main() -> None:
     if not options.page_only:
         run_all(options.recipes, options.seeds, options.processes)
     PAGE.write_text(page())
+    PICTURES.mkdir(exist_ok=True)
+    for name in shown():
+        (PICTURES / f"{name}.svg").write_text(picture(name))
 
 
 def run_all(recipes: list[str], seeds: list[int], processes: int) -> None:

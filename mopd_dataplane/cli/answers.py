@@ -56,9 +56,14 @@ def show(
     store: StoreUri,
     uid: Annotated[
         str | None,
-        typer.Argument(metavar="[UID]", help="Sample uid, or the first digits of one; default: one worth seeing."),
+        typer.Argument(
+            metavar="[UID]",
+            help="Sample uid, or its first digits; default: of the newest iteration the farthest from its teacher.",
+        ),
     ] = None,
-    worst: Annotated[bool, typer.Option("--worst", help="The sample with the lowest reward.")] = False,
+    worst: Annotated[
+        bool, typer.Option("--worst", help="The sample with the lowest reward, of all iterations.")
+    ] = False,
     disagreement: Annotated[
         bool,
         typer.Option("--disagreement", help="The sample whose teachers differ most, from one another or from it."),

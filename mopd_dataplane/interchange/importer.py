@@ -25,6 +25,7 @@ from mopd_dataplane.interchange.vocabulary import Vocabulary
 from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.decode import keep_tokenizer
 from mopd_dataplane.store.sample_values import log_probs, other_content, whole_numbers
 
 BATCH = 1024
@@ -106,6 +107,7 @@ def import_rollouts(
     _check(target, path, _samples(files, settings, vocabulary), teachers)
     if isinstance(store, str):
         store = Store.create(store)
+    keep_tokenizer(store, vocabulary.digest, vocabulary.file())
     teachers.bring(store)
     report, places = ImportReport(), set[str]()
     converted = _samples(files, settings, vocabulary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Protocol
 
 from mopd_dataplane.errors import InputError
@@ -16,6 +17,9 @@ class Vocabulary(Protocol):
     size: int
     end: int | None
     """Id of the end-of-sequence token."""
+
+    def file(self) -> dict[str, Any] | None:
+        """Content of its tokenizer.json, by which a store shows text; None where it has none."""
 
     def prompt(self, text: str | Messages) -> list[int]:
         """Ids of a prompt as the student reads it."""
@@ -39,6 +43,11 @@ class TokenizerVocabulary:
         self.digest = digest
         self.size = len(tokenizer)
         self.end: int | None = tokenizer.eos_token_id
+
+    def file(self) -> dict[str, Any] | None:
+        """See Vocabulary: a tokenizer that only Python code knows has no such file."""
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        return json.loads(fast.to_str()) if fast is not None else None
 
     def prompt(self, text: str | Messages) -> list[int]:
         """See Vocabulary."""

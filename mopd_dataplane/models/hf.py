@@ -99,9 +99,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     Folders whose files beside the weights are the same, such as the versions of a policy, share one object: leave it as
     it is.
     """
+    _require_sound(folder)  # before seconds are spent on an import
     from transformers import AutoTokenizer
 
-    _require_sound(folder)
     place = tokenizer_folder(folder)
     files = sorted(file for file in place.iterdir() if file.suffix in _TOKENIZER_FILES and file.is_file())
     content = tuple((file.name, file_digest(file)) for file in files if file.name != CHECKSUMS)
@@ -125,14 +125,14 @@ def check_model_folder(folder: str | Path) -> None:
     Raises UnknownNameError when there is no config or no weights, InputError when the config is not one that
     transformers reads without running code of the folder.
     """
-    from transformers import AutoConfig
-
     if is_adapter(folder):
         read_adapter_config(folder)
         folder = base_folder(folder)
     _require_folder(folder)
     if not any(Path(folder).glob("*.safetensors")):
         raise UnknownNameError(f"no model weights (*.safetensors) in {folder}; pickled weights are refused")
+    from transformers import AutoConfig
+
     with _opening(folder, "config"):
         AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 

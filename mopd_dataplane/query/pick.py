@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Pick = Literal["worst", "disagreement", "random", "newest"]
 
 _SAMPLED = "from samples where (policy <> 'reference' or not exists (from samples where policy <> 'reference'))"
+_LATEST = " and (stage, iteration) = (select (stage, iteration) from samples order by created_at desc limit 1)"
+"""Those of the iteration that was sampled last."""
 _QUERIES: dict[Pick, str] = {
     "disagreement": """
         select uid, max(mean_reverse_kl) as value, count(*) over () as total, count(*) as teachers,
@@ -33,6 +35,7 @@ _QUERIES: dict[Pick, str] = {
         select uid, 0 as value, count(*) over () as total {sampled} {domain}
         order by created_at desc, writer_seq desc limit 1""",
 }
+_DEFAULT: tuple[Pick, ...] = ("disagreement", "worst", "newest")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,25 +50,27 @@ def pick_sample(store: Store, by: Pick | None = None, *, domain: str | None = No
     """A sample worth seeing, of one domain or of all.
 
     by: `worst` has the lowest reward; `disagreement` has teachers that differ most, from one another where several
-    judged it, else from who wrote it; `random` any; None the first of disagreement, worst and newest that the store
-    has anything for.
+    judged it, else from who wrote it; `random` any. None: disagreement in the iteration that was sampled last, which
+    says most of the student as it is; where no teacher has judged that, the first of disagreement, worst and newest
+    that the store has anything for.
     Raises UnknownNameError when there is no such sample.
     """
     if domain is not None:
         known = store.sql("select distinct domain from samples")["domain"].to_pylist()
         if domain not in known:
             raise UnknownNameError(f"no samples of domain {domain!r} in {store.uri}: {nearest(domain, known)}")
-    for way in (by,) if by else ("disagreement", "worst", "newest"):
-        condition = "" if domain is None else f"and domain = {literal(domain)}"
-        rows = store.sql(_QUERIES[way].format(sampled=_SAMPLED, domain=condition)).to_pylist()
+    condition = "" if domain is None else f"and domain = {literal(domain)}"
+    ways: list[tuple[Pick, str]] = [(way, "") for way in ((by,) if by else _DEFAULT)]
+    for way, of in ways if by else [("disagreement", _LATEST), *ways]:
+        rows = store.sql(_QUERIES[way].format(sampled=_SAMPLED + of, domain=condition)).to_pylist()
         if rows:
-            return Picked(uid=rows[0]["uid"], why=_why(way, rows[0]))
+            return Picked(uid=rows[0]["uid"], why=_why(way, rows[0], "of the newest iteration" if of else ""))
     missing = {"worst": "rewards", "disagreement": "log-probs of a teacher"}.get(by or "newest", "samples")
     raise UnknownNameError(f"{store.uri} holds no {missing} yet; run the job first, or pick another way to choose")
 
 
-def _why(way: Pick, row: dict[str, float]) -> str:
-    among = f"of {row['total']:,} samples"
+def _why(way: Pick, row: dict[str, float], part: str) -> str:
+    among = " ".join(filter(None, (f"of {row['total']:,} samples", part)))
     if way == "worst":
         return f"lowest reward {among}: {number(row['value'])}"
     if way == "random":

@@ -256,6 +256,9 @@ def _device(small: Rehearsal, key: str, section: dict[str, Any]) -> None:
         section["device"], where = "auto", resolve_device("auto")
     if where == "cpu":
         small.never_run["accelerator"] = "kernels, copies and memory of a GPU: this machine computed on its CPU"
+        if not section.get("keep", True):  # to start a process again for every window is most of a rehearsal's time
+            section["keep"] = True
+            small.never_run[f"{key}.keep"] = "false, which hands an accelerator's memory over between windows"
 
 
 def _installed(package: str) -> bool:

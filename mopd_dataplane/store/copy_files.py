@@ -20,6 +20,7 @@ from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify import verify
@@ -70,11 +71,13 @@ def finish_copy(source: Store, place: Place, names: Iterable[str]) -> None:
 
 
 def copy_job(source: Store, place: Place) -> None:
-    """The job that the store remembers, and what made it."""
+    """The job that the store remembers, what made it, and the tokenizers of imports."""
     for name in _JSON:
         value = source.read_json(name)
         if value is not None:
             place.write_json(name, {**value, "store": place.uri} if "store" in value else value)
+    for name in source._place.children(KEPT):
+        copy_file(source, place, f"{KEPT}/{name}")
 
 
 def copy_weights(source: Store, place: Place) -> None:

@@ -1,10 +1,11 @@
-"""Token ids as text, from the tokenizer.json that every policy folder of a store carries.
+"""Token ids as text, from the tokenizer.json that every policy folder of a store carries, or that an import kept.
 
 Where a store has no tokenizer file, ids stand for themselves.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ from mopd_dataplane.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
+
+KEPT = "tokenizers"
+"""Where a store keeps the tokenizers of imports, one sealed JSON file each, by digest."""
 
 
 class Decoder:
@@ -61,7 +65,7 @@ class Numbers:
 
 
 def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
-    """Decoder of a folder, or of the first policy of the store that has a tokenizer.
+    """Decoder of a folder, or of the first policy of the store that has a tokenizer, or of what was imported.
 
     Raises UnknownNameError when a given folder has no tokenizer.json.
     """
@@ -69,19 +73,30 @@ def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
         raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
     if folder is not None:
         return Decoder((folder / "tokenizer.json").read_text())
-    for candidate in _tokenizer_files(store):
-        return Decoder(candidate.read_text())
-    stored = _stored_tokenizer(store)
-    return Decoder(stored) if stored else Numbers()
+    content = next(_tokenizers(store), "")
+    return Decoder(content) if content else Numbers()
 
 
-def _tokenizer_files(store: Store) -> Iterator[Path]:
-    """tokenizer.json of the store's policies, then of the folder its job started from."""
+def keep_tokenizer(store: Store, digest: str, content: dict[str, Any] | None) -> None:
+    """Keep the tokenizer.json of samples that came without a policy; digest: as `samples.tokenizer` has it."""
+    name = f"{KEPT}/{digest}.json"
+    if content is not None and not store._place.has(name):
+        store.write_json(name, {"tokenizer": content})
+
+
+def _tokenizers(store: Store) -> Iterator[str]:
+    """Content of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
     if store.root is not None:
-        yield from sorted((store.root / "policies").glob("**/tokenizer.json"))
+        yield from (file.read_text() for file in sorted((store.root / "policies").glob("**/tokenizer.json")))
+    elif stored := _stored_tokenizer(store):
+        yield stored
+    for name in store._place.children(KEPT):
+        kept = store.read_json(f"{KEPT}/{name}")
+        if kept is not None:
+            yield json.dumps(kept["tokenizer"])
     start = ((store.read_json("job.json") or {}).get("student") or {}).get("path", "")
     if start and (file := Path(start) / "tokenizer.json").is_file():
-        yield file
+        yield file.read_text()
 
 
 def _stored_tokenizer(store: Store) -> str:

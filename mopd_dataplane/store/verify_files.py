@@ -11,6 +11,7 @@ from mopd_dataplane.base.sealed_json import unseal
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.place import Place
 
 FOLDERS = {"policies": r"v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}
@@ -27,7 +28,8 @@ Damage = tuple[str, str]
 def audit_files(place: Place, *, deep: bool) -> Iterator[Damage]:
     """Damage of every file that is no part of a table; deep: also of those that hold tensors."""
     snapshots = [f"snapshots/{name}" for name in place.children("snapshots") if name.endswith(".json")]
-    for name in (MARK, "job.json", *snapshots):
+    tokenizers = [f"{KEPT}/{name}" for name in place.children(KEPT)]
+    for name in (MARK, "job.json", *snapshots, *tokenizers):
         yield from _sealed(place, name)
     for stage in place.children("checkpoints"):
         yield from _metrics(place, f"checkpoints/{stage}/{_METRICS}")

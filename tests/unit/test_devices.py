@@ -3,6 +3,7 @@ the host but what is asked for."""
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
 from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
 from mopd_dataplane.score.discriminator import Discriminator, Pair
+from mopd_dataplane.score.quantisation_effect import quantisation_effect
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.scorer import Scorable, model_input, score_samples
 from mopd_dataplane.score.teacher_comparison import Answer, compare
@@ -180,3 +182,41 @@ def test_teachers_are_compared_on_a_device_as_on_the_cpu(folders: dict[str, Path
         for device in (NAME, "cpu")
     )
     assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.usefixtures("host_copies")
+def test_what_rounding_does_is_measured_on_a_device_as_on_the_cpu(folders: dict[str, Path]) -> None:
+    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["teacher"]))
+    found = []
+    for device in (NAME, "cpu"):
+        spec = TeacherSpec(folders["teacher"], sections.Teacher(source="stage:x"))
+        pool = TeacherPool({"teacher": spec}, student_tokenizer=digest, device=device)
+        found.append(vars(quantisation_effect(pool, "teacher", samples(), sections.Score(batch_tokens=64))))
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
+
+
+PLACED = {"HfEngine", "TeacherPool", "StudentTopk", "Discriminator", "load_model", "load_merged"}
+"""What computes where its `device` says."""
+DECIDES = {"rollout", "score", "run", "integrations"}
+"""Packages in which that is never a device by name, nor left out."""
+HOST = {"score/discriminator.py": "moves the critic as a whole", "run/policies.py": "merges weights to write them"}
+
+
+def test_whoever_opens_a_model_hands_on_the_device_of_the_job() -> None:
+    """By reading the sources: the steps of a run open models that no unit test sees; each must pass a device on."""
+    root = Path(hf.__file__).parents[1]
+    seen: Counter[str] = Counter()
+    for file in (file for package in sorted(DECIDES) for file in sorted((root / package).rglob("*.py"))):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name not in PLACED:
+                continue
+            seen[name] += 1
+            given = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
+            place = file.relative_to(root).as_posix()
+            where = f"{place}:{call.lineno}: {name}"
+            assert given is not None or place in HOST, f"{where} takes no device"
+            assert not isinstance(given, ast.Constant), f"{where} names a device itself"
+    assert seen.keys() == PLACED, "a name that nobody calls any more guards nothing"

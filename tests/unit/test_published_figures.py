@@ -21,16 +21,31 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("jobs/**/*.md")} - {ROOT / "CHANGELOG.md"})
 
 
-@pytest.fixture(scope="module")
-def figures() -> ModuleType:
-    file = ROOT / "jobs" / "figures.py"
-    spec = importlib.util.spec_from_file_location("published_figures", file)
+def script(name: str) -> ModuleType:
+    """A script of jobs/."""
+    spec = importlib.util.spec_from_file_location(f"published_{name}", ROOT / "jobs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def figures() -> ModuleType:
+    return script("figures")
+
+
+def test_the_page_of_recipes_and_its_pictures_are_drawn_from_the_committed_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "jobs"))
+    compare = script("compare")
+    assert compare.PAGE.read_text() == compare.page(), "run: python jobs/compare.py --page-only"
+    assert {file.stem for file in compare.PICTURES.iterdir()} == set(compare.shown())
+    for name in compare.shown():
+        assert (compare.PICTURES / f"{name}.svg").read_text() == compare.picture(name), name
 
 
 def test_pages_and_results_agree(figures: ModuleType) -> None:

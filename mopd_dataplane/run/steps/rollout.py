@@ -221,6 +221,8 @@ def _facts(done: RolloutReport) -> dict[str, str]:
     }
     if done.resumed:
         facts["resumed"] = f"{done.resumed} ({done.exact} exact)"
+        kept = f"{done.restored} from saved keys and values, " if done.restored else ""
+        facts["prefixes"] = f"{kept}{done.resumed - done.restored} prefilled again"
     if done.dropped:
         facts["dropped"] = f"{done.dropped} that came second under their uid"
     if done.weight_changes:

@@ -26,6 +26,9 @@ class Vocabulary:
     digest = "0123456789abcdef"
     size = 98
 
+    def file(self) -> None:
+        return None
+
     def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
         raise AssertionError("an export has ids")
 

@@ -27,6 +27,9 @@ class Letters:
     size: int = 1000
     end: int | None = None
 
+    def file(self) -> None:
+        return None
+
     def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
         whole = text if isinstance(text, str) else "".join(f"{m['role']}>{m['content']}" for m in text)
         return [1, *map(ord, whole)]

@@ -30,6 +30,9 @@ class Letters:
 
     digest, size, end = "letters", 1000, END
 
+    def file(self) -> None:
+        return None
+
     def prompt(self, text: str | list[dict[str, Any]]) -> list[int]:
         return [1, *map(ord, text)] if isinstance(text, str) else [*self._chat(text), 2]
 

@@ -21,7 +21,17 @@ def test_disagreement_is_the_largest_kl(demo_store: Store) -> None:
     ).to_pylist()
     assert picked.uid == most["uid"]
     assert f"{most['kl']:.3f}" in picked.why
-    assert pick_sample(demo_store) == picked, "the default, where teachers have judged"
+
+
+def test_the_default_is_of_the_iteration_that_was_sampled_last(demo_store: Store) -> None:
+    (last,) = demo_store.sql("select stage, iteration from samples order by created_at desc limit 1").to_pylist()
+    own = f"stage = '{last['stage']}' and iteration = {last['iteration']}"
+    rows = demo_store.sql(f"select uid, mean_reverse_kl as kl from scores join samples using (uid) where {own} "
+                          "and kind = 'logprob' order by kl desc").to_pylist()  # fmt: skip
+    picked = pick_sample(demo_store)
+    assert rows
+    assert picked.uid == rows[0]["uid"]
+    assert f"of {len(rows):,} samples of the newest iteration" in picked.why
 
 
 def test_teachers_that_contradict_one_another_come_first(demo_store: Store, tmp_path: Path) -> None:

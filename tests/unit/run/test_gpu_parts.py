@@ -18,7 +18,16 @@ def test_the_published_page_is_what_was_run() -> None:
     assert gpu.PAGE.read_text() == gpu.render(gpu.PAGE.parent / gpu.RAW)
 
 
-def test_parts_are_rehearsed_and_written_as_they_end(tmp_path: Path) -> None:
+def test_a_part_is_rehearsed_and_written(tmp_path: Path) -> None:
+    gpu.run(["sampler"], device="cpu", small=True, page=tmp_path / "gpu.md")
+    assert all(json.loads((tmp_path / gpu.RAW / "sampler.json").read_text())["figures"].values())
+    page = (tmp_path / "gpu.md").read_text()
+    assert "figures mean nothing" in page
+    assert page.count("**never run**") == 6, "all others"
+
+
+@pytest.mark.slow
+def test_all_parts_are_rehearsed_and_written_as_they_end(tmp_path: Path) -> None:
     parts = ["kernels", "sampler", "engine", "score", "step", "smollm2"]
     gpu.run(parts, device="cpu", small=True, page=tmp_path / "gpu.md")
     found = {name: json.loads((tmp_path / gpu.RAW / f"{name}.json").read_text()) for name in parts}

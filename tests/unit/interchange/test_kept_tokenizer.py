@@ -1,0 +1,64 @@
+"""An import keeps its tokenizer, so that a store that no job ran in shows text; the file is audited and copied."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mopd_dataplane import Store, create_store, open_store
+from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
+from mopd_dataplane.models.hf import tokenizer_digest
+from mopd_dataplane.models.initial_weights import character_tokenizer
+from mopd_dataplane.query.show import read_sample
+from mopd_dataplane.store.copying import copy_samples
+from mopd_dataplane.store.decode import KEPT, find_decoder, keep_tokenizer
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Store:
+    tokenizer = character_tokenizer()
+    rows = [{"input": f"{n} + 1 =", "output": f" it is {n + 1}", "score": 1.0, "step": 0} for n in range(3)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    import_rollouts(
+        str(tmp_path / "store"),
+        tmp_path / "rows.jsonl",
+        ImportSettings(format="verl", stage="student", domain="sums"),
+        TokenizerVocabulary(tokenizer, tokenizer_digest(tokenizer)),
+    )
+    return open_store(str(tmp_path / "store"))
+
+
+def test_imported_rollouts_are_text_to_query_and_show(imported: Store) -> None:
+    texts = imported.sql("select response from responses order by response")["response"].to_pylist()
+    assert texts == [f" it is {n}" for n in (1, 2, 3)]
+    uid = imported.samples(["uid"])["uid"][0].as_py()
+    assert "it is" in "".join(token.text for token in read_sample(imported, uid).tokens)
+    assert [name.removesuffix(".json") for name in imported._place.children(KEPT)] == imported.sql(
+        "select distinct tokenizer from samples"
+    )["tokenizer"].to_pylist()
+
+
+def test_a_copy_brings_the_tokenizer_along(imported: Store, tmp_path: Path) -> None:
+    list(copy_samples(imported, str(tmp_path / "copy"), "domain = 'sums'"))
+    ids = imported.read_tokens([0], columns=["tokens"])["tokens"].to_pylist()
+    assert find_decoder(open_store(str(tmp_path / "copy"))).texts(ids) == find_decoder(imported).texts(ids)
+
+
+def test_a_damaged_tokenizer_is_found(imported: Store) -> None:
+    assert imported.verify().ok
+    (name,) = imported._place.children(KEPT)
+    file = imported.path(f"{KEPT}/{name}")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert [finding.table for finding in imported.verify().findings] == [f"{KEPT}/{name}"]
+
+
+def test_on_an_object_store_too(s3: str) -> None:
+    store = create_store(s3)
+    tokenizer = character_tokenizer()
+    keep_tokenizer(store, "d", TokenizerVocabulary(tokenizer, "d").file())
+    assert find_decoder(store).texts([tokenizer.encode("3 + 4")]) == ["<s>3 + 4"]
