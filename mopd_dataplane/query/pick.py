@@ -72,7 +72,8 @@ def pick_sample(store: Store, by: Pick | None = None, *, domain: str | None = No
 def _why(way: Pick, row: dict[str, float], part: str) -> str:
     among = " ".join(filter(None, (f"of {row['total']:,} samples", part)))
     if way == "worst":
-        return f"lowest reward {among}: {number(row['value'])}"
+        equals = "" if row["kl"] is None else "; of those with it, the farthest from its teacher"
+        return f"lowest reward {among}: {number(row['value'])}{equals}"
     if way == "random":
         return f"one {among}, at random"
     if way == "newest":
