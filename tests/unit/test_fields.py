@@ -47,6 +47,9 @@ from mopd_dataplane.train.passes import samples_of
 class Letters:
     digest, size = "t", 1000
 
+    def file(self):
+        return None
+
 
 def sample(number):
     rng = np.random.default_rng(number)
