@@ -105,6 +105,7 @@ def test_the_engine_decodes_on_a_device_as_on_the_cpu(
     partner = Partner(folders["teacher"], 0.3) if mixed else None
     work = make_requests(7, top_k=20, top_p=0.9, sampling_mask=True)
     ours = HfEngine(folders["policy"], slots=3, device=NAME, partner=partner)
+    assert [decoder.model.device.type for decoder in ours._decoders] == [NAME] * (1 + mixed)
     assert_same(decode(ours, work), decode(HfEngine(folders["policy"], slots=3, device="cpu", partner=partner), work))
     assert host_copies.keys() == {"rollout/engines/decoder.py:logits"}
 
