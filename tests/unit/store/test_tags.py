@@ -1,0 +1,52 @@
+"""Tags are read and set beside processes that delete them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import lance
+import pyarrow as pa
+import pytest
+
+from mopd_dataplane.store.tags import ATTEMPTS, drop_tag, set_tag, tagged
+
+
+class Vanishing:
+    """A dataset one of whose tags is deleted between the listing and the reading, `times` times in a row."""
+
+    def __init__(self, dataset: lance.LanceDataset, times: int) -> None:
+        self._dataset, self._left = dataset, times
+        self.tags = SimpleNamespace(list=self._list)
+
+    def _list(self) -> dict[str, Any]:
+        if self._left:
+            self._left -= 1
+            raise OSError("LanceError(IO): Object at location table/_refs/tags/student-3.json not found: Not found")
+        return cast(dict[str, Any], self._dataset.tags.list())
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> lance.LanceDataset:
+    made = lance.write_dataset(pa.table({"a": [1]}), str(tmp_path / "table"))
+    set_tag(made, "kept", 1)
+    return made
+
+
+def test_a_tag_that_vanishes_between_the_listing_and_the_reading_is_passed_over(dataset: lance.LanceDataset) -> None:
+    assert tagged(cast(lance.LanceDataset, Vanishing(dataset, 3))) == {"kept": 1}
+
+
+def test_one_that_never_can_be_read_is_an_error_in_the_end(dataset: lance.LanceDataset) -> None:
+    with pytest.raises((ValueError, OSError), match="Not found"):
+        tagged(cast(lance.LanceDataset, Vanishing(dataset, 10 * ATTEMPTS)))
+
+
+def test_a_tag_is_set_moved_and_dropped_once_or_twice(dataset: lance.LanceDataset) -> None:
+    lance.write_dataset(pa.table({"a": [2]}), dataset.uri, mode="append")
+    set_tag(dataset, "kept", 2)
+    assert tagged(dataset) == {"kept": 2}
+    for _ in range(2):
+        drop_tag(dataset, "kept")
+    assert tagged(dataset) == {}
