@@ -16,9 +16,13 @@ Axes, in the letters of records.py:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
+
+from mopd_dataplane.errors import UnknownNameError, nearest
 
 Axis = Literal["token", "read", "response", "trained", "ragged", "span", "sample", "bound"]
 
@@ -156,10 +160,13 @@ REFERENCE = "reference_logprobs"
 """The field that the log-prob signal of another teacher fills."""
 DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
 """Types that a slot may hold."""
-BATCH_ROWS = tuple(field for field in FIELDS if field.batch == "rows")
-"""Fields of which a micro-batch has rows."""
 BY_NAME = {field.name: field for field in FIELDS}
 BY_PACK = {field.pack: field for field in FIELDS}
+GUEST = re.compile("[a-z][a-z0-9_]{0,23}")
+"""Names that a kind of signal of another package may have."""
+GUEST_COLUMN = "values"
+"""Column of its table."""
+_TAKEN = frozenset(name for field in FIELDS for name in (field.name, field.pack, field.column, GUEST_COLUMN))
 
 
 def of_table(table: str) -> tuple[Field, ...]:
@@ -168,8 +175,39 @@ def of_table(table: str) -> tuple[Field, ...]:
 
 
 def of_signal(kind: str) -> tuple[Field, ...]:
-    """Fields of a kind of signal, in the order of its checksum."""
-    return of_table(SIGNALS + kind)
+    """Fields of a kind of signal, in the order of its checksum.
+
+    A kind that has none here is another package's, with one number for each response token. Raises UnknownNameError for
+    a name that no kind may have.
+    """
+    return of_table(SIGNALS + kind) or (guest_field(kind),)
+
+
+@lru_cache(maxsize=64)
+def guest_field(kind: str) -> Field:
+    """The one field of a kind of signal of another package; it follows from the name, so that a store is read without
+    the package. Raises UnknownNameError for a name that no kind may have."""
+    if not GUEST.fullmatch(kind) or kind in _TAKEN:
+        raise UnknownNameError(
+            f"no signal {kind!r:.40}: {nearest(kind, signal_kinds())}; another package's is named with 1 to 24 of "
+            "a-z, 0-9 and '_', a letter first, and unlike every field of fields.py"
+        )
+    return Field(
+        name=kind, column=GUEST_COLUMN, dtype="<f4", axis="response", table=SIGNALS + kind,
+        doc="[R] what another package's kind of signal says of each response token; 0 where loss_mask is 0",
+    )  # fmt: skip
+
+
+def signal_kinds() -> tuple[str, ...]:
+    """Kinds of signals that have fields here."""
+    tables = (field.table for field in FIELDS if field.table.startswith(SIGNALS))
+    return tuple(dict.fromkeys(table.removeprefix(SIGNALS) for table in tables))
+
+
+def in_record(record: Any) -> tuple[Field, ...]:
+    """Every field that a Pack or a MicroBatch may hold: those of the registry, and other packages' in its `extra`."""
+    here = {field.pack for field in FIELDS} if record.extra else ()
+    return (*FIELDS, *(guest_field(name) for name in record.extra if name not in here))
 
 
 PAYLOAD = tuple(field for field in of_table(TOKENS) if not field.record)

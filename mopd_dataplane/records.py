@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mopd_dataplane.fields import FIELDS, SIGNALS
+from mopd_dataplane.fields import signal_kinds
 
 FINISH_REASONS = ("stop", "length", "reference", "abandoned", "unknown")
 RESUME_KINDS = ("none", "exact", "statistical")
-SIGNAL_KINDS = tuple(dict.fromkeys(row.table.removeprefix(SIGNALS) for row in FIELDS if row.table.startswith(SIGNALS)))
+SIGNAL_KINDS = signal_kinds()
 FORMAT_1_NAMES = {
     "run": "stage",
     "generation": "iteration",
@@ -156,12 +156,13 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Signal:
-    """What one teacher says of one sample, in one of three fidelities.
+    """What one teacher says of one sample, in one of three fidelities or as another package's kind.
 
     kind logprob: logprob [R] f32, 0 where loss_mask is 0.
     kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
     kind hidden:  hidden [M, row_bytes] uint8, the codec's bytes of the state that predicts each
                   loss-masked token, in order.
+    any other:    extra[kind] [R] f32, 0 where loss_mask is 0 (score/signal_kinds.py).
     """
 
     uid: str

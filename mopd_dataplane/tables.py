@@ -8,7 +8,9 @@ written by a newer one is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -35,8 +37,8 @@ def _blob(name: str, doc: str) -> pa.Field:
     return pa.field(name, pa.large_binary(), nullable=False, metadata={"doc": doc, "unit": "bytes", "blob": "v2"})
 
 
-def _fields(table: str) -> list[pa.Field]:
-    """Columns of the per-token fields of a table (fields.py): lists, but for blobs."""
+def _fields(some: Iterable[fields.Field]) -> list[pa.Field]:
+    """Columns of per-token fields (fields.py): lists, but for blobs."""
     return [
         _blob(field.column, field.doc)
         if field.blob
@@ -47,7 +49,7 @@ def _fields(table: str) -> list[pa.Field]:
             null=field.null,
             unit=field.unit,
         )
-        for field in fields.of_table(table)
+        for field in some
     ]
 
 
@@ -162,7 +164,7 @@ SAMPLES = TableSpec(
 TOKENS = TableSpec(
     fields.TOKENS,
     "One row is the per-token payload of a sample.",
-    pa.schema([_field("uid", _STRING, "sample it belongs to"), *_fields(fields.TOKENS)]),
+    pa.schema([_field("uid", _STRING, "sample it belongs to"), *_fields(fields.of_table(fields.TOKENS))]),
     key=("uid",),
     heavy=True,
     storage=LIST_STORAGE_VERSION,
@@ -199,7 +201,7 @@ TEACHERS = TableSpec(
 
 def signal_spec(kind: str, doc: str, *header: pa.Field) -> TableSpec:
     """Table of a kind of signal: the sample's uid, what describes the arrays, then the arrays (fields.py)."""
-    columns = [_field("uid", _STRING, "sample it speaks of"), *header, *_fields(fields.SIGNALS + kind)]
+    columns = [_field("uid", _STRING, "sample it speaks of"), *header, *_fields(fields.of_signal(kind))]
     blob = any(field.blob for field in fields.of_signal(kind))
     storage = DATA_STORAGE_VERSION if blob else LIST_STORAGE_VERSION
     return TableSpec(fields.SIGNALS + kind, doc, pa.schema(columns), key=("uid",), heavy=True, storage=storage)
@@ -229,7 +231,7 @@ SCORES = TableSpec(
         [
             _field("uid", _STRING, "sample"),
             _field("teacher", _STRING, "teacher name"),
-            _field("kind", _STRING, "logprob, topk or hidden"),
+            _field("kind", _STRING, "logprob, topk, hidden, or the name of another package's kind"),
             _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
             _field("payload_row", pa.int64(), "row id of the payload in signals/<teacher>/<kind>"),
             _field("payload_crc", pa.int64(), "crc32c over the payload, 0 to 2^32 - 1"),
@@ -451,7 +453,13 @@ LATER = frozenset({TOKEN_STATS.name})
 SIGNALS: dict[str, TableSpec] = {
     spec.name.removeprefix(fields.SIGNALS): spec for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN)
 }
-"""One dataset per (teacher, kind), at signals/<teacher>/<kind>."""
+"""One dataset per (teacher, kind), at signals/<teacher>/<kind>; other packages' kinds: see guest_signal."""
+
+
+@lru_cache(maxsize=64)
+def guest_signal(kind: str) -> TableSpec:
+    """Table of another package's kind of signal. Raises UnknownNameError for a name that no kind may have."""
+    return signal_spec(kind, "One row is what another package's kind of signal says of a sample's response tokens.")
 
 
 def signal_table(teacher: str, kind: str) -> str:

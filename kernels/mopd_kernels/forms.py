@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 REVERSE, FORWARD, JSD, SKEW_FORWARD, SKEW_REVERSE = range(5)
+Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
 KINDS: dict[str, int] = {
     "reverse": REVERSE,
     "forward": FORWARD,

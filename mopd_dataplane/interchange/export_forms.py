@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
+from mopd_dataplane.fields import GUEST_COLUMN
 from mopd_dataplane.interchange.export_traces import Traces
 from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.interchange.signal_entries import ENTRY, SignalsOut
@@ -153,7 +154,7 @@ class _Tokens:
         for name in said.teachers:
             for signal in said.kinds:
                 if said.has(name, signal):
-                    columns += [(f"{column}/{name}", stored) for column, stored in _TEACHER_COLUMNS[signal].items()]
+                    columns += [(f"{column}/{name}", stored) for column, stored in _teacher_columns(signal).items()]
         self.schema: pa.Schema | None = pa.schema(columns)
 
     def rows(self, samples: list[Sampled]) -> list[dict[str, Any]]:
@@ -176,6 +177,8 @@ class _Tokens:
             elif kind == "topk":
                 row[f"topk_ids/{teacher}"] = _in_rows(entry["topk_ids"], width)
                 row[f"topk_logprobs/{teacher}"] = _in_rows(entry["topk_logprobs"], width)
+            elif kind not in _TEACHER_COLUMNS:
+                row[f"{kind}/{teacher}"] = before + entry[GUEST_COLUMN]
             else:
                 row[f"hidden/{teacher}"] = _in_rows(entry["hidden"], width)
                 row[f"hidden_codec/{teacher}"] = entry["codec"]
@@ -188,6 +191,11 @@ _TEACHER_COLUMNS: dict[str, dict[str, pa.DataType]] = {
     "hidden": {"hidden": pa.list_(pa.binary()), "hidden_codec": pa.string()},
 }
 """Columns of a teacher: log-probs for every token of input_ids, the others for every token of completion_mask 1."""
+
+
+def _teacher_columns(kind: str) -> dict[str, pa.DataType]:
+    """Those of one kind; another package's has a number for every token of input_ids."""
+    return _TEACHER_COLUMNS.get(kind) or {kind: pa.list_(pa.float32())}
 
 
 def _in_rows(flat: Any, width: int) -> list[Any]:

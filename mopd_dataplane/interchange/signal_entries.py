@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
-from mopd_dataplane.fields import arguments, of_signal
+from mopd_dataplane.fields import GUEST_COLUMN, Field, arguments, of_signal, value
 from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
@@ -34,11 +34,12 @@ ENTRY = pa.struct(
             (field.name, pa.large_binary() if field.blob else pa.list_(pa.from_numpy_dtype(np.dtype(field.dtype))))
             for field in _ARRAYS
         ),
+        (GUEST_COLUMN, pa.list_(pa.float32())),
         *((name, pa.float32()) for name in _FACTS),
     ]
 )  # fmt: skip
 """One signal of one sample. width: values of each position (K, or bytes of a hidden state), where a position has
-several; arrays are flat, row after row."""
+several; arrays are flat, row after row. values: of a kind of another package, [R]."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +57,18 @@ class Said:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return sum(np.asarray(getattr(self.signal, f.name)).nbytes for f in of_signal(self.signal.kind))
+        return sum(np.asarray(value(self.signal, f.name)).nbytes for f in of_signal(self.signal.kind))
 
 
 class SignalsOut:
     """The asked signals of any sample of a store, as entries."""
 
     def __init__(self, store: Store, snapshot: Snapshot, kinds: Sequence[str], teachers: Sequence[str]) -> None:
-        """kinds: of SIGNAL_KINDS. teachers: names; none are all of the store's. Raises UnknownNameError, InputError."""
+        """kinds: of SIGNAL_KINDS, or another package's that the store has. teachers: names; none: all of the store's.
+
+        Raises UnknownNameError for a teacher, InputError for a kind.
+        """
         known = store.teachers()
-        for kind in kinds:
-            if kind not in SIGNAL_KINDS:
-                raise InputError(f"no signal {kind!r}: {nearest(kind, SIGNAL_KINDS)}")
         for name in teachers:
             if name not in known:
                 raise UnknownNameError(f"no teacher {name!r} in {store.uri}: {nearest(name, known)}")
@@ -79,6 +80,10 @@ class SignalsOut:
         for row in scores.to_pylist() if scores is not None else ():
             key = row.pop("teacher"), row.pop("kind")
             self._facts.setdefault(key, {})[row.pop("sample_row")] = row
+        there = dict.fromkeys((*SIGNAL_KINDS, *(kind for _, kind in self._facts)))
+        for kind in kinds:
+            if kind not in there:
+                raise InputError(f"no signal {kind!r}: {nearest(kind, there)}")
 
     def has(self, teacher: str, kind: str) -> bool:
         """Whether a teacher said this of any sample."""
@@ -113,7 +118,7 @@ class SignalsOut:
         for place, values in zip(here, arrays, strict=True):
             several = values if isinstance(values, tuple) else (values,)
             flat = {
-                field.name: array.tobytes() if field.blob else array.reshape(-1).tolist()
+                entry_key(field): array.tobytes() if field.blob else array.reshape(-1).tolist()
                 for field, array in zip(of_signal(kind), several, strict=True)
             }
             entries[place] = {
@@ -133,14 +138,16 @@ def signals_in(fields: Fields, place: str) -> list[Said]:
 
 def _said(entry: Fields, place: str) -> Said:
     kind = text(entry, "kind", place)
-    if kind not in SIGNAL_KINDS:
-        raise InputError(f"{place}: no signal {kind!r:.40}: {nearest(kind, SIGNAL_KINDS)}")
+    try:
+        described_by = of_signal(kind)
+    except UnknownNameError as error:
+        raise InputError(f"{place}: {error}") from None
     described = entry.get("teacher")
     if not isinstance(described, dict):
         raise InputError(f"{place}: field 'teacher' is {described!r:.60}, expected an object that names the teacher")
     width = integer(entry, "width", place, default=0)
     arrays = {}
-    for field in of_signal(kind):
+    for field in described_by:
         array = _bytes(entry, field.name, place) if field.blob else _numbers(entry, field, place)
         if field.width and (width < 1 or len(array) % width):
             raise InputError(f"{place}: {field.name} has {len(array)} values, {width} at each position")
@@ -156,9 +163,14 @@ def _said(entry: Fields, place: str) -> Said:
     )  # fmt: skip
 
 
-def _numbers(entry: Fields, field: Any, place: str) -> np.ndarray:
-    read = floats if field.is_float else integers
-    return np.array(read(entry.get(field.name), field.name, place), field.dtype)
+def entry_key(field: Field) -> str:
+    """Key of a field in an entry; those of other packages share one."""
+    return GUEST_COLUMN if field.column == GUEST_COLUMN else field.name
+
+
+def _numbers(entry: Fields, field: Field, place: str) -> np.ndarray:
+    read, key = floats if field.is_float else integers, entry_key(field)
+    return np.array(read(entry.get(key), key, place), field.dtype)
 
 
 def _bytes(entry: Fields, name: str, place: str) -> np.ndarray:

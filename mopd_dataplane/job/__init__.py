@@ -1,14 +1,15 @@
 """One TOML file is one whole run.
 
-sections.py    the tables of a job file: every key with its default and its meaning
-parse.py       a section that another process wrote as JSON
-objectives.py  what a stage minimises, as a sum of terms
-schedules.py   weights that are fixed, or change over the optimizer steps of a stage
-read.py        from files, `extends` and overrides to one plain table
-job.py         the table as a Job, or an error that names the nearest valid key
-place.py       where a key stands in its file
-recipes.py     jobs that come with the package, and copies of them
-reference.py   every key with type, default, unit, meaning and example: docs/job.md, JSON Schema
-examples.py    those examples and units
-check.py       what one section says of another
+sections.py     the tables of a job file: every key with its default and its meaning
+parse.py        a section that another process wrote as JSON
+objectives.py   what a stage minimises, as a sum of terms
+divergences.py  which divergences there are, and the class that another package derives from
+schedules.py    weights that are fixed, or change over the optimizer steps of a stage
+read.py         from files, `extends` and overrides to one plain table
+job.py          the table as a Job, or an error that names the nearest valid key
+place.py        where a key stands in its file
+recipes.py      jobs that come with the package, and copies of them
+reference.py    every key with type, default, unit, meaning and example: docs/job.md, JSON Schema
+examples.py     those examples and units
+check.py        what one section says of another
 """

@@ -79,6 +79,7 @@ EXAMPLES: dict[str, str] = {
     "score.hidden_codec": '"int8"',
     "score.topk": "128",
     "score.topk_source": '"student"',
+    "score.signals": '{ margin = "my_package.signals:Margin" }',
     "score.max_resident": "2",
     "score.device": '"cpu"',
     "score.stats": '"full"',

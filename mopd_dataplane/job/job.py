@@ -166,8 +166,7 @@ class Job(Section):
 
     def teachers_of(self, stage: Stage) -> tuple[str, ...]:
         """Teachers that judge some domain of a stage, in order of first use; empty when no signal is needed."""
-        objective = self.objective(stage)
-        if not objective.signals:
+        if not (self.objective(stage).signals or stage.score.signals):
             return ()
         names = [self.teacher_of(stage, d, self.domains[d].effort) for d in self.domains_of(stage)]
         return tuple(dict.fromkeys(names))

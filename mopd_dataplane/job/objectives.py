@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from mopd_kernels.forms import Kind
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import UnknownNameError, nearest
+from mopd_dataplane.job.divergences import KINDS, Divergence, divergence_kind
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.job.sections import Band, Fraction, Plan, Section, Train
 
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.train.microbatch import MicroBatch
 
-Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
 Normaliser = Literal["token", "sequence", "sum", "constant"]
 """What a term's sum over tokens is divided by: trained tokens of the step (DAPO), each sequence's own and the number of
 sequences (GRPO), nothing (tinker), or sequences times `rollout.max_new_tokens` (Dr.GRPO, arXiv 2503.20783)."""
@@ -135,9 +136,10 @@ class PolicyGradientTerm(Term):
 class DivergenceTerm(Term):
     """Divergence between the student's and the teacher's next-token distributions."""
 
-    kind: Kind = "reverse"
-    """Which divergence: `reverse` is KL(student, teacher), `forward` KL(teacher, student); docs/objectives.md has the
-    formulas."""
+    kind: str = "reverse"
+    """Which divergence: `reverse` is KL(student, teacher), `forward` KL(teacher, student), `jsd`, `skew_forward`,
+    `skew_reverse`; docs/objectives.md has the formulas. Or another package's, over stored hidden states: an entry
+    point of `mopd.divergences`, or `package.module:Name`."""
     signal: Literal["hidden", "topk"] = "hidden"
     """What it is computed from: stored hidden states (the whole vocabulary, exact) or stored top-k log-probs."""
     beta: Fraction = 0.5
@@ -160,6 +162,16 @@ class DivergenceTerm(Term):
         return tuple(dict.fromkeys((self.signal, "hidden") if self.topk_agreement else (self.signal,)))
 
     @model_validator(mode="after")
+    def _kind_exists(self) -> DivergenceTerm:
+        try:
+            found = self.guest
+        except UnknownNameError as error:
+            raise ValueError(str(error)) from None
+        if found is not None and self.signal != "hidden":
+            raise ValueError(f"kind {self.kind!r} is over the whole vocabulary; set signal = 'hidden'")
+        return self
+
+    @model_validator(mode="after")
     def _topk_form_exists(self) -> DivergenceTerm:
         sums = ("corrected", "truncated_biased")
         if self.signal == "topk" and self.topk_mode in sums and self.form_kind not in ("reverse", "forward"):
@@ -167,11 +179,16 @@ class DivergenceTerm(Term):
         return self
 
     @property
-    def form_kind(self) -> Kind:
-        """`kind`, with the ends of jsd as GKD's code takes them."""
+    def guest(self) -> Divergence | None:
+        """The divergence, where it is another package's. Raises UnknownNameError."""
+        return None if self.kind in KINDS else divergence_kind(self.kind)
+
+    @property
+    def form_kind(self) -> Kind | None:
+        """`kind`, with the ends of jsd as GKD's code takes them; None for another package's."""
         if self.kind == "jsd" and self.beta in (0.0, 1.0):
             return "reverse" if self.beta else "forward"
-        return self.kind
+        return next((kind for kind in KINDS if kind == self.kind), None)
 
 
 class CrossEntropyTerm(Term):

@@ -281,14 +281,16 @@ class Score(Section):
     """Whose k likeliest tokens are stored with the teacher's log-probs: its own, or those of the policy version that
     wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
     start's."""
+    signals: dict[str, str] = {}
+    """More kinds of signals to store: a name, and an entry point of `mopd.signals` or `package.module:Name`. What an
+    objective needs is computed anyhow, where an entry point has its name."""
     max_resident: int = Field(default=1, ge=1)
     """Teachers held in memory at once."""
     stats: Literal["off", "sampled", "full"] = "sampled"
     """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
     eight, or of all. Not of a teacher that only says log-probs."""
     device: Device = "auto"
-    """Where teachers run with `hf`, and where signals are computed from what vLLM says; a discriminator and the
-    reverse KL of an evaluation too."""
+    """Where `hf` runs teachers, signals follow from what vLLM says, a discriminator reads, an evaluation is scored."""
 
     @model_validator(mode="after")
     def _precision_is_the_teachers(self) -> Score:

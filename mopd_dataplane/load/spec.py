@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from mopd_dataplane.fields import GUEST
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.job.parse import parse_section
 from mopd_dataplane.job.sections import Load, Section
@@ -16,8 +17,8 @@ class LoadSpec(Section):
 
     stage: str
     """Stage whose plan windows are served."""
-    signals: tuple[Annotated[str, Field(pattern="^(logprob|topk|hidden)$")], ...] = ()
-    """Signals of each pack's own teacher."""
+    signals: tuple[Annotated[str, Field(pattern=f"^{GUEST.pattern}$")], ...] = ()
+    """Kinds of signals of each pack's own teacher: logprob, topk, hidden, or another package's."""
     topk_source: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
     """Whose top-k must be stored; empty takes either."""
     reference: str = ""

@@ -23,6 +23,7 @@ from mopd_dataplane.models.adapter_files import adapter_rank, is_adapter
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import student_config
+from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,10 +41,11 @@ def adapter_problems(job: Job) -> Iterator[tuple[str, str]]:
             "adapters need peft, which is not installed: pip install 'mopd-dataplane[lora]'",
         )
         return
-    if adapted and job.engine.kind == "vllm":
+    if adapted and not engine_kind(job.engine.kind).adapters:
         yield (
             "engine.kind",
-            f'stage {adapted[0].name!r} trains an adapter, and vLLM is only given whole models; set kind = "hf"',
+            f"stage {adapted[0].name!r} trains an adapter, and engine.kind = {job.engine.kind!r} is only given whole "
+            f"models; set kind = {kinds_that(lambda kind: kind.adapters)}",
         )
     for stage in adapted:
         key = f"stages.{stage.name}.train.lora"

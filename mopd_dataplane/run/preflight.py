@@ -29,6 +29,7 @@ from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.score.reward import resolve_reward
+from mopd_dataplane.score.signal_kinds import signal_kind
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.trackers import TRACKERS
 
@@ -210,6 +211,8 @@ def _packages(look: _Look) -> None:
             wanted[track] = key
         elif track != "none":
             look.at(key, partial(find_plugin, "mopd.trackers", track, TRACKERS))
+        for kind in (*job.objective(stage).signals, *stage.score.signals):
+            look.at(f"stages.{stage.name}.score.signals", partial(signal_kind, kind, stage.score.signals))
     if not job.engine.url and (package := engine_kind(job.engine.kind).package):
         wanted[package] = "engine.kind"
     for package, key in wanted.items():

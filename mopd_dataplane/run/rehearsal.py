@@ -28,6 +28,7 @@ from mopd_dataplane.models.families import FAMILIES, USUAL, family_of
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.prompts import find_prompts
+from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 
@@ -218,7 +219,7 @@ def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
     """vLLM where it is installed, without what needs its hardware; else the Hugging Face engine and scorer."""
     engine, has_vllm = small.job.engine, _installed("vllm")
     given["engine"] |= {"slots": min(engine.slots, SLOTS), "url": "", "reload": False, "options": {}}
-    if engine.kind == "vllm" and not has_vllm:
+    if engine_kind(engine.kind).package == "vllm" and not has_vllm:
         given["engine"] |= {"kind": "hf", "noise": "keyed", "keep": True}
         small.replaced["engine"] = "vLLM is not installed here: the Hugging Face engine"
         small.never_run["vLLM"] = "sampling" + (" and its handing over of memory" if not engine.keep else "")

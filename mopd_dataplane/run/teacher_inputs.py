@@ -13,7 +13,8 @@ from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.prompts import render
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.stage_rows import Rows
-from mopd_dataplane.score.scorer import PromptRenderer, Scorable
+from mopd_dataplane.score.model_input import Scorable
+from mopd_dataplane.score.scorer import PromptRenderer
 
 
 def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:

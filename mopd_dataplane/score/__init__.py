@@ -1,6 +1,8 @@
 """SAMPLES → SIGNALS: what every teacher says of what the student wrote, and what a verifier says of the answer.
 
 scorer.py               samples and a teacher in, signals out: one forward pass a batch serves every kind
+model_input.py          a sample, and the same as the teacher reads it
+signal_kinds.py         which kinds of signals there are, and how each follows from hidden states
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
 adapted_base.py         teachers that are adapters on one base, which is in memory once
 teacher_forward.py      one teacher ready to score: one reader, or several whose logits are added with weights

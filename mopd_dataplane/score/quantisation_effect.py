@@ -11,8 +11,9 @@ from mopd_kernels import divergence, token_logprob
 from torch import Tensor
 
 from mopd_dataplane.job import sections
+from mopd_dataplane.score.model_input import ModelInput, Scorable
 from mopd_dataplane.score.readers import Reader
-from mopd_dataplane.score.scorer import ModelInput, PromptRenderer, Scorable, batches, model_input
+from mopd_dataplane.score.scorer import PromptRenderer, batches, model_input
 from mopd_dataplane.score.teacher_pool import TeacherPool
 
 

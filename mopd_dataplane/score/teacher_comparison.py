@@ -16,7 +16,7 @@ from mopd_kernels import divergence, token_logprob, topk_logprobs
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mopd_dataplane.score.scorer import ModelInput
+from mopd_dataplane.score.model_input import ModelInput
 from mopd_dataplane.score.teacher_forward import TeacherForward
 
 BINS = 10

@@ -21,7 +21,7 @@ from mopd_dataplane.score.states import predicting_states
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from mopd_dataplane.score.scorer import Scorable
+    from mopd_dataplane.score.model_input import Scorable
 
 
 class StudentTopk:

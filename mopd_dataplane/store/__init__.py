@@ -27,6 +27,7 @@ reading.py         payload by row id
 lists.py           lists of some rows of a table, one column
 listfiles.py       where those lists lie in local files
 token_scan.py      which samples hold a run of token ids, in one pass over those files
+lance_pages.py     where the pages of a file lie, as the file format says
 hidden.py          hidden states by byte range
 sidecars.py        the files that hold them, on a disk or an object store
 cache.py           byte ranges of an object store, kept on the node

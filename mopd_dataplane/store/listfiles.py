@@ -1,14 +1,12 @@
 """Where the lists of a table lie in its local files, so that they are read by byte range with no copy in between.
 
 Lance file format 2.0 keeps the elements of a list column one after the other, without packing, and beside them where
-each list ends. Its public file metadata says where both lie and how they are encoded. A file whose encoding is any
-other than that is left to Lance, and so is one whose first row that is read, read this way, has another checksum than
-it was committed with.
+each list ends. The file says where both lie and how they are encoded (lance_pages.py). A file that says anything else
+is left to Lance. So is a file whose first row fails its checksum when it is read in this way.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,25 +15,13 @@ from typing import Any
 
 import lance
 import numpy as np
-from lance.file import LanceFileReader
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.fields import PAYLOAD
-from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.lance_pages import NotPlain, flat_bits, list_counts, read_pages
 from mopd_dataplane.store.lists import FileLists, HeldLists, Lists, OpenFiles, Piece
 
-_ENCODING = r"ArrayEncoding{array_encoding:Some\(%s\)}"
-_FLAT = (
-    r"Nullable\(Nullable{nullability:Some\(NoNulls\(NoNull{values:Some\("
-    + _ENCODING
-    % r"Flat\(Flat{bits_per_value:%s,buffer:Some\(Buffer{buffer_index:0,buffer_type:Page}\),compression:None}\)"
-    + r"\)}\)\)}\)"
-)
-_LIST = re.compile(_ENCODING.removesuffix(r"\)}") % rf"List\(List{{offsets:Some\({_ENCODING % (_FLAT % '64')}\),")
-_COUNTS = re.compile(r"null_offset_adjustment:\s*(\d+),\s*num_items:\s*(\d+),?\s*}\s*,?\s*\)\s*,?\s*\)\s*,?\s*}\s*")
-"""What differs from page to page, and ends the encoding."""
-_ELEMENTS = re.compile(_ENCODING % (_FLAT % r"(?P<bits>\d+)"))
 _END = np.dtype("<u8")
 SHORT = frozenset(field.column for field in PAYLOAD if field.axis == "span")
 """Columns of a few elements a row: those of many rows are read at once."""
@@ -48,10 +34,6 @@ LAYOUTS = 4096
 _File = tuple[str, int, int]
 """Path, time of change and size of a file."""
 Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
-
-
-class _NotPlain(Exception):
-    """A file is laid out in another way than this module reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +106,7 @@ class ListFiles:
             for lists in found.values():
                 lists.read_ahead()
             return short | found
-        except (_NotPlain, OSError, ValueError, LookupError, ArithmeticError):  # Lance tells what is damaged and where
+        except (NotPlain, OSError, ValueError, LookupError, ArithmeticError):  # Lance tells what is damaged and where
             self._plain = False
             return None
 
@@ -140,7 +122,7 @@ class ListFiles:
             return None
         try:
             fragments = np.unique(self._learn_all(offsets, crcs)).tolist()
-        except (_NotPlain, OSError, ValueError, LookupError, ArithmeticError):
+        except (NotPlain, OSError, ValueError, LookupError, ArithmeticError):
             self._plain = False
             return None
         return self._stretches(name, fragments, size, overlap)
@@ -165,7 +147,7 @@ class ListFiles:
                 yield Stretch(first, starts, lengths, base, elements)
 
     def _learn_all(self, offsets: NDArray[np.int64], crcs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[n] fragment of each row, all of which are known then. Raises _NotPlain."""
+        """[n] fragment of each row, all of which are known then. Raises NotPlain."""
         fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
         for fragment, place in zip(*np.unique(fragments, return_index=True), strict=True):
             if int(fragment) not in self._columns:
@@ -173,13 +155,13 @@ class ListFiles:
         return fragments
 
     def _learn(self, fragment: int, row: NDArray[np.int64], crc: int) -> None:
-        """Read how a fragment is laid out, and try it on one row. Raises _NotPlain."""
+        """Read how a fragment is laid out, and try it on one row. Raises NotPlain."""
         numbers: dict[str, int] = {}
         found: dict[str, tuple[int, _Column]] = {}
         for name, ids in self._ids.items():
             file = next((file for file in self._fragments[fragment].data_files() if ids[0] in file.fields), None)
             if file is None:
-                raise _NotPlain(name)  # the column is younger than the file
+                raise NotPlain(name)  # the column is younger than the file
             path = self._folder / file.path
             if file.path not in numbers:
                 numbers[file.path] = self._files.add(path)
@@ -191,9 +173,9 @@ class ListFiles:
         try:
             lists = (self._find(name, row, np.array([fragment])) for name in self._ids)
             if self._checksum([column.array(0) for column in lists]) != crc:
-                raise _NotPlain(f"row {row[0]}")
+                raise NotPlain(f"row {row[0]}")
         except DamagedError as error:
-            raise _NotPlain(f"row {row[0]}") from error
+            raise NotPlain(f"row {row[0]}") from error
 
     def _find(self, name: str, rows: NDArray[np.int64], fragments: NDArray[np.int64]) -> FileLists:
         size = self._dtypes[name].itemsize
@@ -263,7 +245,7 @@ class ListFiles:
             or lengths[nulls].any()
             or (first_elements + ends > column.first_elements[pages + 1]).any()
         ):
-            raise _NotPlain(f"file {number}")
+            raise NotPlain(f"file {number}")
         return starts + first_elements, lengths, nulls
 
 
@@ -285,58 +267,30 @@ def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tup
 def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
     """Layout of a list column; own, below: places of it and of its elements among the file's columns.
 
-    Files never change, and the next window reads most of them again. Raises _NotPlain.
+    Files never change, and the next window reads most of them again. Raises NotPlain, OSError.
     """
-    layout = _layout(file)
-    lists, elements = layout.columns[own], layout.columns[below]
-    shifts, items = zip(*map(_counts, lists.pages), strict=True)
-    held = [page for page in elements.pages if page.buffers]
-    if any(_element_bits(str(page.encoding)) != 8 * dtype.itemsize or len(page.buffers) != 1 for page in held):
-        raise _NotPlain(dtype.name)
-    counts = [page.buffers[0].size // dtype.itemsize for page in held]
+    size = dtype.itemsize
+    path = Path(file[0])
+    lists, held = read_pages(path, own), [page for page in read_pages(path, below) if page.positions]
+    for pages in (lists, held):
+        if any(len(page.positions) != 1 for page in pages):
+            raise NotPlain(f"pages of {file[0]} with several buffers")
+    said = [list_counts(page.encoding) for page in lists]
+    if any(page.sizes[0] != page.rows * _END.itemsize for page in lists):
+        raise NotPlain(f"list ends of {file[0]} of another size")
+    if any((flat_bits(page.encoding), page.sizes[0]) != (8 * size, page.rows * size) for page in held):
+        raise NotPlain(f"elements of {file[0]} of another size than {dtype.name}")
+    shifts, items, counts = [s.null_shift for s in said], [s.items for s in said], [page.rows for page in held]
     if sum(counts) != sum(items):
-        raise _NotPlain(f"{sum(counts)} elements of {sum(items)}")
+        raise NotPlain(f"{sum(counts)} elements of {sum(items)}")
     return _Column(
-        row_starts=np.cumsum([0, *(page.buffers[0].size // _END.itemsize for page in lists.pages)]),
-        end_positions=np.array([page.buffers[0].position for page in lists.pages], np.int64),
+        row_starts=np.cumsum([0, *(page.rows for page in lists)]),
+        end_positions=np.array([page.positions[0] for page in lists], np.int64),
         null_shifts=np.array(shifts, np.uint64),
         first_elements=np.cumsum([0, *items]),
         element_starts=np.cumsum([0, *counts]),
-        element_positions=np.array([page.buffers[0].position for page in held], np.int64),
+        element_positions=np.array([page.positions[0] for page in held], np.int64),
     )
-
-
-@lru_cache(maxsize=1)
-def _layout(file: _File) -> Any:
-    """Lance's metadata of a file, which it takes milliseconds to read; kept while its columns are looked at."""
-    with reading(file[0]):
-        return LanceFileReader(file[0]).metadata()
-
-
-def _counts(page: Any) -> tuple[int, int]:
-    """(what is added to the end of a null list, elements) of a page of list ends. Raises _NotPlain."""
-    said = str(page.encoding)
-    place = said.rfind("null_offset_adjustment")
-    counts = _COUNTS.fullmatch(said, max(place, 0))
-    if counts is None or not _are_lists(said[:place]) or len(page.buffers) != 1:
-        raise _NotPlain(said)
-    return int(counts[1]), int(counts[2])
-
-
-# A file of many commits has many pages, whose encodings are the same but for their counts.
-@lru_cache(maxsize=64)
-def _are_lists(said: str) -> bool:
-    return _LIST.fullmatch(_compact(said)) is not None
-
-
-@lru_cache(maxsize=64)
-def _element_bits(said: str) -> int:
-    match = _ELEMENTS.fullmatch(_compact(said))
-    return int(match["bits"]) if match else 0
-
-
-def _compact(said: str) -> str:
-    return "".join(said.split()).replace(",}", "}").replace(",)", ")")
 
 
 def _pieces(

@@ -14,7 +14,7 @@ from mopd_dataplane.base.checksum import payload_crc
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.fields import SIGNALS, Field, of_signal, value
-from mopd_dataplane.records import SIGNAL_KINDS, Signal, Teacher
+from mopd_dataplane.records import Signal, Teacher
 from mopd_dataplane.store.arrow_rows import list_column, to_rows
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import signal_crcs, take_offsets
@@ -37,11 +37,11 @@ def _typed(signal: Signal, field: Field) -> NDArray[Any]:
 def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int) -> None:
     """Raise MismatchError for a wrong kind or shape, EngineError for an impossible value.
 
-    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8.
+    Shapes: logprob [R]; topk_ids and topk_logprobs [M, K]; hidden [M, row_bytes] uint8; another package's kind [R].
     """
     where = f"signal {signal.kind!r} of sample {signal.uid}"
-    if signal.kind != kind or kind not in SIGNAL_KINDS:
-        raise MismatchError(f"{where}: committed as {kind!r}; kinds: {', '.join(SIGNAL_KINDS)}")
+    if signal.kind != kind:
+        raise MismatchError(f"{where}: committed as {kind!r}")
     widths: dict[str, tuple[str, int]] = {}
     for field in of_signal(kind):
         array, length = value(signal, field.name), response_len if field.axis == "response" else loss_tokens

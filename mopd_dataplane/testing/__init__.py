@@ -1,9 +1,11 @@
-"""For authors of plug-ins: contract suites for an engine, a term of an objective and an importer, and doubles.
+"""For authors of plug-ins: contract suites for an engine, a term of an objective, a kind of signal and an importer,
+and doubles.
 
 Every check raises AssertionError that says what was expected and what was found. The built-in ones pass them.
 
 engine_contract.py     check_engine: decoding, refilling, budgets, resuming, noise
 objective_contract.py  check_objective: losses, gradients, metrics, independence of micro-batching
+signal_contract.py     check_signal: shapes, finite numbers, independence of neighbours
 importer_contract.py   check_importer: rows, ids, malformed input
 toy_engine.py          a deterministic engine without a model
 """
@@ -17,12 +19,13 @@ if TYPE_CHECKING:
     from mopd_dataplane.testing.engine_contract import check_engine
     from mopd_dataplane.testing.importer_contract import check_importer
     from mopd_dataplane.testing.objective_contract import check_objective
+    from mopd_dataplane.testing.signal_contract import check_signal
 
-__all__ = ["check_engine", "check_importer", "check_objective"]
+__all__ = ["check_engine", "check_importer", "check_objective", "check_signal"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded at first use: only the contract of an objective needs torch."""
+    """Loaded at first use: only the contracts of an objective and of a signal need torch."""
     if name in __all__:
         module = import_module(f"mopd_dataplane.testing.{name.removeprefix('check_')}_contract")
         return getattr(module, name)

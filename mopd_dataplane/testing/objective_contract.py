@@ -7,7 +7,8 @@ import torch
 from mopd_kernels.heads import Head
 from torch import Tensor
 
-from mopd_dataplane.fields import RECORDS
+from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.fields import RECORDS, guest_field
 from mopd_dataplane.job.objectives import Objective, Term
 from mopd_dataplane.records import SIGNAL_KINDS, Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
@@ -23,10 +24,15 @@ def check_objective(objective: Objective) -> None:
 
     Example: check_objective(Objective(terms={"my_package.losses:EntropyBonus": {"weight": 0.1}})).
     """
-    for what, found, known in (("signals", objective.signals, SIGNAL_KINDS), ("recorded", objective.recorded, RECORDS)):
-        strange = set(found) - set(known)
-        assert not strange, f"{what} {sorted(strange)}; known: {', '.join(known)}"
-    packs = [_pack(seed) for seed in (1, 2)]
+    strange = set(objective.recorded) - set(RECORDS)
+    assert not strange, f"recorded {sorted(strange)}; known: {', '.join(RECORDS)}"
+    guests = [kind for kind in objective.signals if kind not in SIGNAL_KINDS]
+    for kind in guests:
+        try:
+            guest_field(kind)
+        except UnknownNameError as error:
+            raise AssertionError(str(error)) from None
+    packs = [_pack(seed, guests) for seed in (1, 2)]
     head = Head(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3)))
     whole = build(packs)
     hidden = torch.randn(len(whole.targets), WIDTH, generator=torch.Generator().manual_seed(4), requires_grad=True)
@@ -74,8 +80,8 @@ def _teacher_head() -> Head:
     return Head(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(5)))
 
 
-def _pack(seed: int) -> Pack:
-    """Two sequences with a hole in each loss mask, and every signal."""
+def _pack(seed: int, guests: list[str]) -> Pack:
+    """Two sequences with a hole in each loss mask, and every signal; guests: other packages' kinds."""
     draw = np.random.default_rng(seed)
     lengths = [9, 6]
     total = sum(lengths)
@@ -95,4 +101,5 @@ def _pack(seed: int) -> Pack:
         reference_logprobs=np.where(mask, -draw.gamma(2.0, 0.5, total), 0).astype(np.float32),
         topk_ids=ids, topk_logprobs=np.ascontiguousarray(likelier, np.float32),
         hidden=draw.normal(size=(trained, WIDTH)).astype(np.float32).view(np.uint8), hidden_codec="fp32",
+        extra={kind: np.where(mask, draw.normal(size=total), 0).astype(np.float32) for kind in guests},
     )  # fmt: skip

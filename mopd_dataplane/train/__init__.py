@@ -1,24 +1,25 @@
 """BATCHES → POLICY: a declared objective, one optimizer step after another, checkpoints, a new policy folder.
 
-spec.py            what the trainer process is told
-run.py             the windows of a plan log: resume, step, checkpoint, publish
-loop.py            one optimizer step
-passes.py          which samples go through the model together
-microbatch.py      packs become the tensors of one forward pass
-device.py          micro-batches on their way to the device
-student.py         the policy as a module whose forward pass ends in a loss
-attention.py       causal attention over packed sequences
-context.py         context parallelism: ranks share a pack
-objective.py       the loss: a sum of declared terms over the trained tokens
-advantage.py       the advantage of a sampled token
-heads.py           teacher heads: one on the device, the next read ahead
-topk_agreement.py  how far student and teacher agree on their likeliest tokens
-token_stats.py     what a step found for each token, handed to the job
-optimizer.py       AdamW and the learning-rate schedule
-checkpoint.py      policy, optimizer and position, whole or not at all
-ranks.py           the processes of one training run
-node_agent.py      the trainer processes of one node
-stop.py            stopping at a checkpoint
-metrics.py         metrics.jsonl
-trackers.py        TensorBoard, W&B and others that mirror it
+spec.py              what the trainer process is told
+run.py               the windows of a plan log: resume, step, checkpoint, publish
+loop.py              one optimizer step
+passes.py            which samples go through the model together
+microbatch.py        packs become the tensors of one forward pass
+device.py            micro-batches on their way to the device
+student.py           the policy as a module whose forward pass ends in a loss
+attention.py         causal attention over packed sequences
+context.py           context parallelism: ranks share a pack
+objective.py         the loss: a sum of declared terms over the trained tokens
+advantage.py         the advantage of a sampled token
+guest_divergence.py  a divergence of another package, a part of the tokens at a time
+heads.py             teacher heads: one on the device, the next read ahead
+topk_agreement.py    how far student and teacher agree on their likeliest tokens
+token_stats.py       what a step found for each token, handed to the job
+optimizer.py         AdamW and the learning-rate schedule
+checkpoint.py        policy, optimizer and position, whole or not at all
+ranks.py             the processes of one training run
+node_agent.py        the trainer processes of one node
+stop.py              stopping at a checkpoint
+metrics.py           metrics.jsonl
+trackers.py          TensorBoard, W&B and others that mirror it
 """

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.fields import BATCH_ROWS, FIELDS, arguments, value
+from mopd_dataplane.fields import FIELDS, arguments, in_record, value
 from mopd_dataplane.train.microbatch import MicroBatch
 
-_MADE = ("targets", "sequence", "position", "policy_versions", "sampling_mask")
-TRAINED_TOKEN_FIELDS = (*_MADE, *(field.pack for field in BATCH_ROWS if field.axis != "sample"))
-"""Fields of a MicroBatch with one row per trained token, besides `predictors`."""
+MADE = ("targets", "sequence", "position", "policy_versions", "sampling_mask")
+"""Fields with one row per trained token that a MicroBatch makes itself, besides `predictors`."""
 BODY_FIELDS = tuple(field for field in FIELDS if field.batch == "body")
 """Fields of a MicroBatch with one row for each place of the forward pass."""
 
@@ -43,7 +42,7 @@ def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
     share = (width + padding) // members
     first = member * share
     mine = (batch.predictors >= first) & (batch.predictors < first + share)
-    rows = {name: value(batch, name) for name in TRAINED_TOKEN_FIELDS}
+    rows = {name: value(batch, name) for name in trained_token_fields(batch)}
     cut: dict[str, Any] = {name: row[mine] for name, row in rows.items() if row is not None}
     for field in BODY_FIELDS:
         if (whole := value(batch, field.pack)) is not None:
@@ -57,6 +56,12 @@ def part_of(batch: MicroBatch, member: int, members: int) -> MicroBatch:
         predictors=batch.predictors[mine] - first,
         **arguments(MicroBatch, cut),
     )
+
+
+def trained_token_fields(batch: MicroBatch) -> tuple[str, ...]:
+    """Fields of a MicroBatch with one row per trained token, besides `predictors`."""
+    carried = (field.pack for field in in_record(batch) if field.batch == "rows" and field.axis != "sample")
+    return (*MADE, *carried)
 
 
 def check_heads(query_heads: int, members: int, model: str) -> None:

@@ -31,8 +31,6 @@ class TeacherHeads:
         self._ahead: tuple[str, Future[Head]] | None = None
         self._verified: set[str] = set()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="teacher-head")
-        self.switches = 0
-        """Times a head became resident."""
 
     def get(self, teacher: str) -> Head:
         """The head of a teacher, frozen, on the device. Raises UnknownNameError, DamagedError, DeadlineError."""
@@ -47,7 +45,6 @@ class TeacherHeads:
         except TimeoutError:
             raise DeadlineError(f"the head of teacher {teacher!r} was not read in {READ_S:.0f} s") from None
         self._resident, self._ahead = (teacher, head), None
-        self.switches += 1
         return head
 
     def prefetch(self, teacher: str) -> None:

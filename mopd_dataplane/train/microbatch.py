@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.fields import FIELDS, arguments, value
+from mopd_dataplane.fields import arguments, in_record, value
 from mopd_dataplane.records import Pack
 
 Layout = Literal["packed", "rows"]
@@ -117,7 +117,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         return values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type]
 
     carried: dict[str, Any] = {}
-    for entry in FIELDS:
+    for entry in in_record(packs[0]):
         if not entry.batch or (own := joined(entry.pack)) is None:
             continue
         if entry.batch == "body":

@@ -28,12 +28,14 @@ from mopd_kernels import (
     topk_divergence,
 )
 from mopd_kernels.heads import Head
+from mopd_kernels.rowstate import RowStats
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.objectives import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
 from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.train.advantage import token_advantage
+from mopd_dataplane.train.guest_divergence import guest_divergence
 from mopd_dataplane.train.microbatch import MicroBatch
 from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
 
@@ -268,12 +270,15 @@ def _hidden_divergence(
     sums: TermSums,
 ) -> Tensor:
     teacher, states = _teacher_states(batch, teacher)
+    kind = term.form_kind
+    if kind is None:
+        return _guest_divergence(term, hidden, head, states, teacher, weights, sums)
     loss, stats = divergence(
         hidden,
         head,
         states,
         teacher,
-        kind=term.form_kind,
+        kind=kind,
         beta=term.beta,
         alpha=term.alpha,
         temperature=term.temperature,
@@ -281,11 +286,28 @@ def _hidden_divergence(
         reduction="sum",
         return_stats=True,
     )
+    _add_exact(stats, sums)
+    return loss
+
+
+def _guest_divergence(
+    term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head, weights: Tensor, sums: TermSums
+) -> Tensor:
+    """Another package's, and what is known of the two models in any case, from a pass of its own."""
+    guest = term.guest
+    assert guest is not None
+    rows = guest_divergence(guest, term, hidden, head, states, teacher)
+    with torch.no_grad():
+        _add_exact(divergence(hidden, head, states, teacher, temperature=term.temperature, return_stats=True)[1], sums)
+    sums.add("divergence", rows)
+    return (rows * weights).sum()
+
+
+def _add_exact(stats: RowStats, sums: TermSums) -> None:
     found = {name: getattr(stats, name) for name in EXACT}
     for name, value in found.items():
         sums.add(name, value)
     sums.per_token |= found
-    return loss
 
 
 def _teacher_states(batch: MicroBatch, teacher: Head | None) -> tuple[Head, Tensor]:
@@ -312,19 +334,21 @@ def _overlap(
 def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     names = ["reverse_kl" if term.form_kind == "reverse" else f"{term.form_kind}_divergence"]
     if term.signal == "hidden":
-        names = [*EXACT]
+        names = [*EXACT, *(["divergence"] if term.guest else [])]
     return [*names, *TopkAgreement._fields] if term.topk_agreement else names
 
 
 def _topk_divergence(
     term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums
 ) -> Tensor:
+    kind = term.form_kind
+    assert kind is not None, "the settings ask for hidden states then"
     rows = topk_divergence(
         hidden,
         head,
         *_topk(batch),
         mode=term.topk_mode,
-        kind=term.form_kind,
+        kind=kind,
         beta=term.beta,
         alpha=term.alpha,
         temperature=term.temperature,

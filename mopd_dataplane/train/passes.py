@@ -68,7 +68,7 @@ def samples_of(pack: Pack, first: int, last: int) -> Pack:
     spans = slice(*np.searchsorted(np.asarray(pack.version_starts), (start, stop)).tolist())
     axes = {"token": slice(start, stop), "trained": trained, "sample": slice(first, last), "span": spans}
     views: dict[str, Any] = {}
-    for field in fields.FIELDS:
+    for field in fields.in_record(pack):
         array = fields.value(pack, field.pack)
         if array is None or field.axis == "bound":
             continue

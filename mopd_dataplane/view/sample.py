@@ -140,17 +140,14 @@ def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot:
         teacher["kinds"].append(score["kind"])
         teacher["mean_reverse_kl"] = finite(score["mean_reverse_kl"])
         teacher["coverage"] = score["coverage"]
-        if score["kind"] == "hidden":
-            continue  # read for one position at a time
+        if score["kind"] not in ("logprob", "topk"):
+            continue  # hidden states are read for one position at a time; another package's kind is only named
         try:
             found = store.read_signal(score["teacher"], score["kind"], [row["sample_row"]], snapshot, verify=True)[0]
         except (MopdError, OSError) as error:
             teacher["errors"][score["kind"]] = str(error)
             continue
-        if score["kind"] == "logprob":
-            teacher["logprob"] = found
-        else:
-            teacher["topk"] = found
+        teacher[score["kind"]] = found
     return list(said.values())
 
 

@@ -45,6 +45,16 @@ options = {{ mark = "{mark}" }}
 max_prompt_tokens = 16
 max_new_tokens = 8
 
+[teachers.first]
+source = "student"
+
+[routing]
+words = "first"
+
+[score]
+device = "cpu"
+signals = {signals}
+
 [plan]
 pack_tokens = 128
 batch_samples = 12
@@ -55,6 +65,8 @@ track = "lines"
 [objectives.certain.terms.{term}]
 weight = 0.5
 base = 2.0
+[objectives.certain.terms.{margin}]
+weight = 0.25
 
 [[stages]]
 name = "student"
@@ -83,28 +95,38 @@ def mopd(installed: Path, *words: str | Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize(
-    ("engine", "term"),
+    ("engine", "term", "margin", "signals"),
     [
-        ("marking", "entropy-bonus"),
+        ("marking", "entropy-bonus", "margin-loss", "{}"),
         pytest.param(
-            "mopd_example_plugin:Marking", '"mopd_example_plugin:EntropyBonus"', marks=pytest.mark.slow,
+            "mopd_example_plugin:Marking", '"mopd_example_plugin:EntropyBonus"', '"mopd_example_plugin:MarginLoss"',
+            '{ margin = "mopd_example_plugin:Margin" }', marks=pytest.mark.slow,
         ),
     ],
     ids=["by entry point", "by module"],
 )  # fmt: skip
-def test_a_job_uses_another_packages_engine_term_and_prompts(
-    engine: str, term: str, installed: Path, tmp_path: Path
+def test_a_job_uses_another_packages_engine_signal_terms_and_prompts(
+    engine: str, term: str, margin: str, signals: str, installed: Path, tmp_path: Path
 ) -> None:
     mark, store, job = tmp_path / "mark", tmp_path / "store", tmp_path / "job.toml"
-    job.write_text(JOB.format(store=store, engine=engine, term=term, mark=mark))
+    job.write_text(JOB.format(store=store, engine=engine, term=term, margin=margin, signals=signals, mark=mark))
     done = mopd(installed, "run", job)
     assert done.returncode == 0, done.stderr[-3000:]
     assert mark.read_text().split() == ["0", "1"], "both iterations sampled with the plug-in's engine"
     steps = rows(installed, store, "select * from steps order by step")
     assert len(steps) == 4
-    values = [json.loads(step["extra"])["bonus_entropy"] for step in steps]
-    assert all(value > 0 for value in values)
-    assert all(step["loss"] == pytest.approx(-0.5 * value, rel=1e-5) for step, value in zip(steps, values, strict=True))
+    for step in steps:
+        found = json.loads(step["extra"])
+        assert found["bonus_entropy"] > 0
+        assert found["margin"] > 0
+        assert step["loss"] == pytest.approx(-0.5 * found["bonus_entropy"] + 0.25 * found["margin_loss"], rel=1e-5)
+    scored = rows(installed, store, "select kind, count(*) as n from scores group by kind order by kind")
+    assert scored == [{"kind": "logprob", "n": 48}, {"kind": "margin", "n": 48}]
+    stored = rows(installed, store, 'select uid, "values" from signals_first_margin')
+    assert len(stored) == 48
+    assert all(min(row["values"]) >= 0 for row in stored)
+    # Without the package: the payload's form follows from its kind's name.
+    assert subprocess.run(command("store", "verify", store), env=ENVIRONMENT, check=False, timeout=120).returncode == 0
     tracked = (store / "checkpoints" / "student" / "lines").read_text().splitlines()
     assert tracked == [f"student {step['step']} {step['loss']!r}" for step in steps]
     prompts = rows(installed, store, "select text, answer from prompts")
@@ -125,6 +147,9 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
     [
         ('kind = "marking"', 'kind = "markin"', "no engine 'markin': known: hf, marking, vllm; did you mean 'marking'"),
         ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus; did you mean"),
+        ("terms.margin-loss", "terms.margin", "no objective 'margin': known: entropy-bonus, margin-loss; did you mean"),
+        ("signals = {}", 'signals = { m = "marginn" }', "no signal 'marginn': known: hidden, logprob, margin, topk"),
+        ("signals = {}", 'signals = { logprobs = "margin" }', "unlike every field of fields.py"),
         ("base = 2.0", "bass = 2.0", "bass"),
         (
             'track = "lines"',
@@ -136,7 +161,10 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
 )
 def test_what_nobody_offers_is_named(old: str, new: str, said: str, installed: Path, tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
-    text = JOB.format(store=tmp_path / "s", engine="marking", term="entropy-bonus", mark=tmp_path / "m")
+    text = JOB.format(
+        store=tmp_path / "s", engine="marking", term="entropy-bonus", margin="margin-loss", signals="{}",
+        mark=tmp_path / "m",
+    )  # fmt: skip
     assert old in text
     job.write_text(text.replace(old, new))
     done = mopd(installed, "check", job)
@@ -153,7 +181,8 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.kinds import engine_kind
-from mopd_dataplane.testing import check_engine, check_importer, check_objective
+from mopd_dataplane.score.signal_kinds import signal_kind
+from mopd_dataplane.testing import check_engine, check_importer, check_objective, check_signal
 
 config = dict(model_type="qwen3", num_hidden_layers=2, hidden_size=64, intermediate_size=128, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2)
@@ -161,6 +190,9 @@ folder = make_student(sections.Student(config=config), Path({str(tmp_path)!r}) /
 settings = sections.Engine(kind="marking", slots=3, options={{"mark": {str(tmp_path / "mark")!r}}})
 check_engine(engine_kind("marking").open(folder, 0, settings, dtype="float32", partner=None))
 check_objective(Objective(terms={{"entropy-bonus": {{"base": 10.0}}}}))
+check_signal(signal_kind("margin", {{}}))
+check_objective(Objective(terms={{"margin-loss": {{}}}}))
+check_objective(Objective(divergence={{"kind": "hellinger"}}))
 check_importer(find_plugin("mopd.importers", "pairs", FORMATS), [{{"ask": "a", "said": "b", "good": 1}}])
 print("kept")
 """

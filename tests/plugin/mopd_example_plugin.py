@@ -1,4 +1,5 @@
-"""What somebody else's package adds: an engine, a term of an objective, prompts, an importer, a tracker."""
+"""What somebody else's package adds: an engine, a kind of signal, a term of an objective that
+reads it, a divergence, prompts, an importer, a tracker."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from typing import Any, ClassVar
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.rows import Row
+from mopd_dataplane.job.divergences import Divergence
 from mopd_dataplane.job.objectives import Term
 from mopd_dataplane.records import StepMetrics
 from mopd_dataplane.rollout.engines.kinds import EngineKind
+from mopd_dataplane.score.signal_kinds import TokenSignal
 
 
 class Marking(EngineKind):
@@ -49,6 +52,43 @@ class EntropyBonus(Term):
         logprobs = (hidden.float() @ head.weight.float().T / temperature).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1) / math.log(self.base)
         return -entropy, {"bonus_entropy": entropy}
+
+
+class Margin(TokenSignal):
+    """How much likelier the teacher finds its best token than the one that was sampled, nat; 0 where they are one."""
+
+    def values(self, states: Any, head: Any, targets: Any, *, temperature: float) -> Any:
+        """See TokenSignal."""
+        logits = states.float() @ head.weight.float().T / temperature
+        return logits.amax(-1) - logits.gather(-1, targets[:, None]).squeeze(-1)
+
+
+class MarginLoss(Term):
+    """Log-prob of each trained token times its margin: minimising it takes mass from what the teacher finds worse."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("margin", "margin_loss")
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """See Term."""
+        return ("margin",)
+
+    def token_loss(
+        self, hidden: Any, head: Any, batch: Any, *, temperature: float, teacher_head: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """See Term."""
+        logprobs = (hidden.float() @ head.weight.float().T / temperature).log_softmax(-1)
+        margin = batch.extra["margin"]
+        loss = logprobs.gather(-1, batch.targets[:, None]).squeeze(-1) * margin
+        return loss, {"margin": margin, "margin_loss": loss}
+
+
+class Hellinger(Divergence):
+    """Squared Hellinger distance, 1 - sum_v sqrt(p_v q_v): symmetric, and never above 1."""
+
+    def rows(self, student: Any, teacher: Any, *, beta: float, alpha: float) -> Any:
+        """See Divergence."""
+        return 1 - ((student + teacher) / 2).exp().sum(-1)
 
 
 def letters(*, seed: int, size: int, alphabet: str = "abcdef") -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from decoding import TINY
 
+from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.interchange.formats import FORMATS
 from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.job import sections
@@ -19,7 +20,8 @@ from mopd_dataplane.job.objectives import Objective, Term
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.kinds import engine_kind
-from mopd_dataplane.testing import check_engine, check_importer, check_objective
+from mopd_dataplane.score.signal_kinds import SIGNALS, TokenSignal, signal_kind
+from mopd_dataplane.testing import check_engine, check_importer, check_objective, check_signal
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 
@@ -103,6 +105,47 @@ def test_a_term_that_breaks_the_contract_is_found(
     monkeypatch.setattr("mopd_dataplane.job.objectives.find_plugin", lambda *_: broken)
     with pytest.raises((AssertionError, RuntimeError), match=said):
         check_objective(Objective(terms={"broken": {}}))
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_every_built_in_signal_keeps_the_contract(name: str) -> None:
+    check_signal(signal_kind(name, {}))
+
+
+class _Ranks(TokenSignal):
+    """Depends on the rows beside its own."""
+
+    def values(self, states: Any, head: Any, targets: Any, *, temperature: float) -> Any:
+        return states.sum(-1).argsort().argsort().float()
+
+
+class _Squares(TokenSignal):
+    """Changes what others read."""
+
+    def values(self, states: Any, head: Any, targets: Any, *, temperature: float) -> Any:
+        return states.mul_(2).sum(-1)
+
+
+class _Wide(TokenSignal):
+    """Says a vector for each token."""
+
+    def values(self, states: Any, head: Any, targets: Any, *, temperature: float) -> Any:
+        return states
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (_Ranks("rank"), "with the samples beside it"),
+        (_Squares("square"), "states were changed"),
+        (_Wide("wide"), "one for each trained token"),
+        (_Ranks("teacher_logprobs"), "unlike every field"),
+        (_Ranks("Rank"), "a letter first"),
+    ],
+)
+def test_a_signal_that_breaks_the_contract_is_found(broken: TokenSignal, said: str) -> None:
+    with pytest.raises((AssertionError, MismatchError), match=said):
+        check_signal(broken)
 
 
 ROWS: dict[str, dict[str, Any]] = {

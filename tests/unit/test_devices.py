@@ -23,9 +23,10 @@ from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
 from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
 from mopd_dataplane.score.discriminator import Discriminator, Pair
+from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.quantisation_effect import quantisation_effect
 from mopd_dataplane.score.readers import HfReader
-from mopd_dataplane.score.scorer import Scorable, model_input, score_samples
+from mopd_dataplane.score.scorer import model_input, score_samples
 from mopd_dataplane.score.teacher_comparison import Answer, compare
 from mopd_dataplane.score.teacher_forward import TeacherForward
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec

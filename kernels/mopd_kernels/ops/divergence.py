@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mopd_kernels.checks import check_hidden, check_reduction, check_rows, check_weights, common_vocabulary
 from mopd_kernels.dispatch import Backend, Mode, make_plan
-from mopd_kernels.forms import divergence_form
+from mopd_kernels.forms import Kind, divergence_form
 from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype, products
 from mopd_kernels.ops.lean import lean_sweep
 from mopd_kernels.rowloss import PassResult, row_loss
@@ -20,7 +20,6 @@ from mopd_kernels.rowstate import RowStats
 from mopd_kernels.sweep import Needs, Rows, sweep
 from mopd_kernels.teachers import TeacherHead, Teachers, row_segments
 
-Kind = Literal["reverse", "forward", "jsd", "skew_forward", "skew_reverse"]
 Reduction = Literal["none", "sum"]
 
 

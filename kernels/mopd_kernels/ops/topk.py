@@ -18,9 +18,9 @@ from mopd_kernels.checks import (
 )
 from mopd_kernels.dispatch import Backend, make_plan
 from mopd_kernels.epilogue import Epilogue
-from mopd_kernels.forms import Form, divergence_form
+from mopd_kernels.forms import Form, Kind, divergence_form
 from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
-from mopd_kernels.ops.divergence import Kind, Reduction
+from mopd_kernels.ops.divergence import Reduction
 from mopd_kernels.ops.token_logprob import sampled_columns
 from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
 from mopd_kernels.rowloss import PassResult, row_loss

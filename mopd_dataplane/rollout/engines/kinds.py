@@ -32,6 +32,8 @@ class EngineKind(ABC):
     """Whether it decodes in this process, on `engine.device`."""
     settings: tuple[str, ...] = ("options",)
     """Keys of `[engine]` that it understands beside kind, slots, threads and dtype."""
+    adapters: bool = True
+    """Whether it decodes a policy that is an adapter on a base."""
     package: str = ""
     """Module that must be installed where it runs; empty for none."""
 
@@ -71,6 +73,7 @@ class Vllm(EngineKind):
 
     stays = True
     settings = ("url", "reload", "options", "noise", "keep")
+    adapters = False
     package = "vllm"
 
     def open(

@@ -12,6 +12,7 @@ from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.hf import Partner
+from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
@@ -75,9 +76,9 @@ def _sample(
             done = run.fleet.roll_out(part, already, show)
         else:
             folder = sampling_policy(run, stage, sampler.policy, version)
-            vllm = run.job.engine.kind == "vllm" and not run.job.engine.url
-            what = f"{'starting vLLM with' if vllm else 'loading'} policy {folder.name}"
-            advance(before, waiting=run.progress.waits_for(stage.name, what, [folder], slow=vllm))
+            starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
+            what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
+            advance(before, waiting=run.progress.waits_for(stage.name, what, [folder], slow=starts))
             with run.engines.use(folder, version, partner=_partner(run, part)) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
         report.facts = _facts(done)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from mopd_dataplane.fields import of_signal, value
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
 from mopd_dataplane.records import Signal
@@ -79,10 +80,8 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
             run.fleet.judge(stage, tasks, count)
         else:
             student = student_topk(run, stage)
-            announced = set[str]()
             for task in tasks:
-                if task.teacher not in announced:
-                    announced.add(task.teacher)
+                if not set(run.job.members_of(task.teacher)) <= set(pool.resident):
                     advance(int(counts["signals"]), waiting=_loading(run, stage, task.teacher))
                 count(judge(run, stage, pool, student, task))
         report.facts = {
@@ -169,11 +168,11 @@ def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
     objective = run.job.objective(stage)
     rows, samples = stage_samples(run.store, stage, iteration, ["domain", "effort"])
     wanted: dict[tuple[str, str], Rows] = {}
-    if objective.signals:
+    if kinds := (*objective.signals, *stage.score.signals):
         pairs = list(zip(samples["domain"].to_pylist(), samples["effort"].to_pylist(), strict=True))
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
-        kinds = dict.fromkeys((*objective.signals, *ALWAYS)) if stage.data != "reference" else objective.signals
-        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in kinds}
+        kinds = kinds if stage.data == "reference" else (*kinds, *ALWAYS)
+        wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in dict.fromkeys(kinds)}
     wanted |= {(teacher, "logprob"): rows for teacher in _reference(run, stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
     return {key: rows for key, rows in missing.items() if len(rows)}
@@ -204,7 +203,4 @@ def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
 
 
 def _positions(signal: Signal) -> int:
-    for rows in (signal.hidden, signal.topk_ids, signal.logprob):
-        if rows is not None:
-            return len(rows)
-    return 0
+    return len(value(signal, of_signal(signal.kind)[0].name))

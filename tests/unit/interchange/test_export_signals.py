@@ -16,7 +16,7 @@ from mopd_dataplane.errors import InputError, UnknownNameError
 from mopd_dataplane.interchange.exporter import KINDS, export_samples, kind_of
 from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
 
-ALL = ("logprob", "topk", "hidden")
+ALL = ("logprob", "topk", "hidden", "margin")
 TEACHER = "number_sorting-expert"
 
 
@@ -37,15 +37,23 @@ class Vocabulary:
 
 @pytest.fixture(scope="module")
 def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store with log-probs, hidden states and, of one teacher, a top-3 of the student's choice."""
+    """A store with log-probs, hidden states and, of one teacher, a top-3 of the student's choice and another package's
+    kind."""
     made = make_store(tmp_path_factory.mktemp("signals") / "store", prompts=2)
     rng = np.random.default_rng(1)
-    samples = made.samples(["uid", "loss_tokens", "domain"]).to_pylist()
+    samples = made.samples(["uid", "loss_tokens", "response_len", "domain"]).to_pylist()
     made.commit_signals(TEACHER, "topk", [
         Signal(
             uid=sample["uid"], sample_row=row, kind="topk", topk_source="student",
             topk_ids=rng.integers(0, 98, (sample["loss_tokens"], 3), dtype=np.int32),
             topk_logprobs=-rng.random((sample["loss_tokens"], 3), dtype=np.float32),
+        )
+        for row, sample in enumerate(samples) if sample["domain"] == "number_sorting"
+    ])  # fmt: skip
+    made.commit_signals(TEACHER, "margin", [
+        Signal(
+            uid=sample["uid"], sample_row=row, kind="margin",
+            extra={"margin": rng.random(sample["response_len"], dtype=np.float32)},
         )
         for row, sample in enumerate(samples) if sample["domain"] == "number_sorting"
     ])  # fmt: skip
@@ -115,13 +123,15 @@ def _row(store: Store, folder: Path) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "a kind nobody knows": (lambda row: row["signals"][0].update(kind="logits"), "no signal 'logits'"),
+    "a kind nobody knows": (lambda row: row["signals"][0].update(kind="log its"), "no signal 'log its'"),
     "a log-prob too few": (lambda row: row["signals"][0]["logprob"].pop(), "logprob has shape"),
     "no number": (lambda row: row["signals"][0]["logprob"].__setitem__(0, "x"), r"logprob\[0\] is 'x'"),
     "ids of another vocabulary": (
         lambda row: row["signals"][1]["topk_ids"].__setitem__(0, 5000),
         "topk_ids holds 5000",
     ),
+    "a number too few": (lambda row: row["signals"][3]["values"].pop(), "margin has shape"),
+    "another package's kind without numbers": (lambda row: row["signals"][0].update(kind="logits"), "values"),
     "rows of no width": (lambda row: row["signals"][1].update(width=0), "topk_ids has"),
     "no base64": (lambda row: row["signals"][2].update(hidden="*"), "hidden is no base64"),
     "no teacher": (lambda row: row["signals"][0].update(teacher=None), "names the teacher"),

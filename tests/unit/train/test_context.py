@@ -11,17 +11,19 @@ import pytest
 import torch
 
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError
+from mopd_dataplane.fields import FIELDS, value
 from mopd_dataplane.job.job import check_job
 from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.records import Pack
 from mopd_dataplane.run.steps.train import ranks_here
-from mopd_dataplane.train.context import TRAINED_TOKEN_FIELDS, check_heads, part_of
+from mopd_dataplane.train.context import MADE, check_heads, part_of, trained_token_fields
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.node_agent import report
 from mopd_dataplane.train.ranks import Ranks
 
 WHOLE = {"teacher", "tokens", "hidden_codec", "loss_counts", "advantages", "rewards", "sample_rows"}
-CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", "extra", *TRAINED_TOKEN_FIELDS}
+ROWS = {field.pack for field in FIELDS if field.batch == "rows" and field.axis != "sample"}
+CUT = {"input_ids", "position_ids", "sequence_lengths", "predictors", "experts", "extra", *MADE, *ROWS}
 
 
 def test_every_field_is_known_to_be_shared_or_whole() -> None:
@@ -34,6 +36,7 @@ def test_every_field_is_known_to_be_shared_or_whole() -> None:
 def test_the_parts_are_the_whole(members: int, pack: Callable[..., Pack]) -> None:
     packs = [pack([9, 6], seed=1), pack([7], seed=2)]
     for one in packs:
+        one.extra["margin"] = np.arange(len(one.tokens), dtype=np.float32)
         one.experts = np.arange(4 * len(one.tokens), dtype=np.int16).reshape(-1, 4)
     whole = build(packs, "packed")
     parts = [part_of(whole, member, members) for member in range(members)]
@@ -51,10 +54,11 @@ def test_the_parts_are_the_whole(members: int, pack: Callable[..., Pack]) -> Non
     share = parts[0].input_ids.shape[1]
     moved = [part.predictors + member * share for member, part in enumerate(parts)]
     assert torch.equal(torch.cat(moved), whole.predictors)
-    for name in TRAINED_TOKEN_FIELDS:
-        value = getattr(whole, name)
-        if value is not None:
-            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), value)
+    assert "margin" in trained_token_fields(whole)
+    for name in trained_token_fields(whole):
+        own = value(whole, name)
+        if own is not None:
+            assert torch.equal(torch.cat([value(part, name) for part in parts]), own)
 
 
 def test_heads_must_be_dealt_evenly() -> None:

@@ -14,6 +14,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job.divergences import Divergence
 from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
@@ -502,3 +503,54 @@ def test_kept_sets_of_packs_become_rows_of_one_width(pack: Callable[..., Pack]) 
             assert sampling_mask[at].tolist() == [*own[first : first + size].tolist(), *[-1] * (3 - size)]
             at, first = at + 1, first + size
     assert at == len(sampling_mask)
+
+
+class _Skewed(Divergence):
+    """KL(student, mixture) as another package would write it; in mopd_kernels `skew_reverse`."""
+
+    def rows(self, student: Tensor, teacher: Tensor, *, beta: float, alpha: float) -> Tensor:
+        mixture = torch.logaddexp(teacher + np.log(1 - alpha), student + np.log(alpha))
+        return (student.exp() * (student - mixture)).sum(-1)
+
+
+class _Flat(Divergence):
+    """Sums itself."""
+
+    def rows(self, student: Tensor, teacher: Tensor, *, beta: float, alpha: float) -> Tensor:
+        return student.sum()
+
+
+@pytest.mark.parametrize("part", [V, 5 * V, 1 << 24])
+def test_a_divergence_of_another_package_is_computed_as_the_kernels_do(
+    part: int, pack: Callable[..., Pack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of one row, of five, and of all: loss, gradients and metrics are those of the same divergence."""
+    case = Case(pack)
+    states = torch.randn(len(case.batch.targets), D)
+    batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32")
+    teacher = Head(torch.randn(V - 2, D), bias=torch.randn(V - 2), softcap=3.0)
+    settings: dict[str, Any] = {"alpha": 0.3, "temperature": 1.7, "normaliser": "sequence"}
+    monkeypatch.setattr("mopd_dataplane.job.divergences.find_plugin", lambda *_: _Skewed)
+    monkeypatch.setattr("mopd_dataplane.train.guest_divergence.PART", part)
+    found, ours = (
+        ObjectiveLoss(Objective(divergence=DivergenceTerm(kind=kind, **settings)))
+        for kind in ("somewhere:Skewed", "skew_reverse")
+    )
+    loss, sums = found(case.hidden, case.head, batch, case.totals, teacher_head=teacher)
+    wanted, exact = ours(case.hidden, case.head, batch, case.totals, teacher_head=teacher)
+    case.same(loss, wanted)
+    assert set(sums.values) == set(found.metric_names) == {*ours.metric_names, "divergence"}
+    for name in ours.metric_names:
+        torch.testing.assert_close(sums.values[name], exact.values[name], atol=1e-4, rtol=1e-5)
+
+
+def test_a_divergence_of_another_package_must_fit(pack: Callable[..., Pack], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"no divergence 'revers': .*did you mean 'reverse'"):
+        DivergenceTerm(kind="revers")
+    monkeypatch.setattr("mopd_dataplane.job.divergences.find_plugin", lambda *_: _Flat)
+    with pytest.raises(ValueError, match="kind 'flat' is over the whole vocabulary; set signal = 'hidden'"):
+        DivergenceTerm(kind="flat", signal="topk")
+    case = Case(pack)
+    batch = case.with_(hidden=encode(torch.randn(len(case.batch.targets), D), "fp32"), hidden_codec="fp32")
+    with pytest.raises(MismatchError, match=r"divergence 'flat' gave shape \[\], expected \[\d+\]: one number a row"):
+        case.loss(Objective(divergence=DivergenceTerm(kind="flat")), batch, teacher_head=Head(torch.randn(V, D)))

@@ -1,0 +1,229 @@
+"""Which kinds of signals there are, and how each follows from a teacher's hidden states.
+
+Another package offers one as an entry point of `mopd.signals`, or it is named `package.module:Name` in `score.signals`:
+a class derived from TokenSignal, one number for each trained token. Its payload has one shape, so that a store, a
+loader and a trainer read it without the package; a payload of another shape needs rows of its own in fields.py.
+
+Axes: M loss-masked response tokens of a sample, N of a batch, R response tokens, D hidden width, V vocabulary, K top-k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from mopd_kernels import Head, chosen_logprobs, encode, token_logprob, topk_logprobs
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mopd_dataplane.base.plugins import find_plugin
+from mopd_dataplane.base.stats_choice import keeps_stats
+from mopd_dataplane.errors import EngineError, MismatchError, UnknownNameError
+from mopd_dataplane.fields import guest_field
+from mopd_dataplane.job import sections
+from mopd_dataplane.records import Signal
+from mopd_dataplane.score.model_input import ModelInput
+from mopd_dataplane.score.topk_source import StudentTopk
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A batch that a teacher has read. Example: see score_samples."""
+
+    items: list[ModelInput]
+    teacher: str
+    states: Tensor
+    """[N, D] last hidden states that predict the loss-masked tokens, sample after sample."""
+    head: Head
+    temperature: float
+    """Temperature of the sampler, at which log-probs are taken."""
+    settings: sections.Score
+    student: StudentTopk | None = None
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """[N] the loss-masked tokens."""
+        tokens = np.concatenate([item.tokens[item.masked] for item in self.items])
+        return torch.from_numpy(tokens).to(self.states.device)
+
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Rows of each sample, of values [N] or [N, width]; on the CPU."""
+        return torch.split(values.cpu(), [len(item.masked) for item in self.items])
+
+
+class SignalKind(ABC):
+    """A kind of signal; made with the name under which it is stored. Its attributes say what may be asked of it."""
+
+    follows_from_logprobs: bool = False
+    """Whether `from_logprobs` has it, so that a teacher that only says log-probs can be asked."""
+    ranked: bool = False
+    """Whether it needs the likeliest tokens of the vocabulary."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    def signals(self, judged: Judged) -> Iterator[Signal]:
+        """One Signal for each sample of the batch, in its order. Raises EngineError for NaN or infinity."""
+
+    def from_logprobs(
+        self, item: ModelInput, own: NDArray[np.float32], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
+    ) -> Signal:
+        """A sample's signal from log-probs of its tokens [M], and of the K likeliest [M, K] (K is 0 if not ranked)."""
+        raise NotImplementedError(self.name)
+
+
+class TokenSignal(SignalKind):
+    """One number for each trained token: the kind of signal that another package can add."""
+
+    @abstractmethod
+    def values(self, states: Tensor, head: Head, targets: Tensor, *, temperature: float) -> Tensor:
+        """[N] finite numbers; each may depend on its own row only.
+
+        states [N, D]: last hidden states of the teacher that predict the tokens. head: the teacher's; `head.weight` is
+        [V, D]. targets [N]: the tokens. temperature: of the sampler. Called without gradients. N varies from call to
+        call, and N times V may be too much to hold: work in parts, as mopd_kernels does.
+        """
+
+    def signals(self, judged: Judged) -> Iterator[Signal]:
+        """See SignalKind."""
+        with torch.no_grad():
+            found = self.values(judged.states, judged.head, judged.targets, temperature=judged.temperature)
+        if found.shape != judged.targets.shape:
+            raise MismatchError(
+                f"signal {self.name!r}: values have shape {list(found.shape)}, expected {list(judged.targets.shape)}, "
+                "one for each trained token"
+            )
+        check_finite(judged.teacher, judged.items, found, f"signal {self.name!r} of ")
+        for item, values in zip(judged.items, judged.split(found.float()), strict=True):
+            yield _signal(item, self.name, extra={self.name: _at_responses(item, values.numpy())})
+
+
+class Logprob(SignalKind):
+    """The teacher's log-prob of each sampled token."""
+
+    follows_from_logprobs = True
+
+    def signals(self, judged: Judged) -> Iterator[Signal]:
+        """See SignalKind."""
+        with torch.no_grad():
+            found, entropy = token_logprob(
+                judged.states, judged.head, judged.targets, temperature=judged.temperature, return_entropy=True
+            )
+        check_finite(judged.teacher, judged.items, found)
+        kept = keeps_stats(judged.settings.stats, [item.sample.sample_row for item in judged.items])
+        for item, keep, values, entropies in zip(
+            judged.items, kept, judged.split(found), judged.split(entropy), strict=True
+        ):
+            yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
+
+    def from_logprobs(
+        self, item: ModelInput, own: NDArray[np.float32], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
+    ) -> Signal:
+        """See SignalKind."""
+        return _logprob_signal(item, own)
+
+
+class Topk(SignalKind):
+    """The teacher's log-probs of the K likeliest tokens, its own or the student's."""
+
+    follows_from_logprobs = True
+    ranked = True
+
+    def signals(self, judged: Judged) -> Iterator[Signal]:
+        """See SignalKind."""
+        ids, logprobs = self._rows(judged)
+        for item, own_ids, own in zip(judged.items, judged.split(ids), judged.split(logprobs), strict=True):
+            yield _signal(
+                item, self.name, topk_ids=own_ids.to(torch.int32).numpy().copy(), topk_logprobs=own.numpy().copy(),
+                topk_source=judged.settings.topk_source,
+            )  # fmt: skip
+
+    def from_logprobs(
+        self, item: ModelInput, own: NDArray[np.float32], ids: NDArray[np.int32], logprobs: NDArray[np.float32]
+    ) -> Signal:
+        """See SignalKind."""
+        return _signal(item, self.name, topk_ids=ids, topk_logprobs=logprobs, topk_source="teacher")
+
+    def _rows(self, judged: Judged) -> tuple[Tensor, Tensor]:
+        """Ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""
+        states, head, settings = judged.states, judged.head, judged.settings
+        if settings.topk_source == "teacher":
+            return topk_logprobs(states, head, min(settings.topk, len(head.weight)))
+        if judged.student is None:
+            raise MismatchError('topk_source = "student" needs the policy that wrote the samples; pass `student`')
+        ids = judged.student.ids([item.sample for item in judged.items], settings.topk).to(states.device)
+        return ids, chosen_logprobs(states, head, ids)[0]
+
+
+class Hidden(SignalKind):
+    """The teacher's hidden states, from which its whole distribution follows."""
+
+    def signals(self, judged: Judged) -> Iterator[Signal]:
+        """See SignalKind."""
+        codec = judged.settings.hidden_codec
+        for item, rows in zip(judged.items, judged.split(encode(judged.states, codec)), strict=True):
+            yield _signal(item, self.name, codec=codec, hidden=rows.numpy().copy())
+
+
+SIGNALS: dict[str, type[SignalKind]] = {"logprob": Logprob, "topk": Topk, "hidden": Hidden}
+"""The built-in ones, by the name under which they are stored."""
+
+
+def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
+    """The kind that is stored as `name`: built in, else what `named` (`score.signals`) has for it, else an entry point.
+
+    Raises UnknownNameError for what nobody offers, and for a name that no kind may have.
+    """
+    if name in SIGNALS:
+        return SIGNALS[name](name)
+    found: Any = find_plugin("mopd.signals", named.get(name, name), SIGNALS)
+    guest_field(name)
+    if not (isinstance(found, type) and issubclass(found, TokenSignal)):
+        raise UnknownNameError(f"signal {name!r} is no class derived from {__name__}.TokenSignal")
+    return found(name)
+
+
+def check_finite(teacher: str, items: list[ModelInput], values: Tensor, what: str = "") -> None:
+    """Raise EngineError, naming teacher and sample, for NaN or infinity in values [N] or [N, D]."""
+    finite = torch.isfinite(values).reshape(len(values), -1).all(1).cpu()
+    for item, good in zip(items, torch.split(finite, [len(item.masked) for item in items]), strict=True):
+        if not bool(good.all()):
+            position = int((~good).nonzero()[0])
+            raise EngineError(
+                f"{what}teacher {teacher!r} answered with NaN or infinity for sample {item.sample.uid} "
+                f"(trained token {position} of {len(good)}); nothing of this batch was written: "
+                "check the teacher's weights and dtype"
+            )
+
+
+def _logprob_signal(
+    item: ModelInput, values: NDArray[np.float32], teacher_entropy: NDArray[np.float32] | None = None
+) -> Signal:
+    sample = item.sample
+    mask = sample.loss_mask.astype(bool)
+    reverse_kl = None
+    if sample.logprobs is not None and mask.any():
+        reverse_kl = float(np.mean(sample.logprobs[mask].astype(np.float64) - values))
+    return _signal(
+        item, "logprob", logprob=_at_responses(item, values), mean_reverse_kl=reverse_kl,
+        teacher_entropy=teacher_entropy,
+        logprob_std=float(np.std(values, dtype=np.float64)) if len(values) else None,
+    )  # fmt: skip
+
+
+def _at_responses(item: ModelInput, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """[R] from the values [M] of loss-masked tokens; 0 elsewhere."""
+    mask = item.sample.loss_mask.astype(bool)
+    whole = np.zeros(len(mask), dtype=np.float32)
+    whole[mask] = values
+    return whole
+
+
+def _signal(item: ModelInput, kind: str, **payload: object) -> Signal:
+    return Signal(uid=item.sample.uid, sample_row=item.sample.sample_row, kind=kind, **payload)  # type: ignore[arg-type]

@@ -1,0 +1,49 @@
+"""A divergence of another package (job/divergences.py), over the whole vocabulary, a part of the tokens at a time.
+
+Logits of a part are computed again in the backward pass: memory holds [n, V] of one part, never of all tokens. The
+kernels' own divergences need no such passes and are several times faster.
+"""
+
+from __future__ import annotations
+
+import torch
+from mopd_kernels.heads import Head
+from mopd_kernels.reference import logits
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job.divergences import Divergence
+from mopd_dataplane.job.objectives import DivergenceTerm
+
+PART = 1 << 24
+"""Logits of one model that are held at once."""
+
+
+def guest_divergence(
+    kind: Divergence, term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head
+) -> Tensor:
+    """[N] f32, differentiable with respect to hidden [N, Ds] and the student's head; states [N, Dt] of the teacher.
+
+    Raises MismatchError when the divergence gives anything but one number a row.
+    """
+    vocabulary = min(len(head.weight), len(teacher.weight))
+
+    def logprobs(rows: Tensor, of: Head) -> Tensor:
+        wide = Head(of.weight.float(), None if of.bias is None else of.bias.float(), of.softcap, of.logit_scale)
+        return logits(rows.float(), wide, temperature=term.temperature, vocab_size=vocabulary).log_softmax(-1)
+
+    def part(own: Tensor, other: Tensor) -> Tensor:
+        with torch.no_grad():
+            judged = logprobs(other, teacher)
+        found = kind.rows(logprobs(own, head), judged, beta=term.beta, alpha=term.alpha)
+        if found.shape != own.shape[:1]:
+            raise MismatchError(
+                f"divergence {term.kind!r} gave shape {list(found.shape)}, expected {[len(own)]}: one number a row"
+            )
+        return found.float()
+
+    size = max(1, PART // vocabulary)
+    parts = zip(torch.split(hidden, size), torch.split(states, size), strict=True)
+    rows = [checkpoint(part, own, other, use_reentrant=False) for own, other in parts]
+    return torch.cat([hidden.new_zeros(0, dtype=torch.float32), *rows])
