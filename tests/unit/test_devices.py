@@ -157,6 +157,7 @@ def test_a_discriminator_learns_on_a_device_as_on_the_cpu(
     found = {}
     for device in (NAME, "cpu"):
         critic = Discriminator(folders["policy"], sections.Discriminator(batch_pairs=4), seed=3, device=device)
+        assert {weight.device.type for weight in critic._critic.parameters()} == {device}
         facts = critic.update(pairs, epochs=2)
         critic.save(tmp_path / device)
         other = Discriminator(folders["policy"], sections.Discriminator(batch_pairs=4), seed=4, device=device)
