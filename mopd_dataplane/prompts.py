@@ -168,7 +168,18 @@ def _datasets(name: str, domain: Domain) -> Iterator[_Entry]:
     return _from_rows(name, domain.dataset, rows, domain)
 
 
-_BUILT_IN = {"reasoning-gym": _reasoning_gym, "datasets": _datasets}
+def _verifiers(name: str, domain: Domain) -> Iterator[_Entry]:
+    from mopd_dataplane.integrations.verifiers import task_rows
+
+    size = _SUPPLY * (domain.train + domain.eval + domain.tune)
+    try:
+        rows = task_rows(domain.dataset, domain.args, size)
+    except InputError as error:
+        raise PromptError(f"domain {name!r}: {error}") from None
+    return _from_rows(name, domain.dataset, rows, domain)
+
+
+_BUILT_IN = {"reasoning-gym": _reasoning_gym, "datasets": _datasets, "verifiers": _verifiers}
 
 
 def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -177,8 +188,8 @@ def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
         source: PromptSource = find_plugin("mopd.prompts", domain.source, {})
     except UnknownNameError as error:
         raise PromptError(
-            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym' nor 'datasets', nor a .jsonl or "
-            f".parquet file, nor a plug-in: {error}"
+            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym', 'datasets' nor 'verifiers', nor a "
+            f".jsonl or .parquet file, nor a plug-in: {error}"
         ) from None
     size = _SUPPLY * (domain.train + domain.eval + domain.tune)
     return _from_rows(name, domain.source, list(source(seed=domain.seed, size=size, **domain.args)), domain)

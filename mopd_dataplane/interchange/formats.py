@@ -106,6 +106,7 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
         raise InputError(f"{place}: field 'question_fields' is {known_question!r:.60}, expected an object")
     yield Row(
         place=place,
+        ignored=tuple(name for name in fields if name not in _PLAIN),
         prompt=read_prompt(fields, "prompt", place, optional=ids[0] is not None),
         response=None if ids[1] is not None else read_response(fields, "response", place),
         prompt_ids=ids[0],
@@ -137,6 +138,11 @@ SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *(field.name for field in _LISTS))
 """What a plain row may say of its sample besides PLAIN_FIELDS, domain, iteration and turns."""
 PLAIN_FIELDS = tuple(field.name for field in PAYLOAD if field.axis != "span")
 """Fields that it says with the length of its prompt."""
+_PLAIN = {
+    *SAMPLE_FIELDS, *PLAIN_FIELDS, "prompt", "response", "tokens", "prompt_len", "prompt_ids", "response_ids", "reward",
+    "rewards", "question_fields", "answer", "domain", "iteration", "turns", "signals",
+}  # fmt: skip
+"""Every field of a plain row that is read."""
 QUESTION_FIELDS = ("split", "effort", "source", "teacher_context", "verifier_data", "messages")
 """What a plain row may say of its prompt besides text, answer and domain."""
 

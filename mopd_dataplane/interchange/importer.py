@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,8 @@ class ImportReport:
     """Rewards the store did not have."""
     signals: int = 0
     """Signals of teachers the store did not have."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of the rows that nothing was made of; only the plain format knows its fields."""
 
 
 def import_rollouts(
@@ -113,6 +115,7 @@ def import_rollouts(
     converted = _samples(files, settings, vocabulary)
     for batch in _batches(converted):
         places |= {row.place for row, _, _ in batch}
+        report.ignored = sorted({*report.ignored, *(name for row, _, _ in batch for name in row.ignored)})
         _write(store, batch, report)
         progress(report.samples)
     report.rows = len(places)

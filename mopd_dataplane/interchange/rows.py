@@ -54,6 +54,8 @@ class Row:
     """Fields of records.Sample that the source states."""
     question: dict[str, Any] = field(default_factory=dict)
     """Fields of records.Prompt that the source states."""
+    ignored: tuple[str, ...] = ()
+    """Fields of the source's row that nothing was made of, where a reader knows them all."""
     ended: bool = False
     """Whether the import added the end-of-sequence token; readers leave it."""
 

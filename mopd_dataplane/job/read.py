@@ -12,7 +12,7 @@ from typing import Any
 from mopd_dataplane.base.file_urls import Place, folder_of, is_url, local_path, read_file, suffix_of
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, nearest
-from mopd_dataplane.job.recipes import job_file
+from mopd_dataplane.job.recipes import job_file, with_own_data
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -58,7 +58,7 @@ def child(node: Any, key: int | str) -> Any:
 
 def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     """A job file over the job it extends: tables merge key by key, its stages follow the ones it inherits."""
-    raw = _parse(file)
+    raw = with_own_data(_parse(file), file)
     if "extends" not in raw:
         return raw
     wanted = raw.pop("extends")

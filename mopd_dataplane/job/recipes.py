@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from mopd_dataplane.base.file_urls import Place, is_url, joined, local_path, suffix_of
 from mopd_dataplane.base.files import publish_file
@@ -43,6 +44,22 @@ def job_file(path: Place, *, beside: Place = "") -> str:
         f"no job file at {file}; give a .toml file, a folder with a {JOB}, or the name of a recipe "
         f"({nearest(Path(path).name, names)})"
     )
+
+
+def with_own_data(raw: dict[str, Any], file: str) -> dict[str, Any]:
+    """A recipe's job with the prompts that lie beside it, `jobs/NAME/FILE`, by where the package has them.
+
+    Only for a recipe that was found by its name, and where there is no such file from here on: a clone has its own.
+    """
+    if FOLDER not in Path(file).parents or "domains" not in raw:
+        return raw
+    domains = {}
+    for name, domain in raw["domains"].items():
+        source = str(domain.get("source", ""))
+        own = FOLDER / source.removeprefix("jobs/")
+        moved = source.startswith("jobs/") and not Path(source).exists() and own.is_file()
+        domains[name] = {**domain, "source": str(own)} if moved else domain
+    return {**raw, "domains": domains}
 
 
 def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:

@@ -77,12 +77,14 @@ class Domain(Section):
     """Where the prompts of one domain come from and how an answer is verified."""
 
     source: str
-    """`reasoning-gym` or `datasets` (each with `dataset`), .jsonl/.parquet files (a file, a folder or a pattern, path
-    or URL), or `store`: only what was imported."""
+    """`reasoning-gym`, `datasets` or `verifiers` (each with `dataset`), .jsonl/.parquet files (a file, a folder or a
+    pattern, path or URL), or `store`: only what was imported."""
     dataset: str = ""
-    """Name of a reasoning-gym dataset; or of a Hugging Face dataset, on the hub or a local folder."""
+    """Name of a reasoning-gym dataset; of a Hugging Face dataset, on the hub or a local folder; of a taskset of
+    verifiers."""
     args: dict[str, Any] = {}
-    """Arguments of the reasoning-gym dataset; of a Hugging Face one `split` (default `train`), `name`, `revision`."""
+    """Arguments of the reasoning-gym dataset; of a Hugging Face one `split` (default `train`), `name`, `revision`; of a
+    taskset its config."""
     columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = {}
     """What the source calls the columns that are read. A text may also be a list of chat messages."""
     template: str = "{question}"
@@ -100,14 +102,15 @@ class Domain(Section):
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
     environment: str = ""
-    """What answers the policy at the end of its turn: `command`, or `package.module:Name`. Empty for one turn."""
+    """What answers the policy at the end of its turn: `command`, `verifiers` (the tools of a taskset), or
+    `package.module:Name`. Empty for one turn."""
     environment_args: dict[str, Any] = {}
     """Its arguments."""
     reply_template: str = "\n{reply}\n"
     """How the student reads a reply; with `prompt_template = "chat"` the chat template writes it."""
     reward: str = "reasoning-gym"
-    """`reasoning-gym`, `exact`, or `package.module:function` taking (prompt, response) and returning a bool, a float,
-    or both as (float, bool); score/reward.py says what each means."""
+    """`reasoning-gym`, `verifiers`, `exact`, or `package.module:function` taking (prompt, response) and returning a
+    bool, a float, or both as (float, bool); score/reward.py says what each means."""
     right: Literal["reward", "reference"] = "reward"
     """Which answers count as entirely right: those the reward calls so, or of those only the reference answer itself,
     where a verifier also pays near misses in full."""

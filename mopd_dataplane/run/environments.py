@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.tools.environments import make_environment
-from mopd_dataplane.rollout.tools.replies import answering, reply_ids
+from mopd_dataplane.rollout.tools.environments import find_environment, make_environment
+from mopd_dataplane.rollout.tools.replies import ReplyForm, answering, reply_form
 from mopd_dataplane.rollout.tools.sandbox import Call, SubprocessSandbox, Turn
 
 if TYPE_CHECKING:
@@ -31,16 +31,19 @@ def environments_of(
     if not named:
         return None
     made = {name: make_environment(own.environment, own.environment_args) for name, own in named.items()}
-    replies = {
-        name: reply_ids(
-            tokenizer,
-            prompt_template=job.student.prompt_template,
-            reply_template=own.reply_template,
-            role=made[name].role,
-        )
-        for name, own in named.items()
-    }
+    replies = {name: reply_form_of(job, name, tokenizer) for name in named}
     return answering(made, replies, decode)
+
+
+def reply_form_of(job: Job, domain: str, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
+    """How the student reads replies in a domain that has an environment. Raises as environments_of does."""
+    own = job.domains[domain]
+    return reply_form(
+        tokenizer,
+        prompt_template=job.student.prompt_template,
+        reply_template=own.reply_template,
+        role=find_environment(own.environment).role,
+    )
 
 
 class UnloggedTurns:

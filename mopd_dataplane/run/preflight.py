@@ -111,11 +111,11 @@ def _domains(look: _Look, store: Store | None) -> None:
         if not _is_verified(look.job, name):
             continue
         look.at(f"domains.{name}.reward", partial(resolve_reward, domain.reward))
-        if domain.reward == "reasoning-gym" and loaded and not loaded[0].verifier_data:
+        if domain.reward in ("reasoning-gym", "verifiers") and loaded and not loaded[0].verifier_data:
             look.findings.append(
                 Finding(
                     f"domains.{name}.reward",
-                    f"'reasoning-gym' verifies entries of its own data sets, and {domain.source} has none; "
+                    f"{domain.reward!r} verifies entries of its own data sets, and {domain.source} has none; "
                     'set reward = "exact", or package.module:function',
                 )
             )

@@ -179,7 +179,7 @@ def _domains(small: Rehearsal, given: dict[str, Any]) -> None:
             small.rehearsed[key] = f"prompts of {domain.source}"
         try:
             resolve_reward(domain.reward)
-            known = domain.reward != "reasoning-gym" or own["source"] == domain.source
+            known = domain.reward not in ("reasoning-gym", "verifiers") or own["source"] == domain.source
         except MopdError:
             known = False
         if not known:
@@ -191,8 +191,9 @@ def _no_prompts(domain: Domain) -> str:
     """Why a domain's own prompts cannot be read; empty when they can."""
     if domain.source == "store":
         return "what was imported is in the job's own store"
-    if domain.source == "reasoning-gym":
-        return "" if find_spec("reasoning_gym") else "the package reasoning-gym is not here"
+    if domain.source in ("reasoning-gym", "verifiers"):
+        here = find_spec(domain.source.replace("-", "_"))
+        return "" if here else f"the package {domain.source} is not here"
     if domain.source == "datasets":
         return "" if Path(domain.dataset).is_dir() else f"the dataset {domain.dataset} is not here"
     try:

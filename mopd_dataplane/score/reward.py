@@ -4,6 +4,7 @@
 |---|---|---|
 | `reasoning-gym` | the verifier of the dataset the prompt came from, partial credit included | reward 1 |
 | `exact` | 1 when the stripped response is the stripped answer, else 0 | reward 1 |
+| `verifiers` | the weighted sum of a verifiers task's rewards, over the whole conversation | not known |
 | `mine.judge:score` | any function (prompt, response) -> bool that can be imported | true |
 | | the same -> (float, bool) | the bool |
 | | the same -> float: no verifier | not known, so there is no accuracy |
@@ -33,7 +34,8 @@ from mopd_dataplane.errors import EngineError, PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
 
 _log = logging.getLogger(__name__)
-_BUILT_IN = ("reasoning-gym", "exact")
+_BUILT_IN = ("reasoning-gym", "exact", "verifiers")
+_VERIFIERS = "mopd_dataplane.integrations.verifiers:task_reward"
 
 
 class Outcome(NamedTuple):
@@ -53,11 +55,13 @@ class Reward:
     """As the job file writes it; `rewards.verifier` in the store."""
     version: str
     """Version of the package it comes from; `rewards.verifier_version` in the store."""
-    score: Callable[[Prompt, str], float | tuple[float, bool]]
+    score: Callable[[Prompt, Any], float | tuple[float, bool]]
     """Says a bool (right or wrong), a number (not known), or both as (number, bool)."""
+    whole: bool = False
+    """Whether it reads what was said in turn (a list, the policy first and last), not the policy's last turn alone."""
 
-    def __call__(self, prompt: Prompt, response: str) -> Outcome:
-        """Reward of one response, and whether it is entirely right.
+    def __call__(self, prompt: Prompt, response: str | list[str]) -> Outcome:
+        """Reward of one response (a list of turns where `whole`), and whether it is entirely right.
 
         Raises EngineError when the reward is not a finite number, or what stands beside it is not a bool.
         """
@@ -85,6 +89,9 @@ def resolve_reward(name: str) -> Reward:
         return Reward(name, importlib.metadata.version("reasoning-gym"), _reasoning_gym)
     if name == "exact":
         return Reward(name, importlib.metadata.version("mopd-dataplane"), is_reference)
+    if name == "verifiers":
+        judge = find_plugin("mopd.rewards", _VERIFIERS, {})
+        return Reward(name, importlib.metadata.version("verifiers"), judge, whole=True)
     function: Callable[[str, str], float | tuple[float, bool]] = find_plugin(
         "mopd.rewards", name, dict.fromkeys(_BUILT_IN)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def step(number: int) -> StepMetrics:
 
 BLOCK, FILE_HEADER, HEADER = 32768, 7, 7
 FULL, LAST = 1, 4
+DEADLINE_S = 120
 
 
 def records(content: bytes) -> Iterator[bytes]:
@@ -42,6 +44,13 @@ def records(content: bytes) -> Iterator[bytes]:
             parts = b""
 
 
+def kind(data: bytes) -> str | None:
+    record = wandb_internal_pb2.Record()
+    record.ParseFromString(data)
+    found: str | None = record.WhichOneof("record_type")
+    return found
+
+
 def test_every_step_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     tracker = open_tracker("wandb", tmp_path, name="student", steps_done=0)
@@ -50,6 +59,10 @@ def test_every_step_is_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         tracker.write(step(number))
     tracker.close()
     [file] = tmp_path.rglob("*.wandb")
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(kind(data) == "exit" for data in records(file.read_bytes())):  # another process writes it
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     found = []
     for data in records(file.read_bytes()):
         record = wandb_internal_pb2.Record()

@@ -34,6 +34,8 @@ max_position_embeddings = 256
 source = "letters"
 args = {{ alphabet = "xyz" }}
 train = 24
+environment = "hints"
+environment_args = {{ most = 2 }}
 reward = "exact"
 
 [engine]
@@ -156,6 +158,7 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
             'track = "line"',
             "no tracker 'line': known: lines, tensorboard, wandb; did you mean",
         ),
+        ('"hints"', '"hint"', "no environment 'hint': known: command, hints, verifiers; did you mean 'hints'"),
         ('source = "letters"', 'source = "mopd_example_plugin:numbers"', "has no 'numbers'"),
     ],
 )
@@ -180,7 +183,9 @@ from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.models.initial_weights import make_student
+from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
+from mopd_dataplane.rollout.tools.environments import Conversation, make_environment
 from mopd_dataplane.score.signal_kinds import signal_kind
 from mopd_dataplane.testing import check_engine, check_importer, check_objective, check_signal
 
@@ -194,6 +199,10 @@ check_signal(signal_kind("margin", {{}}))
 check_objective(Objective(terms={{"margin-loss": {{}}}}))
 check_objective(Objective(divergence={{"kind": "hellinger"}}))
 check_importer(find_plugin("mopd.importers", "pairs", FORMATS), [{{"ask": "a", "said": "b", "good": 1}}])
+hints = make_environment("hints", {{"most": 1}})
+asked = Prompt(prompt_id="p", domain="d", text="?", answer="abc")
+heard = lambda *said: hints.reply(Conversation(prompt=asked, said=said, run=None))
+assert [heard("x"), heard("abc"), heard("x", "3 letters", "y")] == ["3 letters", None, None]
 print("kept")
 """
     paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -43,14 +43,16 @@ def check_masks(store: Store, teacher: str, replies: set[int]) -> None:
 
 
 def test_the_recipe_rolls_out_rewards_evaluates_and_trains_through_its_tool(tmp_path: Path) -> None:
-    """Its last stage from an untrained policy, so whatever that says is a call."""
+    """Its last stage from an untrained policy, so whatever that says is a call; judged by log-probs, so that the signal
+    of each token can be looked at."""
     raw = load_job(JOBS / "tool-use").model_dump(mode="json")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     raw["student"]["config"] |= {"hidden_size": 64, "num_hidden_layers": 1, **heads}
     teacher = make_student(Student.model_validate(raw["student"]), tmp_path / "teacher", seed=5)
     sums = raw["domains"]["sums"] | {"train": 8, "eval": 2, "source": str(JOBS / "tool-use" / "sums.jsonl")}
     sums["environment_args"] = {"call": "(?s).*", "argv": ["echo", "7"], "turns": 1}
-    stage = raw["stages"][-1] | {"start": "init", "iterations": 1}
+    raw["objectives"]["sampled"] = {"policy_gradient": {"correction": "icepop"}}
+    stage = raw["stages"][-1] | {"start": "init", "iterations": 1, "objective": "sampled"}
     stage["rollout"] |= {"prompts_per_iteration": 8, "max_new_tokens": 100}
     stage["plan"] |= {"batch_samples": 8}
     raw |= {

@@ -1,5 +1,6 @@
 """What somebody else's package adds: an engine, a kind of signal, a term of an objective that
-reads it, a divergence, prompts, an importer, a tracker."""
+reads it, a divergence, prompts, an environment, an importer,
+a tracker."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from mopd_dataplane.job.divergences import Divergence
 from mopd_dataplane.job.objectives import Term
 from mopd_dataplane.records import StepMetrics
 from mopd_dataplane.rollout.engines.kinds import EngineKind
+from mopd_dataplane.rollout.tools.environments import Conversation, Environment
 from mopd_dataplane.score.signal_kinds import TokenSignal
 
 
@@ -97,6 +99,19 @@ def letters(*, seed: int, size: int, alphabet: str = "abcdef") -> Iterator[dict[
     for _ in range(size):
         word = "".join(draw.choice(alphabet) for _ in range(6))
         yield {"text": f"{word} < ", "answer": word[::-1]}
+
+
+class Hints(Environment):
+    """Says how long the answer is, `most` times."""
+
+    def __init__(self, *, most: int = 1) -> None:
+        self._most = most
+
+    def reply(self, conversation: Conversation) -> str | None:
+        """See Environment."""
+        if conversation.turns > self._most or conversation.said[-1] == conversation.prompt.answer:
+            return None
+        return f"{len(conversation.prompt.answer)} letters"
 
 
 def pairs(fields: dict[str, Any], place: str) -> Iterator[Row]:

@@ -17,6 +17,8 @@ from mopd_dataplane import Store, create_store, load_job
 from mopd_dataplane.base import file_urls
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.errors import InputError, JobFileError, ResourceError, UnknownNameError
+from mopd_dataplane.interchange.row_files import read_rows
+from mopd_dataplane.job.read import read_job
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import character_tokenizer
@@ -143,10 +145,10 @@ def test_prompts_come_from_every_file_a_pattern_fits(root: str) -> None:
     assert [prompt.text for prompt in found] == ["0?", "1?", "2?"]
 
 
-def test_a_report_goes_to_a_url(memory: str, demo_store: Store) -> None:
-    run = CliRunner().invoke(app, ["report", demo_store.uri, "-o", f"{memory}/report.html"])
+def test_a_report_goes_to_a_url(root: str, demo_store: Store) -> None:
+    run = CliRunner().invoke(app, ["report", demo_store.uri, "-o", f"{root}/report.html"])
     assert run.exit_code == 0, run.output
-    assert file_urls.read_file(f"{memory}/report.html").startswith(b"<!doctype html>")
+    assert file_urls.read_file(f"{root}/report.html").startswith(b"<!doctype html>")
 
 
 def test_a_model_of_a_url_is_downloaded_once(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +170,14 @@ def test_a_web_server_is_read_and_never_written(web: tuple[str, Path]) -> None:
     [prompt] = load_prompts("sums", Domain(source=f"{url}/prompts.jsonl", train=1))
     assert (prompt.text, prompt.answer) == ("a?", "b")
     assert file_urls.read_file(f"{url}/dump.jsonl") == LINES
+    assert len(list(read_rows(f"{url}/dump.jsonl"))) == len(LINES.splitlines())
+    (folder / "job.toml").write_text('name = "far"\n')
+    assert read_job(f"{url}/job.toml", [])[0]["name"] == "far"
     with pytest.raises(UnknownNameError, match="nothing at"):
         file_urls.read_file(f"{url}/none.jsonl")
     with pytest.raises(InputError, match="http is for reading"):
         file_urls.write_file(f"{url}/x", b"")
-    assert sorted(file.name for file in folder.iterdir()) == ["dump.jsonl", "prompts.jsonl"]
+    assert sorted(file.name for file in folder.iterdir()) == ["dump.jsonl", "job.toml", "prompts.jsonl"]
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -93,15 +93,26 @@ class CommandTool(Environment):
         return done.stdout.strip() if done.exit_code == 0 else f"exit code {done.exit_code}: {done.stderr.strip()}"
 
 
-ENVIRONMENTS: dict[str, type[Environment]] = {"command": CommandTool}
-"""The built-in ones, by the name that a domain's `environment` gives them."""
+ENVIRONMENTS: dict[str, type[Environment] | str] = {
+    "command": CommandTool,
+    "verifiers": "mopd_dataplane.integrations.verifiers:TasksetTools",
+}
+"""The built-in ones, by the name that a domain's `environment` gives them: a class, or where it is."""
+
+
+def find_environment(name: str) -> type[Environment]:
+    """The class that a domain names. Raises UnknownNameError."""
+    found: Any = find_plugin("mopd.environments", name, ENVIRONMENTS)
+    if isinstance(found, str):
+        found = find_plugin("mopd.environments", found, {})
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise UnknownNameError(f"environment {name!r} is no class derived from {__name__}.Environment")
+    return found
 
 
 def make_environment(name: str, arguments: dict[str, Any]) -> Environment:
     """The environment that a domain names. Raises UnknownNameError for the name, InputError for the arguments."""
-    found: Any = find_plugin("mopd.environments", name, ENVIRONMENTS)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise UnknownNameError(f"environment {name!r} is no class derived from {__name__}.Environment")
+    found = find_environment(name)
     try:
         return found(**arguments)
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -13,12 +14,30 @@ from mopd_dataplane.rollout.tools.sandbox import Turn
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ReplyIds = Callable[[str], list[int]]
-"""Text of a reply -> the tokens that follow the policy's end-of-sequence token, up to where the policy writes again."""
+_MARK = "{reply}"
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """How the student reads a reply.
+
+    Example: reply_template "\\n{reply}\\n" -> ids("46") are the tokens of "\\n46\\n", before = after = "\\n".
+    """
+
+    ids: Callable[[str], list[int]]
+    """Text of a reply -> the tokens that follow the policy's turn, up to where the policy writes again."""
+    before: str = ""
+    """What stands before a reply's text when its tokens are decoded without special tokens."""
+    after: str = ""
+    """What stands after it."""
+
+    def text(self, decoded: str) -> str:
+        """A reply's own text, of its decoded tokens."""
+        return decoded.removeprefix(self.before).removesuffix(self.after)
 
 
 def answering(
-    environments: Mapping[str, Environment], replies: Mapping[str, ReplyIds], decode: Callable[[list[int]], str]
+    environments: Mapping[str, Environment], replies: Mapping[str, ReplyForm], decode: Callable[[list[int]], str]
 ) -> Callable[[Turn], list[int] | None]:
     """The environments of several domains as the one that a rollout asks.
 
@@ -30,11 +49,19 @@ def answering(
         environment = environments.get(turn.prompt.domain)
         if environment is None:
             return None
-        said = [decode(ids) for ids, _ in whose_turns(turn.response, turn.loss_mask)]
+        form = replies[turn.prompt.domain]
+        said = turn_texts(turn.response, turn.loss_mask, form, decode)
         reply = environment.reply(Conversation(prompt=turn.prompt, said=said, run=turn.run))
-        return None if reply is None else replies[turn.prompt.domain](reply)
+        return None if reply is None else form.ids(reply)
 
     return answer
+
+
+def turn_texts(
+    response: Sequence[int], loss_mask: Sequence[int], form: ReplyForm, decode: Callable[[list[int]], str]
+) -> list[str]:
+    """What the policy and its environment said in turn, without special tokens and without what frames a reply."""
+    return [decode(ids) if own else form.text(decode(ids)) for ids, own in whose_turns(response, loss_mask)]
 
 
 def whose_turns(response: Sequence[int], loss_mask: Sequence[int]) -> list[tuple[list[int], bool]]:
@@ -47,7 +74,9 @@ def whose_turns(response: Sequence[int], loss_mask: Sequence[int]) -> list[tuple
     return [([token for _, token in run], own) for own, run in pairs]
 
 
-def reply_ids(tokenizer: PreTrainedTokenizerBase, *, prompt_template: str, reply_template: str, role: str) -> ReplyIds:
+def reply_form(
+    tokenizer: PreTrainedTokenizerBase, *, prompt_template: str, reply_template: str, role: str
+) -> ReplyForm:
     """How the student reads a reply: as a message of the chat template where `prompt_template` is `chat`, else through
     `reply_template`.
 
@@ -57,8 +86,13 @@ def reply_ids(tokenizer: PreTrainedTokenizerBase, *, prompt_template: str, reply
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
+    def framed(ids: Callable[[str], list[int]]) -> ReplyForm:
+        whole = str(tokenizer.decode(ids(_MARK), skip_special_tokens=True))
+        before, _, after = whole.partition(_MARK) if _MARK in whole else ("", "", "")
+        return ReplyForm(ids, before, after)
+
     if prompt_template != "chat":
-        return lambda text: encode(reply_template.replace("{reply}", text))
+        return framed(lambda text: encode(reply_template.replace("{reply}", text)))
     end = str(tokenizer.eos_token)
     asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
@@ -73,5 +107,4 @@ def reply_ids(tokenizer: PreTrainedTokenizerBase, *, prompt_template: str, reply
             )
         return encode(after[before.rindex(end) + len(end) :])
 
-    as_a_message("")
-    return as_a_message
+    return framed(as_a_message)

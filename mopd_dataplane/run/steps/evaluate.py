@@ -20,7 +20,7 @@ from mopd_dataplane.rollout.engines.engine import FINISH_REASON, LENGTH, STOP, E
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import UnloggedTurns, environments_of
-from mopd_dataplane.run.steps.reward import last_turn, verify
+from mopd_dataplane.run.steps.reward import verify
 from mopd_dataplane.run.steps.score import teacher_pool
 from mopd_dataplane.score.readers import HfReader
 from mopd_dataplane.score.teacher_forward import TeacherForward
@@ -53,7 +53,7 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
                         "policy_version": version,
                         "prompt_id": prompt.prompt_id,
                         "domain": prompt.domain,
-                        **verify(run, prompt, last_turn(run, prompt.domain, found.ids, found.mask))._asdict(),
+                        **verify(run, prompt, found.ids, found.mask)._asdict(),
                         "reverse_kl": distances.get(prompt.prompt_id),
                         "response": response,
                         "response_len": len(found.ids),

@@ -8,8 +8,9 @@ import numpy as np
 
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.tools.replies import whose_turns
+from mopd_dataplane.rollout.tools.replies import turn_texts, whose_turns
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.environments import reply_form_of
 from mopd_dataplane.run.stage_rows import Rows, chunks, stage_samples
 from mopd_dataplane.score.reward import Outcome, Reward, is_reference, resolve_reward
 
@@ -29,8 +30,7 @@ def reward(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str,
             for row, (ids, mask) in zip(chunk.tolist(), _responses(run, chunk), strict=True):
                 uid, prompt_id = identity[row]
                 prompt = prompts[prompt_id]
-                response = last_turn(run, prompt.domain, ids, mask)
-                function, outcome = reward_function(run, prompt.domain), verify(run, prompt, response)
+                function, outcome = reward_function(run, prompt.domain), verify(run, prompt, ids, mask)
                 values.append(outcome.reward)
                 verifier = {"verifier": function.name, "verifier_version": function.version}
                 records.append({"uid": uid, "sample_row": row, **outcome._asdict(), **verifier})
@@ -46,16 +46,27 @@ def reward_function(run: Run, domain: str) -> Reward:
     return resolve_reward(run.job.domains[domain].reward)
 
 
-def verify(run: Run, prompt: Prompt, response: str) -> Outcome:
+def verify(run: Run, prompt: Prompt, response: list[int], loss_mask: list[int]) -> Outcome:
     """What the domain's verifier says of a response, and whether it is right as the domain means it."""
-    outcome = reward_function(run, prompt.domain)(prompt, response)
+    function = reward_function(run, prompt.domain)
+    if function.whole:
+        return function(prompt, _conversation(run, prompt.domain, response, loss_mask))
+    said = _last_turn(run, prompt.domain, response, loss_mask)
+    outcome = function(prompt, said)
     if run.job.domains[prompt.domain].right == "reference" and outcome.correct is not None:
-        return outcome._replace(correct=outcome.correct and is_reference(prompt, response))
+        return outcome._replace(correct=outcome.correct and is_reference(prompt, said))
     return outcome
 
 
-def last_turn(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> str:
-    """What a verifier reads: the response's text, or the policy's last turn where an environment answers it."""
+def _conversation(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> list[str]:
+    """What was said in turn, the policy first."""
+    if not run.job.domains[domain].environment:
+        return [run.decode(response)]
+    return turn_texts(response, loss_mask, reply_form_of(run.job, domain, run.tokenizer), run.decode)
+
+
+def _last_turn(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> str:
+    """The response's text, or the policy's last turn where an environment answers it."""
     if run.job.domains[domain].environment:
         own = [said for said, is_own in whose_turns(response, loss_mask) if is_own]
         response = own[-1] if own else []

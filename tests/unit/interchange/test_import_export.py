@@ -169,6 +169,7 @@ def test_what_is_exported_comes_back_equal(demo_store: Store, tmp_path: Path, ki
     copy = create_store(str(tmp_path / "copy"))
     report = import_rollouts(copy, place, ImportSettings(format="plain"), Letters(digest=digest))
     assert report.inserted == count == len(demo_store.samples(["uid"]))
+    assert report.ignored == []
     loose = ["payload_row", "created_at", "row_crc"]
     assert copy.samples().drop_columns(loose).to_pylist() == demo_store.samples().drop_columns(loose).to_pylist()
     rows = np.arange(count)
@@ -279,6 +280,11 @@ def test_hostile_bytes_are_refused(store: Store, tmp_path: Path, content: bytes,
                 store, tmp_path / f"bad{suffix}", ImportSettings(format="plain", stage="r", domain="d"), Letters()
             )
     assert store.samples(["uid"]).num_rows == 0
+
+
+def test_fields_that_the_plain_format_does_not_read_are_named(bring: Callable[..., ImportReport]) -> None:
+    report = bring("plain", [{**GOOD, "anwser": "7"}, {**GOOD, "meta": {"a": 1}, "prompt": "other"}])
+    assert report.ignored == ["anwser", "meta"]
 
 
 def test_what_a_row_does_not_name_must_be_given(bring: Callable[..., ImportReport]) -> None:

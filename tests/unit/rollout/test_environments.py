@@ -15,7 +15,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.sampling import sample_key
 from mopd_dataplane.rollout.tools.environments import CommandTool, Conversation, Environment, make_environment
-from mopd_dataplane.rollout.tools.replies import answering, reply_ids, whose_turns
+from mopd_dataplane.rollout.tools.replies import ReplyForm, answering, reply_form, turn_texts, whose_turns
 from mopd_dataplane.rollout.tools.sandbox import Command, Result, SubprocessSandbox, Turn
 from mopd_dataplane.run.environments import UnloggedTurns
 from mopd_dataplane.run.steps.evaluate import generate
@@ -85,7 +85,7 @@ def test_an_environment_of_another_package_is_named_by_module(monkeypatch: pytes
 def test_a_reply_reads_as_the_chat_template_writes_the_whole_conversation() -> None:
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHATML
-    encode = reply_ids(tokenizer, prompt_template="chat", reply_template="", role="tool")
+    form = reply_form(tokenizer, prompt_template="chat", reply_template="", role="tool")
     conversation = [
         {"role": "user", "content": "3+4="},
         {"role": "assistant", "content": "add 3 4"},
@@ -94,16 +94,30 @@ def test_a_reply_reads_as_the_chat_template_writes_the_whole_conversation() -> N
     whole = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     first = tokenizer.apply_chat_template(conversation[:1], add_generation_prompt=True, return_dict=False)
     policy = tokenizer.encode("add 3 4" + EOS, add_special_tokens=False)
-    assert [*first, *policy, *encode("7")] == list(whole)
+    assert [*first, *policy, *form.ids("7")] == list(whole)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(PromptError, match="does not append a message of 'tool'"):
-        reply_ids(tokenizer, prompt_template="chat", reply_template="", role="tool")
+        reply_form(tokenizer, prompt_template="chat", reply_template="", role="tool")
 
 
 def test_without_a_chat_template_the_domain_says_how_a_reply_reads() -> None:
     tokenizer = character_tokenizer()
-    encode = reply_ids(tokenizer, prompt_template="{prompt}", reply_template="\n{reply}\n", role="tool")
-    assert tokenizer.decode(encode("46")) == "\n46\n"
+    form = reply_form(tokenizer, prompt_template="{prompt}", reply_template="\n{reply}\n", role="tool")
+    assert tokenizer.decode(form.ids("46")) == "\n46\n"
+    assert form.text("\n46\n") == "46"
+
+
+def test_an_environment_reads_replies_without_what_frames_them() -> None:
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = CHATML
+    form = reply_form(tokenizer, prompt_template="chat", reply_template="", role="tool")
+    own = tokenizer.encode("add 3 4" + EOS, add_special_tokens=False)
+    reply = form.ids("7")
+    texts = turn_texts(
+        [*own, *reply, *own], [1] * len(own) + [0] * len(reply) + [1] * len(own), form,
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+    )  # fmt: skip
+    assert texts == ["add 3 4", "7", "add 3 4"]
 
 
 def test_each_domain_is_answered_by_its_own_environment() -> None:
@@ -115,7 +129,7 @@ def test_each_domain_is_answered_by_its_own_environment() -> None:
             return "ok"
 
     answer = answering(
-        {"sums": Says()}, {"sums": lambda text: list(map(ord, text))}, lambda ids: "".join(map(chr, ids))
+        {"sums": Says()}, {"sums": ReplyForm(lambda text: list(map(ord, text)))}, lambda ids: "".join(map(chr, ids))
     )
 
     def turn(domain: str) -> Turn:
@@ -167,7 +181,9 @@ def test_a_log_of_a_conversation_replays_its_commands(roll: Callable[..., Any], 
             return conversation.run(["sh", "-c", "echo x >> log; wc -l < log"]).stdout.strip()
 
     answer = answering(
-        {"toy": Counts(), "words": Counts()}, dict.fromkeys(("toy", "words"), lambda text: [9, int(text)]), str
+        {"toy": Counts(), "words": Counts()},
+        dict.fromkeys(("toy", "words"), ReplyForm(lambda text: [9, int(text)])),
+        str,
     )
     roll(shelf, environment=answer, sandbox=SubprocessSandbox(tmp_path / "box"), count=4, slots=4)
     domains = {sample.domain for sample in shelf.samples.values()}
