@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from functools import cache
 from typing import Any
 
-from mopd_dataplane.errors import EngineError, InputError, PromptError, UnknownNameError
+from mopd_dataplane.errors import DeadlineError, EngineError, InputError, PromptError, UnknownNameError
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.tools.environments import Conversation, Environment
 
@@ -37,6 +37,8 @@ To call one, write a JSON object with its name and its arguments in <tool_call><
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 """The tools of a task in its system message, in the words that Hermes and Qwen models were trained on."""
+_LONG_S = 600.0
+"""Longest that the set-up of a toolset, or the rewards of a conversation, may take."""
 _UNUSED = ("text", "prompt", "question", "messages", "verifier_data", "teacher_context")
 """Fields of a task that a row says itself, or that a prompt's reader would take for what is asked."""
 
@@ -75,7 +77,7 @@ def task_reward(prompt: Prompt, said: list[str]) -> float:
     _, task = _task(prompt)
     trace = _trace(task, said)
     try:
-        _Loop.of_process().run(task.score(trace), None)
+        _Loop.of_process().run(task.score(trace))
     except Exception as error:
         raise EngineError(
             f"rewards of {type(task).__name__} for prompt {prompt.prompt_id!r} failed: {error!s:.300}"
@@ -113,7 +115,7 @@ class TasksetTools(Environment):
         shared = _shared(taskset)
         try:
             return str(_Loop.of_process().run(_call(shared, task, str(name), arguments), self._timeout_s))
-        except TimeoutError:
+        except DeadlineError:
             return f"error: no result after {self._timeout_s:g} s"
 
 
@@ -129,9 +131,14 @@ class _Loop:
     def of_process() -> _Loop:
         return _Loop()
 
-    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float | None) -> Any:
-        """Wait for a coroutine. Raises TimeoutError after timeout_s, and what the coroutine raises."""
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop).result()
+    def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = _LONG_S) -> Any:
+        """Wait for a coroutine. Raises DeadlineError after timeout_s, and what the coroutine raises."""
+        waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return waiting.result(timeout_s)
+        except TimeoutError:
+            waiting.cancel()
+            raise DeadlineError(f"a toolset or a task of verifiers has not answered in {timeout_s:g} s") from None
 
 
 @cache
@@ -237,7 +244,7 @@ def _schemas(taskset: str, args: str, config: str) -> list[str]:
     ]
     found = []
     for prefix, server in servers:
-        for tool in _Loop.of_process().run(server.list_tools(), None):
+        for tool in _Loop.of_process().run(server.list_tools()):
             name = f"{prefix}_{tool.name}" if prefix else tool.name
             function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
             found.append(json.dumps({"type": "function", "function": function}))
@@ -249,7 +256,7 @@ def _shared(taskset: Any) -> list[tuple[str, Any]]:
     """Tool servers of a whole taskset, set up once in this process."""
     toolsets = type(taskset).toolsets(taskset.config)
     for toolset in toolsets:
-        _Loop.of_process().run(toolset.setup(), None)
+        _Loop.of_process().run(toolset.setup())
     return list(map(_served, toolsets))
 
 
@@ -333,4 +340,4 @@ def _stops(task: Any, said: list[str]) -> bool:
     async def ask() -> bool:
         return any([await call_hook(hook, {Trace: trace}) for hook in hooks])
 
-    return bool(_Loop.of_process().run(ask(), None))
+    return bool(_Loop.of_process().run(ask()))

@@ -80,8 +80,7 @@ class Domain(Section):
     """`reasoning-gym`, `datasets` or `verifiers` (each with `dataset`), .jsonl/.parquet files (a file, a folder or a
     pattern, path or URL), or `store`: only what was imported."""
     dataset: str = ""
-    """Name of a reasoning-gym dataset; of a Hugging Face dataset, on the hub or a local folder; of a taskset of
-    verifiers."""
+    """Name of a reasoning-gym dataset, a Hugging Face dataset (on the hub, or a folder), or a verifiers taskset."""
     args: dict[str, Any] = {}
     """Arguments of the reasoning-gym dataset; of a Hugging Face one `split` (default `train`), `name`, `revision`; of a
     taskset its config."""
