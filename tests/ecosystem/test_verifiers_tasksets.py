@@ -162,7 +162,8 @@ class Scripted(HfEngine):
         [logits] = super()._forward(live)
         for row, request in enumerate(self._requests[:live]):
             heard = len(request.prefix_ids)
-            words = [*self.tokenizer.encode("7" if heard else CALL), self.tokenizer.eos_token_id]
+            text = "7" if heard else CALL
+            words = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
             logits[row] = -1e4
             logits[row, words[int(self._length[row] - self._prompt[row]) - heard]] = 0
         return [logits]
