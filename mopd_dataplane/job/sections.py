@@ -82,8 +82,7 @@ class Domain(Section):
     dataset: str = ""
     """Name of a reasoning-gym dataset, a Hugging Face dataset (on the hub, or a folder), or a verifiers taskset."""
     args: dict[str, Any] = {}
-    """Arguments of the reasoning-gym dataset; of a Hugging Face one `split` (default `train`), `name`, `revision`; of a
-    taskset its config."""
+    """Of a reasoning-gym dataset or taskset; of a Hugging Face one `split` (default `train`), `name`, `revision`."""
     columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = {}
     """What the source calls the columns that are read. A text may also be a list of chat messages."""
     template: str = "{question}"
@@ -101,8 +100,7 @@ class Domain(Section):
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
     environment: str = ""
-    """What answers the policy at the end of its turn: `command`, `verifiers` (the tools of a taskset), or
-    `package.module:Name`. Empty for one turn."""
+    """What answers the policy after its turn: `command`, `verifiers` or `package.module:Name`. Empty for one turn."""
     environment_args: dict[str, Any] = {}
     """Its arguments."""
     reply_template: str = "\n{reply}\n"
