@@ -82,7 +82,7 @@ class Domain(Section):
     dataset: str = ""
     """Name of a reasoning-gym dataset, a Hugging Face dataset (on the hub, or a folder), or a verifiers taskset."""
     args: dict[str, Any] = {}
-    """Of a reasoning-gym dataset or taskset; of a Hugging Face one `split` (default `train`), `name`, `revision`."""
+    """Arguments of a reasoning-gym dataset or of a taskset; of a Hugging Face dataset `split`, `name`, `revision`."""
     columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = {}
     """What the source calls the columns that are read. A text may also be a list of chat messages."""
     template: str = "{question}"
