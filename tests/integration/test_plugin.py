@@ -148,7 +148,7 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
     ("old", "new", "said"),
     [
         ('kind = "marking"', 'kind = "markin"', "no engine 'markin': known: hf, marking, vllm; did you mean 'marking'"),
-        ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus; did you mean"),
+        ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus, margin-loss"),
         ("terms.margin-loss", "terms.margin", "no objective 'margin': known: entropy-bonus, margin-loss; did you mean"),
         ("signals = {}", 'signals = { m = "marginn" }', "no signal 'marginn': known: hidden, logprob, margin, topk"),
         ("signals = {}", 'signals = { logprobs = "margin" }', "unlike every field of fields.py"),
