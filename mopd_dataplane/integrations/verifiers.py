@@ -36,7 +36,7 @@ To call one, write a JSON object with its name and its arguments in <tool_call><
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""The tools of a task in its system message, in the words that Hermes and Qwen models were trained on."""
+"""The tools of a task in its system message, in the tags that Hermes and Qwen models were trained on."""
 _LONG_S = 600.0
 """Longest that the set-up of a toolset, or the rewards of a conversation, may take."""
 _UNUSED = ("text", "prompt", "question", "messages", "verifier_data", "teacher_context")

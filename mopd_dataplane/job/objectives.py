@@ -161,13 +161,19 @@ class DivergenceTerm(Term):
         """See Term."""
         return tuple(dict.fromkeys((self.signal, "hidden") if self.topk_agreement else (self.signal,)))
 
-    @model_validator(mode="after")
-    def _kind_exists(self) -> DivergenceTerm:
+    @field_validator("kind")
+    @classmethod
+    def _kind_exists(cls, kind: str) -> str:
         try:
-            found = self.guest
+            if kind not in KINDS:
+                divergence_kind(kind)
         except UnknownNameError as error:
             raise ValueError(str(error)) from None
-        if found is not None and self.signal != "hidden":
+        return kind
+
+    @model_validator(mode="after")
+    def _guest_reads_hidden_states(self) -> DivergenceTerm:
+        if self.guest is not None and self.signal != "hidden":
             raise ValueError(f"kind {self.kind!r} is over the whole vocabulary; set signal = 'hidden'")
         return self
 
