@@ -218,6 +218,6 @@ def add_to(app: typer.Typer) -> None:
     register(group, verify, "mopd store verify runs/quickstart --json")
     register(group, compact, "mopd store compact runs/quickstart --now")
     register(group, copy, "mopd store copy runs/quickstart s3://bucket/math --where \"domain = 'math'\"")
-    register(group, delete, "mopd store delete runs/quickstart --where \"prompt_id = 'p17'\" --dry-run")
+    register(group, delete, "mopd store delete runs/quickstart --where \"stage = 'student'\" --dry-run")
     register(group, upgrade, "mopd store upgrade runs/old runs/new")
     app.add_typer(group, name="store", rich_help_panel="Answers", help="Inspect, audit and tidy a store.")

@@ -9,7 +9,7 @@ Only what is missing is checked: a student that was made and prompts that a stor
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,12 @@ from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, l
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
 from mopd_dataplane.prompts import load_prompts
-from mopd_dataplane.records import Prompt
+from mopd_dataplane.records import SIGNAL_KINDS, Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.score.reward import resolve_reward
-from mopd_dataplane.score.signal_kinds import signal_kind
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.trackers import TRACKERS
 
@@ -201,6 +200,12 @@ def _check_teacher(look: _Look, name: str, place: str, revision: str) -> None:
         check_same_tokenizer(tokenizer_digest(look.tokenizer), tokenizer_digest(tokenizer), name=name)
 
 
+def _other_signal(kind: str, named: Mapping[str, str]) -> None:
+    from mopd_dataplane.score.signal_kinds import signal_kind  # torch is needed where there are such kinds
+
+    signal_kind(kind, named)
+
+
 def _packages(look: _Look) -> None:
     """Packages and plug-ins that settings need are there, and folders that they name are folders."""
     job = look.job
@@ -212,7 +217,8 @@ def _packages(look: _Look) -> None:
         elif track != "none":
             look.at(key, partial(find_plugin, "mopd.trackers", track, TRACKERS))
         for kind in (*job.objective(stage).signals, *stage.score.signals):
-            look.at(f"stages.{stage.name}.score.signals", partial(signal_kind, kind, stage.score.signals))
+            if kind not in SIGNAL_KINDS:
+                look.at(f"stages.{stage.name}.score.signals", partial(_other_signal, kind, stage.score.signals))
     if not job.engine.url and (package := engine_kind(job.engine.kind).package):
         wanted[package] = "engine.kind"
     for package, key in wanted.items():

@@ -38,8 +38,8 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 """The stand-in computes attention by torch's plain formula, the CPU by its fused kernel: float32 rounding apart."""
 
 READ_BACK = {
-    "score/scorer.py:_signals": "what is stored",
-    "score/scorer.py:_check_finite": "a flag a sample",
+    "score/signal_kinds.py:split": "what is stored",
+    "score/signal_kinds.py:check_finite": "a flag a sample",
     "codecs.py:encode": "a flag a batch",
     "models/hf.py:hidden_states": "transformers looks whether position ids are packed",
 }
