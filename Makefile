@@ -96,8 +96,8 @@ coverage: $(INSTALLED)  ## branch coverage of the token log by its tests
 mutations: $(INSTALLED)  ## break one rule at a time and show which test notices
 	$(BIN)/python tests/faults/mutations.py
 
-lint: $(INSTALLED)  ## ruff, mypy --strict, and the form of the container files
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+lint: $(INSTALLED)  ## ruff, mypy --strict (of the jobs' scripts too), and the form of the container files
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy $$(find jobs -name "*.py")
 	$(BIN)/hadolint containers/Containerfile.*
 
 format: $(INSTALLED)  ## let ruff rewrite what it can

@@ -238,8 +238,8 @@ def judge(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[st
     """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
     prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
     found: dict[str, list[tuple[float, bool | None]]] = {}
-    for prompt, (ids, _) in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
-        outcome = verify(run, prompt, run.decode(ids))
+    for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
+        outcome = verify(run, prompt, given.ids, given.mask)
         found.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
     return {
         domain: {

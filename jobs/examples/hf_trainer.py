@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from mopd_dataplane import BatchStream, LoadSpec
 
 
-class Rows(IterableDataset):
+class Rows(IterableDataset[dict[str, torch.Tensor]]):
     """Packs as the keyword arguments of a causal language model; -100 where nothing is trained."""
 
     def __init__(self, stream: BatchStream) -> None:
@@ -36,8 +36,9 @@ class Rows(IterableDataset):
 class PackTrainer(Trainer):
     """A Trainer whose rows are whole packs already."""
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
         """No collation, no worker: the loader process reads ahead."""
+        assert isinstance(self.train_dataset, Rows)
         return DataLoader(self.train_dataset, batch_size=None)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from mopd_kernels import Head, divergence
@@ -34,7 +35,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-def fit(settings: dict[str, object]) -> tuple[float, Tensor]:
+def fit(settings: dict[str, Any]) -> tuple[float, Tensor]:
     """Lowest divergence over the starts, and the student's distribution [240] there."""
     head, one = Head(torch.stack([GRID, GRID**2], 1)), torch.ones(1, 1, dtype=torch.float64)
     teacher = Head(teacher_distribution().log()[:, None])

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from mopd_kernels import Head, chosen_logprobs, divergence, token_logprob, topk_divergence, topk_logprobs
+from mopd_kernels.ops.topk_buckets import TopkMode
 from torch import Tensor
 
 from mopd_dataplane import open_store
@@ -83,7 +84,7 @@ def sampled(baseline: str = "none", clip: float = 0.0) -> Loss:
     return loss
 
 
-def topk(k: int, mode: str, support: str) -> Loss:
+def topk(k: int, mode: TopkMode, support: str) -> Loss:
     """Reverse KL from the k likeliest tokens of the teacher or the student."""
 
     def loss(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
@@ -144,7 +145,7 @@ class Moments:
     def spread(self) -> float:
         """Root of the mean squared distance to the mean."""
         mean = self.mean
-        return max(0.0, self.squares / self.batches - float(mean @ mean)) ** 0.5
+        return float(max(0.0, self.squares / self.batches - float(mean @ mean)) ** 0.5)
 
 
 def batches(store: Store, samples: int, size: int) -> Iterator[Batch]:

@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.job import job
+from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.runner import run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox, Turn
@@ -50,8 +50,8 @@ def rollout(home: Path, *, dies_after_command: int) -> None:
         fault_points.observe(die)
     samples: list[Sample] = []
     report = run_rollout(
-        ToyEngine(slots=4), PROMPTS, stage="agent", iteration=0, seed=0, rollout=job.Rollout(max_new_tokens=600),
-        wal=job.Wal(), wal_dir=home / "wal", commit=samples.extend, environment=append_line,
+        ToyEngine(slots=4), PROMPTS, stage="agent", iteration=0, seed=0, rollout=sections.Rollout(max_new_tokens=600),
+        wal=sections.Wal(), wal_dir=home / "wal", commit=samples.extend, environment=append_line,
         sandbox=SubprocessSandbox(home / "sandboxes"), render=lambda prompt: [ord(c) % 12 for c in prompt.text],
     )  # fmt: skip
     print(f"finished: {report.samples} samples, {report.resumed} resumed, {report.exact} of them exact")
