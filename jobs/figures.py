@@ -99,9 +99,10 @@ def _marked(found: Result, name: str, domain: str, text: str) -> str:
 def alternatives() -> str:
     """Every arm at equal cost: accuracy over seeds, paired with exact MOPD, and what it cost."""
     run = _module(JOBS / "alternatives" / "run.py")
-    by_arm: dict[str, list[Result]] = {name: [] for name in run.ARMS}
+    by_arm: dict[str, list[Result]] = {name: [] for name, arm in run.ARMS.items() if not arm.like}
     for result in results("alternatives"):
-        by_arm[result["arm"]].append(result)
+        if result["arm"] in by_arm:
+            by_arm[result["arm"]].append(result)
     rival = {r["seed"]: right(r["curve"][-1]["right"]) for r in by_arm["mopd-exact"]}
     domains = ("number_sorting", "spell_backward", "spiral_matrix")
     head = ("arm", "what it does", *domains, "mean", "− mopd-exact, points", "student tokens", "all tokens", "seeds")
@@ -136,7 +137,28 @@ def _apart(ends: dict[int, Right], rival: dict[int, Right]) -> str:
     return "; ".join(f"{100 * p.value:+.1f} ({100 * p.low:+.1f} to {100 * p.high:+.1f})" for p in pairs)
 
 
-FIGURES: dict[str, Callable[[], str]] = {"quickstart": quickstart, "alternatives": alternatives}
+def claims() -> str:
+    """Arms that change one thing in exact MOPD, or in its start: accuracy over seeds, and paired with it."""
+    run = _module(JOBS / "alternatives" / "run.py")
+    names = ["base", "mopd-exact", *(name for name, arm in run.ARMS.items() if arm.like)]
+    found = {name: [r for r in results("alternatives") if r["arm"] == name] for name in names}
+    ends = {name: {r["seed"]: right(r["curve"][-1]["right"]) for r in found[name]} for name in names}
+    domains = ("number_sorting", "spell_backward", "spiral_matrix")
+    head = ("arm", "what it changes", *domains, "mean", "− mopd-exact, points", "student tokens", "seeds")
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for name in names:
+        if not found[name]:
+            lines.append(_row(name, run.ARMS[name].says, *["not run"] * (len(head) - 2)))
+            continue
+        cells = [_over_seeds([{d: end[d]} for end in ends[name].values()]) for d in domains]
+        cells += [_over_seeds(list(ends[name].values()))]
+        cells += [_apart(ends[name], ends["mopd-exact"]) if name != "mopd-exact" else ""]
+        cells += [f"{np.mean([r['tokens']['student'] for r in found[name]]):,.0f}"]
+        lines.append(_row(name, run.ARMS[name].says, *cells, ", ".join(map(str, sorted(ends[name])))))
+    return "\n".join(lines) + "\n"
+
+
+FIGURES: dict[str, Callable[[], str]] = {"quickstart": quickstart, "alternatives": alternatives, "claims": claims}
 
 
 def stale() -> Iterator[str]:
@@ -164,7 +186,7 @@ def _stale_result(job: str, result: Result, arms: str | None) -> Iterator[str]:
         run = _module(JOBS / job / "run.py")
         arm = run.ARMS[result[arms]]
         overrides = run.rates(arm, result["setting"])
-        now = settings_digest(load_job(JOBS / job, overrides=overrides), (*run.SHARED, *arm.stages))
+        now = settings_digest(load_job(JOBS / job, overrides=overrides), (*run.SHARED, *arm.run))
     if result["settings"] != now:
         yield f"{where}: the job's settings have changed ({result['settings']} then, {now} now); run it again"
 

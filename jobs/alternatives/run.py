@@ -4,8 +4,8 @@
     python jobs/alternatives/run.py --list
 
 Writes results/ARM-SEED.json and does nothing where that exists; killed at any moment, the same line goes on. Seed 0
-tries three settings of every arm that has one and keeps what is best on the tuning prompts; other seeds take that one.
-The file holds what became of every evaluation prompt, so that intervals and paired tests need nothing else.
+tries three settings of every arm that has one and keeps what is best on the tuning prompts; other seeds take that one, and
+so do arms that change one thing in another arm. The file holds what became of every evaluation prompt, so that intervals and paired tests need nothing else.
 """
 
 from __future__ import annotations
@@ -53,11 +53,20 @@ class Arm:
 
     says: str
     stages: tuple[str, ...] = ()
-    """Run one after another; the last one's policy is the arm's. None: a policy of SHARED, or a merge."""
+    """Run one after another; the last one's policy is the arm's. None: a policy of SHARED, `start`'s, or a merge."""
     settings: tuple[float, ...] = (1.0,)
     merge: Merge | None = None
     teachers: bool = True
     """Whether specialists have a part in it."""
+    like: str = ""
+    """The arm in which it changes one thing: its setting is taken, and nothing is tried."""
+    start: str = ""
+    """Stage that makes another start than `base`, at a rate of its own and at nobody's cost."""
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        """Everything that is trained beside SHARED."""
+        return (self.start, *self.stages) if self.start else self.stages
 
 
 ARMS: dict[str, Arm] = {
@@ -77,6 +86,14 @@ ARMS: dict[str, Arm] = {
     "mopd-baseline": Arm("MOPD, sampled tokens, less their mean", ("mopd-baseline",), FACTORS),
     "mopd-exact": Arm("MOPD, full vocabulary", ("mopd-exact",), FACTORS),
     "mopd-outcome": Arm("MOPD, sampled, with the outcome's advantage", ("mopd-outcome",), FACTORS),
+    "one-teacher": Arm("one teacher, spelling", ("one-teacher",), like="mopd-exact"),
+    "two-teachers": Arm("two teachers, spelling and sorting", ("two-teachers",), like="mopd-exact"),
+    "group-4": Arm("four answers to each of a quarter of the prompts", ("group-4",), like="mopd-exact"),
+    "wrong-teacher": Arm("the sorter judges spelling too", ("wrong-teacher",), like="mopd-exact"),
+    "weak": Arm("a weaker start: a twentieth of the base's examples", like="mopd-exact", start="weak", teachers=False),
+    "weak-on-policy": Arm("MOPD from the weaker start", ("weak-on-policy",), like="mopd-exact", start="weak"),
+    "weak-imitation-first": Arm("the same after forward KL on the teachers' answers, half of all",
+                                ("weak-imitation", "weak-imitation-first"), like="mopd-exact", start="weak"),
 }  # fmt: skip
 
 
@@ -106,7 +123,7 @@ def measure_arm(name: str, seed: int, stores: Path, results: Path) -> dict[str, 
     """The content of an arm's file."""
     arm, began = ARMS[name], time.time()
     shared = shared_store(seed, stores)
-    settings = arm.settings if seed == 0 else (json.loads((results / f"{name}-0.json").read_text())["setting"],)
+    settings = arm.settings if seed == 0 and not arm.like else (chosen(results, arm.like or name),)
     tried = {}
     for setting in settings:
         with arm_run(name, arm, seed, setting, train(name, arm, seed, setting, stores, shared)) as (run, stage):
@@ -123,8 +140,16 @@ def measure_arm(name: str, seed: int, stores: Path, results: Path) -> dict[str, 
         return {
             "arm": name, "says": arm.says, "seed": seed, "split": "eval", "setting": best, "chosen_on": "tune",
             "tried": search if len(settings) > 1 else [], "tokens": costs(run, name, arm), "curve": curve,
-            "seconds": round(time.time() - began), **provenance(run.job, stages=(*SHARED, *arm.stages)),
+            "seconds": round(time.time() - began), **provenance(run.job, stages=(*SHARED, *arm.run)),
         }  # fmt: skip
+
+
+def chosen(results: Path, name: str) -> float:
+    """The setting that an arm's search kept."""
+    file = results / f"{name}-0.json"
+    if not file.exists():
+        raise SystemExit(f"{file} is missing: seed 0 of {name} chooses the setting; run that first")
+    return float(json.loads(file.read_text())["setting"])
 
 
 def rates(arm: Arm, setting: float) -> list[str]:
@@ -140,7 +165,7 @@ def arm_run(name: str, arm: Arm, seed: int, setting: float, store: Path) -> Iter
     job = load_job(JOB, overrides=[f"seed={seed}", f'store="{store}"', *rates(arm, setting)])
     run = open_run(job, Progress(None))
     with closing(run.engines):
-        yield run, job.stage(arm.stages[-1] if arm.stages else "base")
+        yield run, job.stage(arm.run[-1] if arm.run else "base")
 
 
 def shared_store(seed: int, stores: Path) -> Path:
@@ -154,7 +179,7 @@ def shared_store(seed: int, stores: Path) -> Path:
 
 def train(name: str, arm: Arm, seed: int, setting: float, stores: Path, shared: Path) -> Path:
     """The store in which the arm has run at a setting; the shared one for arms without training."""
-    if not arm.stages:
+    if not arm.run:
         return shared
     store = stores / f"{name}-{seed}-{setting:g}"
     if not store.exists():
@@ -163,7 +188,7 @@ def train(name: str, arm: Arm, seed: int, setting: float, stores: Path, shared: 
         shutil.copytree(shared, staging, symlinks=True)
         staging.rename(store)
     overrides = [part for rate in rates(arm, setting) for part in ("--set", rate)]
-    for stage in arm.stages:
+    for stage in arm.run:
         mopd("run", str(JOB), "--stage", stage, "--seed", str(seed), "--store", str(store), *overrides)
     return store
 
@@ -218,7 +243,10 @@ def costs(run: Run, name: str, arm: Arm) -> dict[str, int]:
     student = sum(sum(trained_tokens(run, stage).values()) for stage in arm.stages)
     if not arm.teachers:
         return {"student": student, "specialists": 0, "teachers": 0}
-    trained = (name,) if name in SPECIALISTS else SPECIALISTS
+    routes = [run.job.stage(stage).routing or run.job.routing for stage in arm.stages]
+    used = {teacher for stage, route in zip(arm.stages, routes, strict=True)
+            for domain, teacher in route.items() if domain in run.job.domains_of(run.job.stage(stage))}  # fmt: skip
+    trained = (name,) if name in SPECIALISTS else sorted(used) or SPECIALISTS
     specialists = sum(sum(trained_tokens(run, stage).values()) for stage in trained)
     teachers = 0
     for stage in arm.stages:
