@@ -4,8 +4,9 @@
     python jobs/alternatives/run.py --list
 
 Writes results/ARM-SEED.json and does nothing where that exists; killed at any moment, the same line goes on. Seed 0
-tries three settings of every arm that has one and keeps what is best on the tuning prompts; other seeds take that one, and
-so do arms that change one thing in another arm. The file holds what became of every evaluation prompt, so that intervals and paired tests need nothing else.
+tries three settings of every arm that has one and keeps what is best on the tuning prompts; other seeds take that one,
+and so do arms that change one thing in another arm. The file holds what became of every evaluation prompt, so that
+intervals and paired tests need nothing else.
 """
 
 from __future__ import annotations

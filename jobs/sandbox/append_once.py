@@ -19,7 +19,7 @@ from pathlib import Path
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox, Turn
 from mopd_dataplane.testing.toy_engine import EOS, ToyEngine
 
@@ -50,10 +50,21 @@ def rollout(home: Path, *, dies_after_command: int) -> None:
         fault_points.observe(die)
     samples: list[Sample] = []
     report = run_rollout(
-        ToyEngine(slots=4), PROMPTS, stage="agent", iteration=0, seed=0, rollout=sections.Rollout(max_new_tokens=600),
-        wal=sections.Wal(), wal_dir=home / "wal", commit=samples.extend, environment=append_line,
-        sandbox=SubprocessSandbox(home / "sandboxes"), render=lambda prompt: [ord(c) % 12 for c in prompt.text],
-    )  # fmt: skip
+        ToyEngine(slots=4),
+        PROMPTS,
+        RolloutTask(
+            stage="agent",
+            iteration=0,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=600),
+            wal=sections.Wal(),
+            wal_dir=home / "wal",
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ),
+        commit=samples.extend,
+        environment=append_line,
+        sandbox=SubprocessSandbox(home / "sandboxes"),
+    )
     print(f"finished: {report.samples} samples, {report.resumed} resumed, {report.exact} of them exact")
 
 

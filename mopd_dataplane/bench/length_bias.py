@@ -33,7 +33,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput
 from mopd_dataplane.rollout.engines.sampling import sample_key
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 ARMS = {
@@ -125,11 +125,20 @@ class _Bench:
             for lifetime in [*(int(n) for n in self._draw.integers(20, 400, kills)), None]:
                 try:
                     run_rollout(
-                        _Mortal(lifetime), self._prompts, stage="bias", iteration=0, seed=self._seed,
-                        rollout=sections.Rollout(max_new_tokens=MAX_NEW), wal=sections.Wal(), wal_dir=Path(scratch),
+                        _Mortal(lifetime),
+                        self._prompts,
+                        RolloutTask(
+                            stage="bias",
+                            iteration=0,
+                            seed=self._seed,
+                            rollout=sections.Rollout(max_new_tokens=MAX_NEW),
+                            wal=sections.Wal(),
+                            wal_dir=Path(scratch),
+                            render=lambda prompt: _ids(prompt.text).tolist(),
+                        ),
                         commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
-                        render=lambda prompt: _ids(prompt.text).tolist(), already=frozenset(kept),
-                    )  # fmt: skip
+                        already=frozenset(kept),
+                    )
                 except _Killed:
                     continue
         if kept.keys() != {self._uid(i) for i in range(self._samples)}:

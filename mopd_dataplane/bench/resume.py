@@ -25,7 +25,7 @@ from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 
 
 def measure(
@@ -116,10 +116,20 @@ def _sampled(
             engine.forget()
             with contextlib.suppress(_Killed, KeyboardInterrupt):
                 run_rollout(
-                    engine, prompts, stage="resume", iteration=0, seed=0, rollout=settings, wal=sections.Wal(),
-                    wal_dir=Path(scratch), commit=lambda batch: kept.update({s.uid: s for s in batch}),
-                    render=lambda prompt: engine.tokenizer.encode(prompt.text), already=frozenset(kept),
-                )  # fmt: skip
+                    engine,
+                    prompts,
+                    RolloutTask(
+                        stage="resume",
+                        iteration=0,
+                        seed=0,
+                        rollout=settings,
+                        wal=sections.Wal(),
+                        wal_dir=Path(scratch),
+                        render=lambda prompt: engine.tokenizer.encode(prompt.text),
+                    ),
+                    commit=lambda batch: kept.update({s.uid: s for s in batch}),
+                    already=frozenset(kept),
+                )
     return kept
 
 

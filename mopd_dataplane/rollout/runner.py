@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, PromptError
@@ -32,92 +33,90 @@ from mopd_dataplane.rollout.tools.sandbox import Sandbox
 SAVED = "kv.safetensors"
 """Beside the log: keys and values of the samples that a graceful stop interrupted (see engines/kv_file.py)."""
 
-__all__ = ["Environment", "RolloutReport", "run_rollout"]
+__all__ = ["Environment", "RolloutReport", "RolloutTask", "run_rollout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutTask:
+    """What one call of run_rollout samples, and where its log lies: wal_dir/stage/writer."""
+
+    stage: str
+    iteration: int
+    seed: int
+    """The job's; noise and uids of the samples follow from it."""
+    rollout: sections.Rollout
+    wal: sections.Wal
+    wal_dir: Path
+    render: Callable[[Prompt], list[int]]
+    """The token ids that the policy reads."""
+    writer: str = "engine-0"
+    share: Collection[str] | None = None
+    """uids that are this engine's to sample, where several engines divide an iteration; None: all."""
+    copy: LogCopy | None = None
+    """Where the log is copied to at every new segment and at the end, and fetched from when another node wrote it last
+    (see log/remote_copy.py)."""
 
 
 def run_rollout(
     engine: Engine,
     prompts: Sequence[Prompt],
+    task: RolloutTask,
     *,
-    stage: str,
-    iteration: int,
-    seed: int,
-    rollout: sections.Rollout,
-    wal: sections.Wal,
-    wal_dir: Path,
     commit: Callable[[list[Sample]], object],
-    render: Callable[[Prompt], list[int]],
     already: Collection[str] = frozenset(),
-    share: Collection[str] | None = None,
     progress: Callable[..., None] = lambda done, **facts: None,
     environment: Environment | None = None,
     sandbox: Sandbox | None = None,
     policies: Callable[[int], Path] | None = None,
     published: Published | None = None,
-    writer: str = "engine-0",
-    copy: LogCopy | None = None,
 ) -> RolloutReport:
     """Sample `group_size` responses per prompt and hand them to `commit`; or continue such a call that died.
 
     commit: gets batches of finished samples, in another thread; returns when they are durable in the store, exactly
-    once by uid. already: uids that the store has. share: uids that are this engine's to sample, where several engines
-    divide a generation; default all. progress(done, **facts) is called a few times a second, and with
+    once by uid. already: uids that the store has. progress(done, **facts) is called a few times a second, and with
     `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
     policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
     and again; a newer one than the engine's is taken up as `weight_change` says. environment: what answers when the
-    policy ends a turn; it may run commands in the sandbox (see sandbox.py). copy: where the log is copied to at every
-    new segment and at the end, and fetched from when another node wrote it last (see log/remote_copy.py).
+    policy ends a turn; it may run commands in the sandbox (see sandbox.py).
 
-    The log lies in wal_dir/stage/writer; its segments are deleted when everything is committed. Samples the log holds
-    of an earlier generation are finished and committed too.
+    The log's segments are deleted when everything is committed. Samples that it holds of an earlier iteration are
+    finished and committed too.
 
     Raises before anything is written: InputError (a stage or writer that is no name), PromptError (no prompts, a prompt
     over the budget), MismatchError (another tokenizer). Later: MismatchError (a pinned policy that is gone),
     EngineError, DeadlineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM keys and values are saved
     (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
     """
-    _check_names(stage, writer)
-    specs = _sample_specs(engine, prompts, stage, iteration, seed, rollout, render, writer, share)
-    report = RolloutReport(stage=stage, iteration=iteration)
+    _check_names(task.stage, task.writer)
+    specs = _sample_specs(engine, prompts, task)
+    report = RolloutReport(stage=task.stage, iteration=task.iteration)
     began = time.monotonic()
 
     def notice(text: str) -> None:
         progress(report.samples, notice=text)
 
     with StopRequest() as stop:
+        folder = task.wal_dir / task.stage / task.writer
         log, recovered = TokenLog.open(
-            wal_dir / stage / writer, wal, accept=lambda ledger: _check_ledger(engine, ledger), notice=notice, copy=copy
+            folder, task.wal, accept=lambda ledger: _check_ledger(engine, ledger), notice=notice, copy=task.copy
         )
         ledger = recovered.ledger
         report.level, report.filesystem, report.torn_bytes = log.level, log.mount.kind, recovered.torn_bytes
-        committer = Committer(log, commit, full_disk_wait_s=wal.full_disk_wait_s, notice=notice)
+        committer = Committer(log, commit, full_disk_wait_s=task.wal.full_disk_wait_s, notice=notice)
         loop = RolloutLoop(
             engine, log, ledger, committer, report,
             prompts={prompt.prompt_id: prompt for prompt in prompts},
-            environment=environment, sandbox=sandbox, weights=WeightChange(rollout.weight_change, published),
+            environment=environment, sandbox=sandbox, weights=WeightChange(task.rollout.weight_change, published),
             progress=progress, stopping=lambda: stop.asked,
         )  # fmt: skip
+        saved = log.folder / SAVED
         try:
-            stored = frozenset(already)
-            loop.settle(stored)
-            known = stored | {partial.spec.uid for partial in ledger.partials.values()}
-            saved = log.folder / SAVED
-            lost = False
-            try:
-                if rollout.weight_change == "pin":
-                    _finish_pinned(engine, loop, ledger, policies, saved)
-                if not stop.asked:
-                    loop.restore(saved, ledger.unfinished())
-                    _discard_saved(log.folder)
-                    loop.run([*ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
-            except EngineError:
-                if not stop.asked:
-                    raise
-                lost = True  # Ctrl-C goes to every process of the terminal, the engine's own too
+            loop.settle(frozenset(already))
+            alive = _sample_all(engine, loop, ledger, specs, frozenset(already), saved, task, policies, stop)
             committer.drain()
             loop.collect_commits()
-            if stop.asked and not lost:
-                loop.save(saved, wal.kv_bytes)
+            if stop.asked and alive:
+                loop.save(saved, task.wal.kv_bytes)
         except BaseException:
             committer.stop()
             log.abort()
@@ -133,6 +132,33 @@ def run_rollout(
             f"({report.level}); run the same command to continue them"
         )
     return report
+
+
+def _sample_all(
+    engine: Engine,
+    loop: RolloutLoop,
+    ledger: Ledger,
+    specs: Sequence[SampleSpec],
+    stored: frozenset[str],
+    saved: Path,
+    task: RolloutTask,
+    policies: Callable[[int], Path] | None,
+    stop: StopRequest,
+) -> bool:
+    """Continue what is unfinished, then admit what is new; False where a stop took the engine too."""
+    known = stored | {partial.spec.uid for partial in ledger.partials.values()}
+    try:
+        if task.rollout.weight_change == "pin":
+            _finish_pinned(engine, loop, ledger, policies, saved)
+        if not stop.asked:
+            loop.restore(saved, ledger.unfinished())
+            _discard_saved(saved.parent)
+            loop.run([*ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
+    except EngineError:
+        if not stop.asked:
+            raise
+        return False  # Ctrl-C goes to every process of the terminal, the engine's own too
+    return True
 
 
 def _finish_pinned(
@@ -174,44 +200,40 @@ def _check_ledger(engine: Engine, ledger: Ledger) -> None:
             )
 
 
-def _sample_specs(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    stage: str,
-    iteration: int,
-    seed: int,
-    rollout: sections.Rollout,
-    render: Callable[[Prompt], list[int]],
-    writer: str,
-    share: Collection[str] | None,
-) -> list[SampleSpec]:
-    """The samples of the generation, or a share of them, numbered in its admission order. Raises PromptError."""
+def _sample_specs(engine: Engine, prompts: Sequence[Prompt], task: RolloutTask) -> list[SampleSpec]:
+    """The samples of the iteration, or a share of them, numbered in its admission order. Raises PromptError."""
+    rollout = task.rollout
     if not prompts:
-        raise PromptError(f"stage {stage!r}: no prompts to roll out; check the domains' source and `train` count")
+        raise PromptError(f"stage {task.stage!r}: no prompts to roll out; check the domains' source and `train` count")
     if len({prompt.prompt_id for prompt in prompts}) < len(prompts):
-        raise PromptError(f"stage {stage!r}: a prompt comes twice; use rollout.group_size to sample it several times")
+        raise PromptError(
+            f"stage {task.stage!r}: a prompt comes twice; use rollout.group_size to sample it several times"
+        )
     specs: list[SampleSpec] = []
     for place, prompt in enumerate(prompts):
-        uids = [sample_uid(seed, stage, prompt.prompt_id, index, iteration) for index in range(rollout.group_size)]
-        mine = [index for index, uid in enumerate(uids) if share is None or uid in share]
+        uids = [
+            sample_uid(task.seed, task.stage, prompt.prompt_id, index, task.iteration)
+            for index in range(rollout.group_size)
+        ]
+        mine = [index for index, uid in enumerate(uids) if task.share is None or uid in task.share]
         if not mine:
             continue
-        ids = tuple(render(prompt))
+        ids = tuple(task.render(prompt))
         _check_budget(prompt, len(ids), engine, rollout)
         for index in mine:
             specs.append(
                 SampleSpec(
                     uid=uids[index],
                     prompt_id=prompt.prompt_id,
-                    group_id=f"{prompt.prompt_id}#{iteration}",
+                    group_id=f"{prompt.prompt_id}#{task.iteration}",
                     group_index=index,
-                    iteration=iteration,
+                    iteration=task.iteration,
                     domain=prompt.domain,
                     effort=prompt.effort,
-                    stage=stage,
-                    writer=writer,
+                    stage=task.stage,
+                    writer=task.writer,
                     writer_seq=place * rollout.group_size + index,
-                    policy=stage if rollout.policy == "self" else rollout.policy,
+                    policy=task.stage if rollout.policy == "self" else rollout.policy,
                     temperature=rollout.temperature,
                     top_p=rollout.top_p,
                     top_k=rollout.top_k,

@@ -21,7 +21,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines import call_timeout
 from mopd_dataplane.rollout.engines.engine import Request, StepOutput
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 NOTICED_S = 10.0
@@ -95,10 +95,20 @@ def roll(home: Path, engine: ToyEngine) -> dict[str, list[int]]:
     shelf = Shelf(home.with_name("shelf"))
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(PROMPTS)]
     run_rollout(
-        engine, prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
-        wal=sections.Wal(segment_bytes=1 << 13, full_disk_wait_s=0), wal_dir=home, commit=shelf.commit,
-        render=lambda prompt: [ord(c) % 12 for c in prompt.text], already=shelf.uids,
-    )  # fmt: skip
+        engine,
+        prompts,
+        RolloutTask(
+            stage="student",
+            iteration=1,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=40),
+            wal=sections.Wal(segment_bytes=1 << 13, full_disk_wait_s=0),
+            wal_dir=home,
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ),
+        commit=shelf.commit,
+        already=shelf.uids,
+    )
     return {row["uid"]: row["tokens"] + row["bits"] for row in shelf.rows()}
 
 

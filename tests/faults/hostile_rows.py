@@ -35,7 +35,7 @@ from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import Prompt, Signal
 from mopd_dataplane.rollout.log.wal import TokenLog
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.testing.toy_engine import ToyEngine
 from mopd_dataplane.train.checkpoint import Checkpoints
@@ -69,10 +69,19 @@ def with_name(name: str) -> Iterator[tuple[str, Act]]:
 def roll_as(home: Path, **names: str) -> None:
     """A rollout under these names."""
     run_rollout(
-        ToyEngine(slots=4), [Prompt(prompt_id="p", domain="d", text="1")], iteration=1, seed=0,
-        rollout=sections.Rollout(max_new_tokens=4), wal=sections.Wal(), wal_dir=home / "wal",
-        commit=lambda samples: None, render=lambda prompt: [1], **({"stage": "student"} | names),
-    )  # fmt: skip
+        ToyEngine(slots=4),
+        [Prompt(prompt_id="p", domain="d", text="1")],
+        RolloutTask(
+            iteration=1,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=4),
+            wal=sections.Wal(),
+            wal_dir=home / "wal",
+            render=lambda prompt: [1],
+            **({"stage": "student"} | names),  # type: ignore[arg-type]
+        ),
+        commit=lambda samples: None,
+    )
 
 
 def read_checkpoint(home: Path, name: str) -> object:

@@ -26,7 +26,7 @@ from mopd_dataplane.load import slot_layout as slots
 from mopd_dataplane.models.hf import check_same_tokenizer
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.log import framing
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FORMAT_KEY, spec_of
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
@@ -177,10 +177,19 @@ def roll(home: Path, tokenizer: str = "toy") -> None:
     engine.tokenizer_digest = tokenizer
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(8)]
     run_rollout(
-        engine, prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=40),
-        wal=sections.Wal(full_disk_wait_s=0), wal_dir=home / "wal", commit=lambda samples: None,
-        render=lambda prompt: [ord(c) % 12 for c in prompt.text],
-    )  # fmt: skip
+        engine,
+        prompts,
+        RolloutTask(
+            stage="student",
+            iteration=1,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=40),
+            wal=sections.Wal(full_disk_wait_s=0),
+            wal_dir=home / "wal",
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ),
+        commit=lambda samples: None,
+    )
 
 
 def mark_checkpoint(home: Path, version: int) -> None:

@@ -18,7 +18,7 @@ from mopd_dataplane.base import fault_points
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store import fragments
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.testing.toy_engine import ToyEngine
@@ -71,11 +71,20 @@ def roll(store: Store, home: Path, acknowledged: list[str] | None = None) -> Non
 
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {i} =") for i in range(PROMPTS)]
     run_rollout(
-        ToyEngine(slots=3, mean_length=20), prompts, stage="student", iteration=1, seed=0,
-        rollout=sections.Rollout(max_new_tokens=40), wal=sections.Wal(group_commit_ms=0.2, full_disk_wait_s=0),
-        wal_dir=home / "wal", commit=commit, render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ToyEngine(slots=3, mean_length=20),
+        prompts,
+        RolloutTask(
+            stage="student",
+            iteration=1,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=40),
+            wal=sections.Wal(group_commit_ms=0.2, full_disk_wait_s=0),
+            wal_dir=home / "wal",
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ),
+        commit=commit,
         already=set(store.samples(["uid"])["uid"].to_pylist()),
-    )  # fmt: skip
+    )
 
 
 def one_life(template: Path, wanted: dict[str, list[int]], seed: int) -> list[str]:

@@ -22,7 +22,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.hf import HfEngine
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 
@@ -45,11 +45,20 @@ def attempt(task: dict[str, Any]) -> dict[str, Any]:
     engine: Engine = ToyEngine(slots=16) if toy else HfEngine(task["engine"], slots=16)
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(task["prompts"])]
     report = run_rollout(
-        engine, prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=48),
-        wal=sections.Wal(segment_bytes=1 << 15), wal_dir=home / "wal", commit=shelf.commit,
-        render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
+        engine,
+        prompts,
+        RolloutTask(
+            stage="student",
+            iteration=1,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=48),
+            wal=sections.Wal(segment_bytes=1 << 15),
+            wal_dir=home / "wal",
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text] if toy else engine.tokenizer.encode(prompt.text),
+        ),
+        commit=shelf.commit,
         already=shelf.uids,
-    )  # fmt: skip
+    )
     return {"samples": report.samples, "resumed": report.resumed, "exact": report.exact, "drift": report.max_drift}
 
 

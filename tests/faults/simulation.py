@@ -266,10 +266,20 @@ def rollout(world: World, home: Path, acknowledged: set[str]) -> None:
 
     prompts = [Prompt(prompt_id=f"p{i}", domain="d", text=f"{i} + {7 * i} =") for i in range(PROMPTS)]
     runner.run_rollout(
-        SimEngine(world), prompts, stage="student", iteration=1, seed=0, rollout=sections.Rollout(max_new_tokens=24),
-        wal=sections.Wal(segment_bytes=1 << 14, full_disk_wait_s=3600), wal_dir=home / "wal", commit=commit,
-        render=lambda prompt: [ord(c) % 12 for c in prompt.text], already=set(shelf.uids),
-    )  # fmt: skip
+        SimEngine(world),
+        prompts,
+        runner.RolloutTask(
+            stage="student",
+            iteration=1,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=24),
+            wal=sections.Wal(segment_bytes=1 << 14, full_disk_wait_s=3600),
+            wal_dir=home / "wal",
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ),
+        commit=commit,
+        already=set(shelf.uids),
+    )
 
 
 def consume(world: World, home: Path) -> int:

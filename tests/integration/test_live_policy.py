@@ -14,7 +14,7 @@ from mopd_dataplane import Prompt, Sample, create_store
 from mopd_dataplane.base import fault_points
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import load_job
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import Command, Result, Turn
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
@@ -84,11 +84,21 @@ def test_a_sample_that_was_given_up_is_recorded_with_its_reason(tmp_path: Path) 
             turn.run(["true"])
 
     report = run_rollout(
-        ToyEngine(slots=4), [Prompt(prompt_id=f"p{i}", domain="toy", text=f"{i}") for i in range(4)],
-        stage="agent", iteration=2, seed=0, rollout=sections.Rollout(max_new_tokens=500), wal=sections.Wal(),
-        wal_dir=tmp_path / "wal", commit=commit, render=lambda prompt: [ord(c) % 12 for c in prompt.text],
-        environment=environment, sandbox=NeverSure(),
-    )  # fmt: skip
+        ToyEngine(slots=4),
+        [Prompt(prompt_id=f"p{i}", domain="toy", text=f"{i}") for i in range(4)],
+        RolloutTask(
+            stage="agent",
+            iteration=2,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=500),
+            wal=sections.Wal(),
+            wal_dir=tmp_path / "wal",
+            render=lambda prompt: [ord(c) % 12 for c in prompt.text],
+        ),
+        commit=commit,
+        environment=environment,
+        sandbox=NeverSure(),
+    )
     assert report.abandoned == {"tool_in_doubt": 1}
     (event,) = store.sql("select * from events").to_pylist()
     (sample,) = store.sql("select * from samples where finish_reason = 'abandoned'").to_pylist()

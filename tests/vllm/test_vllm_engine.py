@@ -21,7 +21,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.engine import STOP, Request, StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
-from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
+from mopd_dataplane.rollout.runner import RolloutReport, RolloutTask, run_rollout
 
 CUT: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 20}
 
@@ -166,10 +166,20 @@ def roll(engine: VllmEngine, shelf: Shelf, home: Path) -> RolloutReport:
     """16 prompts with a group of two, of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
-        engine, prompts, stage="student", iteration=0, seed=0,
-        rollout=sections.Rollout(max_new_tokens=40, group_size=2), wal=sections.Wal(), wal_dir=home,
-        commit=shelf.commit, render=lambda prompt: engine.tokenizer.encode(prompt.text), already=set(shelf.samples),
-    )  # fmt: skip
+        engine,
+        prompts,
+        RolloutTask(
+            stage="student",
+            iteration=0,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=40, group_size=2),
+            wal=sections.Wal(),
+            wal_dir=home,
+            render=lambda prompt: engine.tokenizer.encode(prompt.text),
+        ),
+        commit=shelf.commit,
+        already=set(shelf.samples),
+    )
 
 
 def test_a_killed_vllm_process_costs_no_token(keyed: VllmEngine, models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm import SAMPLER, VllmEngine
 from mopd_dataplane.rollout.engines.vllm_sampler import KeyedSampler
 from mopd_dataplane.rollout.engines.vllm_server import ServerEngine
-from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
+from mopd_dataplane.rollout.runner import RolloutReport, RolloutTask, run_rollout
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +129,20 @@ def roll(engine: Engine, render: Callable[[str], list[int]], shelf: Shelf, home:
     """16 prompts of up to 40 tokens."""
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(16)]
     return run_rollout(
-        engine, prompts, stage="student", iteration=0, seed=0, rollout=sections.Rollout(max_new_tokens=40),
-        wal=sections.Wal(), wal_dir=home, commit=shelf.commit, render=lambda prompt: render(prompt.text),
+        engine,
+        prompts,
+        RolloutTask(
+            stage="student",
+            iteration=0,
+            seed=0,
+            rollout=sections.Rollout(max_new_tokens=40),
+            wal=sections.Wal(),
+            wal_dir=home,
+            render=lambda prompt: render(prompt.text),
+        ),
+        commit=shelf.commit,
         already=set(shelf.samples),
-    )  # fmt: skip
+    )
 
 
 def test_a_killed_server_costs_no_token(

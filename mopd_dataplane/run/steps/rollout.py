@@ -14,7 +14,7 @@ from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.hf import Partner
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.rollout_report import RolloutReport
-from mopd_dataplane.rollout.runner import run_rollout
+from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.rollout.tools.sandbox import SubprocessSandbox
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.environments import environments_of
@@ -140,23 +140,25 @@ def roll_out(
     report = run_rollout(
         engine,
         part.prompts,
-        stage=stage.name,
-        iteration=part.iteration,
-        seed=run.job.seed,
-        rollout=stage.rollout.model_copy(update={"policy": sampler}),
-        wal=run.job.wal,
-        wal_dir=run.root / "wal",
+        RolloutTask(
+            stage=stage.name,
+            iteration=part.iteration,
+            seed=run.job.seed,
+            rollout=stage.rollout.model_copy(update={"policy": sampler}),
+            wal=run.job.wal,
+            wal_dir=run.root / "wal",
+            render=as_the_student_reads_it,
+            share=share,
+            writer=writer,
+            copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
+        ),
         commit=commit,
-        render=as_the_student_reads_it,
         already=already,
-        share=share,
         progress=show,
         policies=lambda wanted: sampling_policy(run, stage, sampler, wanted),
         published=newest if follow and sampler == "self" else None,
-        writer=writer,
         environment=environment,
         sandbox=SubprocessSandbox(sandbox) if environment is not None else None,
-        copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
     )
     report.dropped = dropped
     if environment is not None:  # every sample is in the store, and the log that speaks of its commands is deleted

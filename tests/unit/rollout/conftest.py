@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from decoding import TINY, Shelf
 
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
-from mopd_dataplane.rollout.runner import RolloutReport, run_rollout
+from mopd_dataplane.rollout.runner import RolloutReport, RolloutTask, run_rollout
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 
@@ -27,6 +28,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shelf() -> Shelf:
     """An empty store."""
     return Shelf()
+
+
+TASK = {field.name for field in fields(RolloutTask)}
 
 
 @pytest.fixture
@@ -51,6 +55,7 @@ def roll(tmp_path: Path) -> Callable[..., RolloutReport]:
         prompts = settings.pop("prompts", None)
         if prompts is None:
             prompts = [Prompt(prompt_id=f"p{i}", domain="toy", text=f"{i}+{i}") for i in range(count)]
-        return run_rollout(engine, prompts, **settings)
+        task = RolloutTask(**{name: settings.pop(name) for name in TASK & settings.keys()})
+        return run_rollout(engine, prompts, task, **settings)
 
     return rolled
