@@ -91,7 +91,7 @@ ARMS: dict[str, Arm] = {
     "two-teachers": Arm("two teachers, spelling and sorting", ("two-teachers",), like="mopd-exact"),
     "group-4": Arm("four answers to each of a quarter of the prompts", ("group-4",), like="mopd-exact"),
     "wrong-teacher": Arm("the sorter judges spelling too", ("wrong-teacher",), like="mopd-exact"),
-    "weak": Arm("a weaker start: a twentieth of the base's examples", like="mopd-exact", start="weak", teachers=False),
+    "weak": Arm("a weaker start: a fifth of the base's examples", like="mopd-exact", start="weak", teachers=False),
     "weak-on-policy": Arm("MOPD from the weaker start", ("weak-on-policy",), like="mopd-exact", start="weak"),
     "weak-imitation-first": Arm("the same after forward KL on the teachers' answers, half of all",
                                 ("weak-imitation", "weak-imitation-first"), like="mopd-exact", start="weak"),
