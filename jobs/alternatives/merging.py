@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mopd_dataplane.base.file_checksums import write_checksums
+
 KEPT = 0.2
 """Share of each change that TIES keeps: the largest, as in its paper."""
 Weights = dict[str, Tensor]
@@ -64,4 +66,5 @@ def _write(base: Path, change: Weights, out: Path) -> None:
     first = load_file(base / "model.safetensors")
     moved = {name: (weight.float() + change[name]).to(weight.dtype) for name, weight in first.items()}
     save_file(moved, staging / "model.safetensors", metadata={"format": "pt"})
+    write_checksums(staging, identities=True)
     staging.rename(out)

@@ -1,6 +1,6 @@
 """Sampled token, top-k or full vocabulary: what each signal's gradient is worth, on a finished quickstart.
 
-    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines]
+    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines] [--mixed DOMAIN …]
 
 Takes the first answers of the stage `student`, written by the base, and the specialists that judged them. Every form of
 the loss gives a gradient of all weights of the base for each batch. Against the full vocabulary's mean gradient G:
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,9 +26,10 @@ import torch
 from mopd_kernels import Head, chosen_logprobs, divergence, token_logprob, topk_divergence, topk_logprobs
 from mopd_kernels.ops.topk_buckets import TopkMode
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
-from mopd_dataplane.job.job import load_job
+from mopd_dataplane.job.job import Job, load_job
 from mopd_dataplane.models.hf import hidden_states, lm_head, load_model
 from mopd_dataplane.store.dataset import Store
 
@@ -148,29 +149,39 @@ class Moments:
         return float(max(0.0, self.squares / self.batches - float(mean @ mean)) ** 0.5)
 
 
-def batches(store: Store, samples: int, size: int) -> Iterator[Batch]:
-    """The stage's first answers, `size` of one domain at a time, with its specialist's states."""
+def batches(store: Store, samples: int, size: int, mixed: Sequence[str]) -> Iterator[list[Batch]]:
+    """The stage's first answers, `size` at a time, of one domain; or of equal parts of the domains in `mixed`."""
     job = load_job(JOB)
-    root = Path(store.uri)
     table = store.samples(["stage", "iteration", "domain", "prompt_len"])
     rows = np.flatnonzero((table["stage"].to_numpy() == "student") & (table["iteration"].to_numpy() == 0))[:samples]
     domains, prompts = table["domain"].to_numpy()[rows], table["prompt_len"].to_numpy()[rows]
-    for domain in job.domains:
-        stage = job.stage(job.routing[domain])
-        teacher = load_model(root / "policies" / stage.name / f"v{stage.iterations}")
-        own = np.flatnonzero(domains == domain)
-        for start in range(0, len(own) - size + 1, size):
-            chosen = own[start : start + size]
-            tokens = [t.as_py() for t in store.read_tokens(rows[chosen], columns=["tokens"])["tokens"]]
-            ids = torch.zeros(size, max(map(len, tokens)), dtype=torch.int64)
-            trained = torch.zeros_like(ids, dtype=torch.bool)
-            for place, (sequence, prompt) in enumerate(zip(tokens, prompts[chosen], strict=True)):
-                ids[place, : len(sequence)] = torch.tensor(sequence)
-                trained[place, int(prompt) : len(sequence)] = True
-            predictors = trained.flatten().nonzero()[:, 0] - 1
-            with torch.no_grad():
-                states = hidden_states(teacher, ids).flatten(0, 1)[predictors]
-            yield Batch(ids, predictors, ids[trained], states, lm_head(teacher))
+    for together in [list(mixed)] if mixed else [[domain] for domain in job.domains]:
+        part = size // len(together)
+        own = {domain: np.flatnonzero(domains == domain) for domain in together}
+        teachers = {domain: teacher_of(Path(store.uri), job, domain) for domain in together}
+        for start in range(0, min(map(len, own.values())) - part + 1, part):
+            chosen = {domain: places[start : start + part] for domain, places in own.items()}
+            yield [read(store, rows[at], prompts[at], teachers[domain]) for domain, at in chosen.items()]
+
+
+def teacher_of(root: Path, job: Job, domain: str) -> PreTrainedModel:
+    """The specialist that judges a domain."""
+    stage = job.stage(job.routing[domain])
+    return load_model(root / "policies" / stage.name / f"v{stage.iterations}")
+
+
+def read(store: Store, rows: np.ndarray, prompts: np.ndarray, teacher: PreTrainedModel) -> Batch:
+    """Some answers of one domain, with its specialist's states."""
+    tokens = [t.as_py() for t in store.read_tokens(rows, columns=["tokens"])["tokens"]]
+    ids = torch.zeros(len(rows), max(map(len, tokens)), dtype=torch.int64)
+    trained = torch.zeros_like(ids, dtype=torch.bool)
+    for place, (sequence, prompt) in enumerate(zip(tokens, prompts, strict=True)):
+        ids[place, : len(sequence)] = torch.tensor(sequence)
+        trained[place, int(prompt) : len(sequence)] = True
+    predictors = trained.flatten().nonzero()[:, 0] - 1
+    with torch.no_grad():
+        states = hidden_states(teacher, ids).flatten(0, 1)[predictors]
+    return Batch(ids, predictors, ids[trained], states, lm_head(teacher))
 
 
 @dataclass
@@ -181,17 +192,22 @@ class Comparison:
     apart: Moments = field(default_factory=Moments)
 
 
-def measure(store: Store, forms: Forms, samples: int, size: int) -> tuple[dict[str, Comparison], int, int]:
+def measure(
+    store: Store, forms: Forms, samples: int, size: int, mixed: Sequence[str]
+) -> tuple[dict[str, Comparison], int, int]:
     """Gradients of every form, the hidden width and the vocabulary."""
     student = load_model(Path(store.uri) / "policies" / "base" / "v1")
     weights = list(student.parameters())
     found = {name: Comparison() for name in forms}
-    for batch in batches(store, samples, size):
+    for parts in batches(store, samples, size, mixed):
         exact: Tensor | None = None
         for name, (loss, _) in forms.items():
             began = time.perf_counter()
-            hidden = hidden_states(student, batch.ids).flatten(0, 1)[batch.predictors]
-            gradients = torch.autograd.grad(loss(hidden, lm_head(student), batch).mean(), weights)
+            total = torch.zeros(())
+            for batch in parts:
+                hidden = hidden_states(student, batch.ids).flatten(0, 1)[batch.predictors]
+                total = total + loss(hidden, lm_head(student), batch).mean() / len(parts)
+            gradients = torch.autograd.grad(total, weights)
             seconds = time.perf_counter() - began
             gradient = torch.cat([part.flatten() for part in gradients]).double()
             exact = gradient if exact is None else exact
@@ -208,10 +224,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--forms", choices=["signals", "baselines"], default="signals")
+    parser.add_argument("--mixed", nargs="+", default=[], metavar="DOMAIN", help="batches of equal parts of these")
     options = parser.parse_args()
     forms = BASELINES if options.forms == "baselines" else FORMS
     torch.set_num_threads(1)
-    found, width, rows = measure(open_store(options.store), forms, options.samples, options.batch)
+    found, width, rows = measure(open_store(options.store), forms, options.samples, options.batch, options.mixed)
     exact = next(iter(found.values())).own
     length = float(exact.mean.norm())
     print(f"{exact.batches} batches of {options.batch} answers; logits would take {4 * rows} bytes a token")
