@@ -1,6 +1,7 @@
 """Sampled token, top-k or full vocabulary: what each signal's gradient is worth, on a finished quickstart.
 
-    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines] [--mixed DOMAIN …]
+    python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines]
+                                      [--mixed DOMAIN …]
 
 Takes the first answers of the stage `student`, written by the base, and the specialists that judged them. Every form of
 the loss gives a gradient of all weights of the base for each batch. Against the full vocabulary's mean gradient G:
