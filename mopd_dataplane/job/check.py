@@ -223,8 +223,14 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
     for sampler in sorted(samplers):
         if job.teachers[sampler].blend:
             raise JobFileError(f"{at}.rollout: teacher {sampler!r} is a blend and cannot answer; name a member")
-    reference = job.objective(stage).policy_gradient
-    teachers |= {reference.reference} & set(job.teachers) if reference else set()
+    gradient = job.objective(stage).policy_gradient
+    if gradient and gradient.reference:
+        if gradient.reference not in job.teachers:
+            raise JobFileError(
+                f"objectives.{stage.objective}.policy_gradient.reference names no teacher {gradient.reference!r}: "
+                f"{nearest(gradient.reference, job.teachers)}"
+            )
+        teachers.add(gradient.reference)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         rounded = job.teachers[teacher].quantisation
         if rounded != "none" and stage.score.engine == "vllm":

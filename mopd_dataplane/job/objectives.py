@@ -85,7 +85,10 @@ class PolicyGradientTerm(Term):
     extrapolation: float = 1.0
     """lambda of ExOPD; other than 1 needs `reference`."""
     reference: str = ""
-    """Teacher that plays the reference policy of ExOPD."""
+    """Teacher that plays the reference policy of ExOPD and of `kl_coef`."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """beta: weight of the KL from `reference` that is added to the loss, estimated on the sampled token as in GRPO
+    (arXiv 2402.03300, eq. 4); needs `reference`."""
     student_logprob: Literal["sampler", "current"] = "sampler"
     """Which student log-prob the advantage subtracts."""
     advantage_clip: float = Field(default=0.0, ge=0)
@@ -123,6 +126,10 @@ class PolicyGradientTerm(Term):
 
     @model_validator(mode="after")
     def _sum_has_terms(self) -> PolicyGradientTerm:
+        if self.kl_coef and not self.reference:
+            raise ValueError(f"kl_coef = {self.kl_coef:g} is a distance to a policy: name its teacher as `reference`")
+        if self.extrapolation != 1 and not self.reference:
+            raise ValueError(f"extrapolation = {self.extrapolation:g} leads away from a policy: name it as `reference`")
         if not self.own_token and not self.discount:
             raise ValueError("own_token = false leaves nothing to sum at discount = 0; give a discount above 0")
         if self.baseline != "none" and (self.discount or not self.teacher_coef):
@@ -201,6 +208,13 @@ class CrossEntropyTerm(Term):
     """Negative log-likelihood of the stored tokens."""
 
 
+class EntropyTerm(Term):
+    """Entropy bonus: minus the entropy of the student's next-token distribution, over the whole vocabulary."""
+
+    weight: float = 0.01
+    """How much of the entropy, in nat, is subtracted from the loss."""
+
+
 class Objective(Section):
     """Sum of terms; the signals it needs follow from them."""
 
@@ -210,6 +224,8 @@ class Objective(Section):
     """Distance between the next-token distributions of student and teacher."""
     cross_entropy: CrossEntropyTerm | None = None
     """Negative log-likelihood of the stored tokens."""
+    entropy: EntropyTerm | None = None
+    """Keeps the student's distributions wide."""
     terms: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Terms of other packages, each with its settings: by the name of an entry point of `mopd.objectives`, or as
     `"package.module:Name"`."""
@@ -241,14 +257,14 @@ class Objective(Section):
 
     @model_validator(mode="after")
     def _some_term(self) -> Objective:
-        if not (self.policy_gradient or self.divergence or self.cross_entropy or self.terms):
-            raise ValueError("give at least one of policy_gradient, divergence, cross_entropy, terms")
+        if not (self.policy_gradient or self.divergence or self.cross_entropy or self.entropy or self.terms):
+            raise ValueError("give at least one of policy_gradient, divergence, cross_entropy, entropy, terms")
         return self
 
     @property
     def active(self) -> tuple[Term, ...]:
         """Its terms, in the order in which they are summed."""
-        built_in = (self.policy_gradient, self.divergence, self.cross_entropy)
+        built_in = (self.policy_gradient, self.divergence, self.cross_entropy, self.entropy)
         return (*(term for term in built_in if term is not None), *self.plugins)
 
     @property

@@ -8,12 +8,16 @@ u is the weight of the token's teacher; l_t is
     policy gradient   -w_t min(r_t A_t, clip(r_t) A_t)   (advantage.py says what A_t is)
     divergence        D(student | teacher) over the vocabulary, or over a stored top-k
     cross entropy     -log pi(y_t)
+    entropy           -H(pi), over the vocabulary
+
+and the policy gradient may add kl_coef times exp(d_t) - d_t - 1 with d_t = log pi_ref(y_t) - log pi(y_t).
 
 No [N, V] tensor exists: every term is an op of mopd_kernels on hidden states and heads.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -42,6 +46,8 @@ from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agre
 T = TypeVar("T")
 EXACT = ("reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement")
 """What a divergence over the whole vocabulary finds for each token."""
+FLAT_WIDTH = 16
+"""Columns of the head of zeros: the least a matrix product of the kernels takes."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,13 @@ class ObjectiveLoss:
         if self.objective.policy_gradient is not None:
             names += ["dropped", "clipped", "advantage", "entropy", "sampler_gap"]
             names += ["reverse_kl"] if self._samples_reverse_kl else []
+            names += ["reference_kl"] if self.objective.policy_gradient.kl_coef else []
         if self.objective.divergence is not None:
             names += _divergence_metrics(self.objective.divergence)
         if self.objective.cross_entropy is not None:
             names.append("nll")
+        if self.objective.entropy is not None:
+            names.append("entropy")
         names += [name for term in self._plugins for name in term.metrics]
         return tuple(dict.fromkeys(names))
 
@@ -148,6 +157,9 @@ class ObjectiveLoss:
             baseline = self._baseline(term, hidden, head, batch, teacher_head)
             value = self._policy(term, hidden, head, batch, weights, proximal_logprobs, baseline, sums)
             loss = loss + term.weight * value
+            if term.kl_coef:
+                value = self._reference_kl(hidden, head, batch, weights, sums)
+                loss = loss + term.weight * term.kl_coef * value
         if objective.divergence is not None:
             divergence_term = objective.divergence
             weights = self._weights(divergence_term.normaliser, batch, totals)
@@ -162,6 +174,12 @@ class ObjectiveLoss:
             ce = objective.cross_entropy
             weights = self._weights(ce.normaliser, batch, totals)
             loss = loss + ce.weight * _cross_entropy(hidden, head, batch, weights, sums)
+        if objective.entropy is not None:
+            bonus = objective.entropy
+            rows = _entropy(hidden, head)
+            loss = loss - bonus.weight * (rows * self._weights(bonus.normaliser, batch, totals)).sum()
+            if objective.policy_gradient is None:
+                sums.add("entropy", rows)
         for other in self._plugins:
             rows, metrics = other.token_loss(
                 hidden, head, batch, temperature=self._temperature, teacher_head=teacher_head
@@ -239,6 +257,14 @@ class ObjectiveLoss:
         if self._samples_reverse_kl and batch.teacher_logprobs is not None:
             sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
         return result.loss
+
+    def _reference_kl(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
+        """KL(student, reference) from the sampled tokens: never negative, unbiased on the student's own tokens."""
+        known = _present(batch.reference_logprobs, "log-probs of the reference policy")
+        gap = known - self.logprob(hidden, head, batch)
+        rows = gap.exp() - gap - 1
+        sums.add("reference_kl", rows)
+        return (rows * weights).sum()
 
     def _by_sequence(
         self,
@@ -355,6 +381,12 @@ def _topk_divergence(
     )
     sums.add(_divergence_metrics(term)[0], rows)
     return (rows * weights).sum()
+
+
+def _entropy(hidden: Tensor, head: Head) -> Tensor:
+    """[M] f32, nat: log V - KL(student, uniform); a head of zeros is uniform."""
+    flat = Head(torch.zeros_like(head.weight[:, :FLAT_WIDTH]))
+    return math.log(len(flat.weight)) - divergence(hidden, head, torch.zeros_like(hidden[:, :FLAT_WIDTH]), flat)
 
 
 def _cross_entropy(hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from mopd_kernels import encode, token_logprob, topk_logprobs
 from mopd_kernels.heads import Head
+from pydantic import ValidationError
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.divergences import Divergence
-from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
+from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, EntropyTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, Totals
@@ -243,6 +244,30 @@ def test_extrapolation_moves_past_the_teacher(case: Case, student: Any) -> None:
     case.same(case.loss(policy_gradient(student_logprob=student, extrapolation=1.25, reference="base")), wanted)
 
 
+def test_a_reference_holds_the_policy_back(case: Case) -> None:
+    """GRPO's estimate of the KL, with its gradient: 0 where the two agree, and pulling where they do not."""
+    gap = case.batch.reference_logprobs - case.logprob
+    kl = 0.3 * (gap.exp() - gap - 1).sum() / case.totals.loss_tokens
+    case.same(case.loss(policy_gradient(kl_coef=0.3, reference="base")), case.loss(policy_gradient()) + kl)
+    with pytest.raises(ValidationError, match="reference"):
+        policy_gradient(kl_coef=0.3)
+
+
+@pytest.mark.parametrize("normaliser", ["token", "sequence"])
+def test_entropy_is_that_of_the_whole_vocabulary(case: Case, normaliser: Any) -> None:
+    counts = case.batch.loss_counts[case.batch.sequence].float() * case.totals.sequences
+    share = 1 / (counts if normaliser == "sequence" else case.totals.loss_tokens)
+    bonus = EntropyTerm(weight=0.2, normaliser=normaliser)
+
+    def subtracted() -> Tensor:
+        logprobs = (case.hidden @ case.weight.T).log_softmax(-1)
+        return 0.2 * -((logprobs.exp() * logprobs).sum(-1) * share).sum()
+
+    case.same(case.loss(Objective(entropy=bonus)), -subtracted())
+    both = Objective(policy_gradient=PolicyGradientTerm(), entropy=bonus)
+    case.same(case.loss(both), case.loss(policy_gradient()) - subtracted())
+
+
 def with_teacher(case: Case, baseline: str) -> tuple[MicroBatch, Head, Tensor]:
     """A batch with both kinds of signals, its teacher's head, and KL(student, teacher) at each position."""
     states, head = torch.randn(len(case.batch.targets), D), Head(torch.randn(V, D))
@@ -403,6 +428,7 @@ def test_sampling_temperature_divides_the_students_logits(case: Case) -> None:
     [
         (policy_gradient(), "teacher log-probs"),
         (policy_gradient(extrapolation=1.2, reference="base"), "reference"),
+        (policy_gradient(kl_coef=1.0, reference="base"), "reference"),
         (Objective(divergence=DivergenceTerm(signal="topk")), "top-k"),
     ],
 )
@@ -425,10 +451,12 @@ def test_every_reported_metric_is_announced(case: Case) -> None:
         DivergenceTerm(signal="topk", topk_agreement=3),
         DivergenceTerm(topk_agreement=3),
     ):
-        for pg in (None, PolicyGradientTerm(), PolicyGradientTerm(teacher_coef=0, reward_coef=1)):
+        anchored = PolicyGradientTerm(teacher_coef=0, reward_coef=1, kl_coef=0.1, reference="base")
+        for pg in (None, PolicyGradientTerm(), anchored):
             for ce in (None, CrossEntropyTerm()):
                 if divergence or pg or ce:
-                    loss = ObjectiveLoss(Objective(policy_gradient=pg, divergence=divergence, cross_entropy=ce))
+                    terms = {"policy_gradient": pg, "divergence": divergence, "cross_entropy": ce}
+                    loss = ObjectiveLoss(Objective(**terms, entropy=EntropyTerm()))
                     _, sums = loss(case.hidden, case.head, batch, case.totals, teacher_head=Head(torch.randn(V, D)))
                     assert set(sums.values) == set(loss.metric_names)
 

@@ -104,3 +104,11 @@ def test_an_unknown_domain_or_teacher_is_refused(recipe: str) -> None:
     raw["routing"][known] = "nobody"
     with pytest.raises(JobFileError, match="names no teacher 'nobody'"):
         check_job(raw, where="job")
+
+
+def test_a_reference_is_one_of_the_jobs_teachers() -> None:
+    key = "objectives.sampled-150.policy_gradient"
+    known = sorted(load_job(JOBS / "exopd").teachers)
+    load_job(JOBS / "exopd", overrides=[f'{key}.reference="{known[0]}"', f"{key}.kl_coef=0.1"])
+    with pytest.raises(JobFileError, match=f"{key}.reference names no teacher 'nobody': known: {known[0]}"):
+        load_job(JOBS / "exopd", overrides=[f'{key}.reference="nobody"'])
