@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from mopd_dataplane.job.job import load_job
-from mopd_dataplane.query.statistics import Estimate, compare, mean_share, over_runs, recover, share
+from mopd_dataplane.query.statistics import Estimate, compare, mean_share, recover, share
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
 from mopd_dataplane.run.provenance import settings_digest
 
@@ -122,10 +122,11 @@ def alternatives() -> str:
 
 
 def _over_seeds(ends: list[Right]) -> str:
-    """Of one seed the interval over prompts, of several Student's over seeds."""
+    """One seed: the share with its interval over prompts. Several: the mean, and the lowest and highest seed."""
     if len(ends) == 1:
         return _percent(mean_share(ends[0]) if len(ends[0]) > 1 else share(next(iter(ends[0].values()))))
-    return _percent(over_runs([float(np.mean([v.mean() for v in end.values()])) for end in ends]))
+    means = [100 * float(np.mean([values.mean() for values in end.values()])) for end in ends]
+    return f"{np.mean(means):.1f} % ({min(means):.0f} … {max(means):.0f})"
 
 
 def _apart(ends: dict[int, Right], rival: dict[int, Right]) -> str:
