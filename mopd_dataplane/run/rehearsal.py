@@ -281,6 +281,9 @@ def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:
         plan["pack_tokens"] = max(plan["pack_tokens"], prompt + new)
     if plan["batch_samples"]:
         plan["batch_samples"] = max(group, min(plan["batch_samples"], BATCH))
+    if plan["mixture"]:
+        plan["mixture"] = dict.fromkeys(plan["mixture"], 1.0)
+        small.replaced[f"stages.{name}.plan.mixture"] = f"{PROMPTS} prompts a domain leave no other: equal shares"
     if train["track"] != "none":
         small.never_run["train.track"] = train["track"]
         train["track"] = "none"

@@ -60,6 +60,18 @@ def test_every_full_scale_job_is_rehearsed(recipe: str, tmp_path: Path) -> None:
     run(recipe, tmp_path)
 
 
+@pytest.mark.slow
+def test_a_mixture_of_domains_is_rehearsed(tmp_path: Path) -> None:
+    """The quickstart's first stage takes domains as 2 : 4 : 1, and a rehearsal has 2 prompts of each."""
+    job = load_job(JOBS / "quickstart", overrides=[f"store={json.dumps(str(tmp_path / 'store'))}"])
+    job = job.model_copy(update={"stages": job.stages[:1]})
+    small = rehearse(job)
+    assert "equal shares" in small.replaced["stages.base.plan.mixture"]
+    run_job(small.job)
+    plans = open_store(small.job.store).table("steps", ["stage", "samples"]).to_pylist()
+    assert sum(step["samples"] for step in plans) == 3 * 2
+
+
 @pytest.mark.parametrize("recipe", FULL)
 def test_nothing_but_files_and_vllm_is_missing_of_a_full_scale_job(recipe: str, tmp_path: Path) -> None:
     """What a check finds on a machine without the models and prompts: exactly those, each once."""
