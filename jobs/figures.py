@@ -163,7 +163,7 @@ def claims() -> str:
 
 
 def bought() -> str:
-    """An SVG: accuracy against the tokens that the student learnt from, over domains and the seeds that all arms have."""
+    """An SVG: accuracy against the tokens the student learnt from, mean over the seeds that all arms have."""
     run = _module(JOBS / "alternatives" / "run.py")
     wanted = [name for name, arm in run.ARMS.items() if not arm.like and name not in run.SPECIALISTS]
     found = {name: {r["seed"]: r["curve"] for r in results("alternatives") if r["arm"] == name} for name in wanted}
