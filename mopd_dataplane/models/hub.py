@@ -34,12 +34,17 @@ def model_folder(place: str, revision: str = "", *, weights: bool = True) -> Pat
 
     revision: branch, tag or commit; default the main branch. weights: without them, only config and tokenizer are
     fetched. HF_HOME says where the cache lies; with HF_HUB_OFFLINE=1 the network is not asked. Raises InputError for a
-    folder with a revision, UnknownNameError when the hub and the cache have no such model.
+    folder with a revision and for http, UnknownNameError when the hub and the cache have no such model.
     """
     if is_hub_name(place):
         return _snapshot(place, revision, (*_SMALL, "*.safetensors") if weights else _SMALL)
     if revision:
         raise InputError(f"{place} is a folder, which has no revision {revision!r}; leave it out, or name a hub model")
+    if place.startswith(("http://", "https://")):
+        raise InputError(
+            f"{place}: a model is a folder, and http lists none; download it and give the folder, or a name of "
+            "the hub (owner/name), or a URL that lists: s3://, gs://, az://, hf://"
+        )
     return _url_copy(place) if is_url(place) else local_path(place)
 
 

@@ -126,3 +126,15 @@ def test_examples_in_docstrings_hold(file: Path) -> None:
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_every_row_of_what_comes_in_and_goes_out_names_a_test() -> None:
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    for heading in ("## What comes in", "## What goes out"):
+        table = page.split(heading, 1)[1].split("\n\n", 2)[1]
+        rows = table.splitlines()[2:]
+        assert len(rows) >= 9
+        for row in rows:
+            named = re.findall(r"`(tests/[\w/.]+)`", row)
+            assert named or "`make test-transferqueue`" in row, row
+            assert all((ROOT / path).exists() for path in named), row

@@ -180,6 +180,14 @@ def test_a_web_server_is_read_and_never_written(web: tuple[str, Path]) -> None:
     assert sorted(file.name for file in folder.iterdir()) == ["dump.jsonl", "job.toml", "prompts.jsonl"]
 
 
+def test_a_model_over_http_is_refused_with_what_works(web: tuple[str, Path]) -> None:
+    url, folder = web
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_bytes(b"{}")
+    with pytest.raises(InputError, match=r"http lists none; download it .* s3://"):
+        model_folder(f"{url}/model")
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(ResourceError, match="its server fails"):
         file_urls.read_file("http://127.0.0.1:9/x")

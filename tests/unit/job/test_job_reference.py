@@ -19,6 +19,7 @@ from mopd_dataplane.job.read import STAGE_TABLES
 from mopd_dataplane.job.recipes import FOLDER, copy_recipe, job_file, recipe_names
 from mopd_dataplane.job.reference import Key, Table, find, json_schema, page, tables
 from mopd_dataplane.job.sections import Section
+from mopd_dataplane.prompts import load_prompts
 
 KEYS = {key.path: key for table in tables() for key in table.keys}
 LEAVES = [path for path, key in KEYS.items() if key.type != "table" or path in EXAMPLES]
@@ -123,6 +124,15 @@ def test_a_recipe_goes_by_its_name_where_nothing_else_does(tmp_path: Path, monke
     assert Path(job_file("quickstart")).resolve() == tmp_path / "quickstart" / "job.toml"
     with pytest.raises(JobFileError, match="did you mean 'quickstart'"):
         job_file("quickstar")
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if [*(FOLDER / name).glob("*.jsonl")]])
+def test_a_recipe_finds_its_prompts_from_any_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {key: domain for key, domain in load_job(name).domains.items() if domain.source.endswith(".jsonl")}
+    assert files
+    for key, domain in files.items():
+        assert load_prompts(key, domain)
 
 
 @pytest.mark.parametrize("name", recipe_names())
