@@ -22,7 +22,6 @@ DOCS: dict[str, tuple[str, str]] = {
     "kl": ("mean sampler minus teacher log-prob over loss tokens, mean of its teachers", "nat/token"),
     "teachers": ("teachers that judged it", ""),
     "kl_spread": ("largest minus smallest of its teachers' divergences", "nat/token"),
-    "coverage": ("smallest share of loss tokens that a signal covers", ""),
     "signal_bytes": ("stored signals of all teachers", "bytes"),
     "group_size": ("answers in its group", ""),
     "group_spread": ("largest minus smallest reward of its group; 0 teaches nothing to a group baseline", ""),
@@ -56,7 +55,7 @@ SPREAD, STATS, REPETITION = "logprob_std", "token_stats", "repetition"
 """What a store may lack: a column of `scores`, a table, a column of `samples`."""
 READ: dict[str, tuple[str, ...]] = {
     "rewards": ("uid", "reward"),
-    "scores": ("uid", "teacher", "mean_reverse_kl", "coverage", "bytes", "rows", SPREAD),
+    "scores": ("uid", "teacher", "mean_reverse_kl", "bytes", "rows", SPREAD),
     STATS: ("uid", "step", "mean_abs_gap", "mean_student_entropy", "mean_teacher_entropy"),
 }
 """Columns of other tables that the definition reads, where a store has them."""
@@ -143,13 +142,13 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
     return f"""
   with judged as (
     select uid, teacher, avg(mean_reverse_kl) filter (not isnan(mean_reverse_kl)) as mean_reverse_kl,
-           min(coverage) as coverage, sum(bytes)::bigint as bytes{judged_more if spread else ""}
+           sum(bytes)::bigint as bytes{judged_more if spread else ""}
     from {judged_from if spread else "scores"} group by uid, teacher),{measured if STATS in has else ""}
   said as (
     select uid, avg(mean_reverse_kl)::float as kl, count(*)::int as teachers,
            (max(mean_reverse_kl) - min(mean_reverse_kl))::float as kl_spread,
            {_ALIKE if spread else ""}
-           min(coverage) as coverage, sum(bytes)::bigint as signal_bytes{", " + own if own else ""}
+           sum(bytes)::bigint as signal_bytes{", " + own if own else ""}
     from judged group by uid),
   rewarded as (select uid, avg(reward)::float as reward from rewards where not isnan(reward) group by uid),
   joined as (

@@ -78,7 +78,7 @@ def _scored(score: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": "scored", "at": _iso(score["created_at"]), "uids": [], "title": f"scored by {score['teacher']}",
         "facts": {"signal": score["kind"], "positions": score["rows"], "bytes": score["bytes"], "codec": score["codec"],
-                  "mean reverse KL": finite(score["mean_reverse_kl"]), "coverage": score["coverage"]},
+                  "mean reverse KL": finite(score["mean_reverse_kl"])},
     }  # fmt: skip
 
 

@@ -139,7 +139,6 @@ def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot:
         teacher = said.setdefault(score["teacher"], {"name": score["teacher"], "kinds": [], "errors": {}})
         teacher["kinds"].append(score["kind"])
         teacher["mean_reverse_kl"] = finite(score["mean_reverse_kl"])
-        teacher["coverage"] = score["coverage"]
         if score["kind"] not in ("logprob", "topk"):
             continue  # hidden states are read for one position at a time; another package's kind is only named
         try:

@@ -16,7 +16,7 @@ EXAMPLES = 3
 JUDGED = """
 with rewarded as (select uid, avg(reward) as reward from rewards where not isnan(reward) group by uid),
 judged as (
-  select teacher, domain, kind, codec, "rows", bytes, coverage, loss_tokens, reward, uid,
+  select teacher, domain, kind, codec, "rows", bytes, loss_tokens, reward, uid,
          case when not isnan(mean_reverse_kl) then mean_reverse_kl end as kl,
          case when not isnan(mean_reverse_kl) then mean_logprob - mean_reverse_kl end as logprob
   from scores join samples using (uid) left join rewarded using (uid)),
@@ -29,7 +29,6 @@ placed as (
   from judged
   window same as (partition by teacher, domain, kind, codec, logprob is null or reward is null order by logprob))
 select teacher, domain, kind, codec, count(*) as samples, sum("rows")::bigint as tokens, sum(bytes)::bigint as bytes,
-       min(coverage)::double as coverage,
        sum(kl * loss_tokens) / nullif(sum(loss_tokens) filter (kl is not null), 0) as kl,
        sum(logprob * loss_tokens) / nullif(sum(loss_tokens) filter (logprob is not null), 0) as logprob,
        -- Mann-Whitney: the chance that a right answer has the higher mean log-prob, ties counting half

@@ -51,7 +51,7 @@ function missing(data) {
 
 function statement(uid) {
   return `select * from samples join tokens using (uid)
-left join (select uid, list({teacher: teacher, kind: kind, kl: mean_reverse_kl, coverage: coverage}) as judged from scores group by uid) using (uid)
+left join (select uid, list({teacher: teacher, kind: kind, kl: mean_reverse_kl}) as judged from scores group by uid) using (uid)
 where uid = ${literal(uid)}`;
 }
 

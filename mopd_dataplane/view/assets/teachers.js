@@ -24,7 +24,7 @@ export async function teachersPage(main, { params }, { stores }) {
     table([
       { title: "teacher", word: true, show: (r) => r.teacher }, { title: "domain", word: true, show: (r) => r.domain }, { title: "signal", word: true, show: (r) => `${r.kind} ${r.codec}` },
       { title: "samples", show: (r) => h("a", { href: address("samples", "", { store: params.store, f: f(r), order: `-kl_${r.teacher}`, w: `"kl_${r.teacher}" is not null` }) }, count(r.samples)) },
-      { title: "tokens", show: (r) => count(r.tokens) }, { title: "bytes", show: (r) => size(r.bytes) }, { title: "coverage", show: (r) => percent(r.coverage) },
+      { title: "tokens", show: (r) => count(r.tokens) }, { title: "bytes", show: (r) => size(r.bytes) },
       { title: "accuracy", show: (r) => percent(r.accuracy) }, { title: "log p", show: (r) => number(r.logprob) }, { title: "KL", show: (r) => signed(r.kl, 3) },
       { title: "entropy", show: (r) => number(r.entropy) }, { title: "same first choice", show: (r) => percent(r.top1) }, { title: "right over wrong", show: (r) => number(r.discrimination, 2) },
       { title: "differs most on", word: true, show: (r) => examples(r, "far") }, { title: "likes, though wrong", word: true, show: (r) => examples(r, "liked") },
