@@ -107,9 +107,10 @@ def import_rollouts(
     target = Store.find(store) if isinstance(store, str) else store
     teachers = Teachers(target, [str(path), *files], (vocabulary.digest, vocabulary.size))
     _check(target, path, _samples(files, settings, vocabulary), teachers)
+    tokenizer = vocabulary.file()
     if isinstance(store, str):
         store = Store.create(store)
-    keep_tokenizer(store, vocabulary.digest, vocabulary.file())
+    keep_tokenizer(store, vocabulary.digest, tokenizer)
     teachers.bring(store)
     report, places = ImportReport(), set[str]()
     converted = _samples(files, settings, vocabulary)
