@@ -19,8 +19,8 @@ TERM = {
     "mopd_dataplane/job/objectives.py": [
         (
             "class Objective(Section):\n",
-            '''class EntropyTerm(Term):
-    """Minus the entropy of the student."""
+            '''class BitsTerm(Term):
+    """Minus the entropy of the student, in a unit of one's own."""
 
     base: float = 2.0
     """The logarithm's."""
@@ -31,16 +31,16 @@ class Objective(Section):
         ),
         (
             "    terms: dict[str, dict[str, Any]] =",
-            "    entropy: EntropyTerm | None = None\n    terms: dict[str, dict[str, Any]] =",
+            "    bits: BitsTerm | None = None\n    terms: dict[str, dict[str, Any]] =",
         ),
-        ("self.divergence, self.cross_entropy)", "self.divergence, self.cross_entropy, self.entropy)"),
-        ("or self.cross_entropy or self.terms", "or self.cross_entropy or self.entropy or self.terms"),
+        ("self.cross_entropy, self.entropy)", "self.cross_entropy, self.entropy, self.bits)"),
+        ("or self.entropy or self.terms", "or self.entropy or self.bits or self.terms"),
     ],
     "mopd_dataplane/train/objective.py": [
         (
             "        for other in self._plugins:\n",
-            """        if objective.entropy is not None:
-            term = objective.entropy
+            """        if objective.bits is not None:
+            term = objective.bits
             _, entropy = token_logprob(hidden, head, batch.targets, return_entropy=True)
             entropy = entropy / math.log(term.base)
             sums.add("bits", entropy)
@@ -50,9 +50,8 @@ class Objective(Section):
         ),
         (
             "        names += [name for term in",
-            '        names += ["bits"] if self.objective.entropy else []\n        names += [name for term in',
+            '        names += ["bits"] if self.objective.bits else []\n        names += [name for term in',
         ),
-        ("from dataclasses import", "import math\nfrom dataclasses import"),
     ],
 }
 COLUMN = {
@@ -100,8 +99,8 @@ assert store.verify(deep=True).findings == []
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.testing import check_objective
 
-check_objective(Objective(entropy={"base": 10.0}))
-check_objective(Objective(entropy={}, cross_entropy={}))
+check_objective(Objective(bits={"base": 10.0}))
+check_objective(Objective(bits={}, cross_entropy={}))
 print("told")
 """
 )
