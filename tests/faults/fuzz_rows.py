@@ -37,6 +37,6 @@ def fuzzed(count: int, seed: int) -> Tally:
 ROWS = [
     Row(
         15, "coverage-guided fuzzing of recovery, log, cursor, protocol", "no crash, no hang, memory bounded",
-        fuzzed, (6, 180, 28_800),
+        fuzzed, (3, 180, 28_800),
     ),
 ]  # fmt: skip

@@ -55,6 +55,9 @@ KILLS = [
 ]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def warmed(finished_job: Path, tmp_path_factory: pytest.TempPathFactory, write_job: Callable, mopd: Callable) -> Path:
     """Folder of a job whose teachers have written their text."""
@@ -86,7 +89,6 @@ def outcome(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_rewards_are_the_discriminators_and_a_killed_run_ends_with_the_same_bits(
     copy: Callable, mopd: Callable
 ) -> None:

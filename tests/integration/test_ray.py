@@ -102,6 +102,7 @@ def kill_all(cluster: Any, kind: str, killed: list[int]) -> None:
         killed.append(process.pid)
 
 
+@pytest.mark.slow
 def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
     cluster: Any, make_run: Callable[[str], Run]
 ) -> None:

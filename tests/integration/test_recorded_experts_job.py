@@ -17,7 +17,10 @@ SPECIALISTS = re.compile(r'\n\[\[stages\]\]\nname = "(sums|words)"[^\[]*?domains
 SHARED = "\n[scale]\nranks = 2\ncontext_parallel = 2\n"
 
 
-@pytest.fixture(scope="module", params=["", pytest.param(SHARED, marks=pytest.mark.slow)], ids=["one rank", "two"])
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=["", SHARED], ids=["one rank", "two"])
 def trained(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

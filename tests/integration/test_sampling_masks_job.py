@@ -34,6 +34,9 @@ rollout = {{{{ temperature = {TEMPERATURE}, top_p = 0.7, top_k = 12, record = ["
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def trained(
     tmp_path_factory: pytest.TempPathFactory,

@@ -65,9 +65,10 @@ def questions(store: Store) -> list[str]:
     return asked
 
 
-def test_every_question_ends_with_0(store: Store) -> None:
-    asked = questions(store)
-    assert len(asked) > 60
+@pytest.mark.parametrize("share", [4, pytest.param(1, marks=pytest.mark.slow)], ids=["one in four", "all"])
+def test_every_question_ends_with_0(store: Store, share: int) -> None:
+    asked = questions(store)[::share]  # 4 and 3 share no factor: limit, filter and join take turns
+    assert len(asked) > 60 / share
     done = subprocess.run(
         [sys.executable, "-W", "ignore:lance is not fork-safe", Path(__file__).with_name("questions.py"), store.uri],
         input=json.dumps(asked), capture_output=True, text=True, timeout=600, check=True,
