@@ -41,13 +41,18 @@ REASONS = {
 }
 HELP_EXAMPLES = {
     "run": "job", "check": "minutes", "rollout": "job", "score": "job", "reward": "job", "plan": "job", "train": "job",
-    "teachers": "job", "compare": "input", "eval": "extra", "import": "input", "load": "server", "bench": "minutes",
+    "teachers": "job", "mopd compare runs/a runs/b": "input", "eval": "extra", "import": "input", "load": "server",
+    "bench": "minutes", "mopd bench load --peers --plot loaders.png": "extra",
+    "mopd bench step --peers ~/trl/bin/python": "extra",
     "mopd view runs/quickstart": "server", "store upgrade": "input", "store copy": "cluster",
 }  # fmt: skip
 """Commands whose examples in the help texts (docs/cli.md) a test cannot run at once, and the reason of REASONS."""
 
-NAMES = {"domain = 'math'": "domain = 'spell_backward'", "spiral_matrix": "spell_backward"}
-"""Domains that commands name, and one of the store at hand."""
+NAMES = {
+    "domain = 'math'": "domain = 'spell_backward'", "spiral_matrix": "spell_backward",
+    "student@6": "student@1", "student@12": "student@4",
+}  # fmt: skip
+"""Domains and versions that commands name, and those of the store at hand."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +155,9 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 
 
 def sized(text: str) -> str:
-    """Benchmarks of millions, of ten thousand."""
-    return re.sub(r"\b1(0000000|000000|00000)\b", "10000", text).replace(" --peers", "")
+    """Benchmarks of millions, of ten thousand; of a hundred adapters on a real model, of four on the store's."""
+    small = re.sub(r"\b1(0000000|000000|00000)\b", "10000", text)
+    return small.replace("models/SmolLM2-135M-Instruct --count 100", "runs/quickstart/policies/student/v1 --count 4")
 
 
 def holding(*marks: str) -> list[Path]:
