@@ -13,13 +13,16 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mopd_dataplane.bench.crowd import pss_bytes
-from mopd_dataplane.errors import EngineError
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models.adapter_files import is_adapter
+from mopd_dataplane.models.hf import check_model_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +38,16 @@ DEADLINE_S = 3600.0
 
 
 def measure(base: Path, folder: Path, *, count: int, rank: int) -> dict[str, Any]:
-    """Figures of `count` adapters of a rank on a base; folder: scratch for them. Raises EngineError when it fails."""
+    """Figures of `count` adapters of a rank on a base; folder: scratch for them.
+
+    Raises UnknownNameError or InputError for a folder that holds no model, MismatchError for one that holds an adapter,
+    EngineError when measuring fails.
+    """
+    if is_adapter(base):
+        raise MismatchError(f"{base} is an adapter; give the folder of a whole model: its base, or its merged form")
+    check_model_folder(base)
+    if find_spec("peft") is None:
+        raise ModuleNotFoundError("peft", name="peft")
     words = [str(base), str(folder), str(count), str(rank)]
     command = [sys.executable, "-m", "mopd_dataplane.bench.adapters", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)

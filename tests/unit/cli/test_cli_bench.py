@@ -103,3 +103,13 @@ def test_adapters(tmp_path: Path) -> None:
     assert found["largest_difference_to_merged_nat"] < 5e-5
     assert found["adapter_bytes"] < found["base_bytes"]
     assert [file.name for file in tmp_path.iterdir()] == [base.name]
+
+
+def test_adapters_refuses_what_is_no_base_before_anything_starts(tmp_path: Path) -> None:
+    asked = ["bench", "adapters", str(tmp_path / "none"), "--folder", str(tmp_path)]
+    result = CliRunner().invoke(app, asked)
+    assert (result.exit_code, "no model folder" in result.output) == (2, True)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    result = CliRunner().invoke(app, asked)
+    assert (result.exit_code, "is an adapter" in result.output) == (2, True)
