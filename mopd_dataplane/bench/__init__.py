@@ -13,6 +13,7 @@ commits.py       the life of a store under many small commits
 wal.py           the token log at work
 sample.py        what drawing a token costs
 adapters.py      many teachers that are adapters on one base
+train_memory.py  what a trainer holds, beside what is computed
 step.py          one iteration of a real model, by its phases
 step_floor.py    what its work costs at least
 step_trl.py      the same iteration in TRL

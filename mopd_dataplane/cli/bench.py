@@ -204,6 +204,20 @@ def adapters(
     print_json(figures) if as_json else print_facts(figures)
 
 
+def train_memory(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
+    as_json: AsJson = False,
+) -> None:
+    """Memory of a trainer on the CPU, beside what `mopd check` computes: weights and adapter, float32 and bfloat16.
+
+    Two steps of a few tokens each, in a process of its own for every row: activations are next to nothing.
+    """
+    from mopd_dataplane.bench.train_memory import measure
+
+    rows = measure(model.resolve())
+    print_json(rows) if as_json else print_rows(list(rows[0]), (row.values() for row in rows))
+
+
 def length_bias(
     samples: Annotated[int, typer.Option("--samples", min=100, help="Prompts in every arm.")] = 10_000,
     dose: Annotated[
@@ -323,6 +337,7 @@ def add_to(app: typer.Typer) -> None:
     register(group, sample, "mopd bench sample --json", "mopd bench sample --slots 64 --vocabulary 49152")
     register(group, step, "mopd bench step --json", "mopd bench step --peers ~/trl/bin/python")
     register(group, adapters, "mopd bench adapters models/SmolLM2-135M-Instruct --count 100 --json")
+    register(group, train_memory, "mopd bench train-memory models/SmolLM2-135M-Instruct")
     register(group, length_bias, "mopd bench length-bias --samples 1000 --plot length-bias.png")
     register(group, resume, "mopd bench resume runs/quickstart/policies/student/v1 --json")
     register(group, view, "mopd bench view --samples 100000 --json")

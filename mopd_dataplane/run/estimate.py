@@ -83,6 +83,20 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]]) -> Estimate:
     return found
 
 
+def training_bytes(parameters: int, *, adapter: int | None = None, dtype: str = "float32") -> int:
+    """Bytes that weights, gradients and optimizer state take in training, activations apart.
+
+    parameters: of the model; adapter: of the adapter that is trained instead, None: the weights are trained. dtype: of
+    the forward pass, which then holds a copy of what is trained in it, and of frozen weights.
+
+    >>> training_bytes(1_000), training_bytes(1_000, adapter=10, dtype="bfloat16")
+    (16000, 2180)
+    """
+    lower = dtype == "bfloat16"
+    trained = TRAINED + 2 if lower else TRAINED
+    return trained * parameters if adapter is None else (2 if lower else 4) * parameters + trained * adapter
+
+
 def _like_student(job: Job, teacher: str) -> bool:
     source = job.teachers[teacher].source
     return source == "student" or source.startswith("stage:")
@@ -264,10 +278,8 @@ def _memory(
     if sizes and stage.score.engine == "hf":
         need = sum(sizes[: stage.score.max_resident])
         _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
-    trained = TRAINED * student.parameters
-    if stage.train.lora.r:
-        frozen = 2 if job.student.dtype == "bfloat16" else 4
-        trained = frozen * student.parameters + TRAINED * _adapter(job, stage)
+    adapter = _adapter(job, stage) if stage.train.lora.r else None
+    trained = training_bytes(student.parameters, adapter=adapter, dtype=job.student.dtype)
     _fits(found, f"{stage.name} train", stage.train.device, trained // job.scale.ranks, "scale.ranks")
     if problem := rate_problem(stage, student.hidden, pretrained=not job.student.config):
         found.findings.append(Finding(f"stages.{stage.name}.train.learning_rate", problem, certain=False))

@@ -80,8 +80,9 @@ reverse_kl = true
 """
 READ_BACK = {
     "rollout/engines/decoder.py:logits": "tokens are drawn on the CPU",
-    "score/scorer.py:_signals": "what is stored",
-    "score/scorer.py:_check_finite": "a flag a sample",
+    "score/signal_kinds.py:split": "what is stored",
+    "score/signal_kinds.py:check_finite": "a flag a sample",
+    "train/token_stats.py:write": "statistics of one sample in eight",
     "codecs.py:encode": "a flag a batch",
     "run/steps/evaluate.py:_reverse_kl": "a figure a prompt",
     "score/discriminator.py:judge": "rewards",

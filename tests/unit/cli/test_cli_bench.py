@@ -10,7 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from mopd_dataplane.cli.app import app
+from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.families import FAMILIES, family_of
+from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.models.tiny import of_family
 
 
@@ -113,3 +115,22 @@ def test_adapters_refuses_what_is_no_base_before_anything_starts(tmp_path: Path)
     (tmp_path / "none" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     result = CliRunner().invoke(app, asked)
     assert (result.exit_code, "is an adapter" in result.output) == (2, True)
+
+
+@pytest.mark.slow
+def test_what_a_trainer_holds_is_what_is_computed(tmp_path: Path) -> None:
+    """A random model of SmolLM2-135M's shape; the rest is a dense gradient of the embedding, and activations."""
+    shape = {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    }  # fmt: skip
+    make_student(Student(config=shape), tmp_path / "model", seed=0)
+    result = CliRunner().invoke(app, ["bench", "train-memory", str(tmp_path / "model"), "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [(row["dtype"], row["rank"]) for row in rows] == [
+        ("float32", 0), ("bfloat16", 0), ("float32", 32), ("bfloat16", 32)
+    ]  # fmt: skip
+    assert {row["parameters"] for row in rows} == {134_515_008}
+    for row in rows:
+        assert 0.98 < row["peak_over_computed"] < 1.1, row

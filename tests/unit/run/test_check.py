@@ -113,3 +113,31 @@ def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> Non
     found = estimate(checked, {"sums": load_prompts("sums", checked.domains["sums"])})
     stored = sum(weight.numel() for weight in load_model(folder).state_dict().values())
     assert found.models["student"] == f"{stored / 1e9:.3g} B parameters" == found.models["t"]
+
+
+@pytest.mark.parametrize(
+    ("rate", "lora", "said"),
+    [
+        (5e-4, 0, ""),
+        (5e-3, 4, ""),
+        (5e-3, 0, "a rate for adapters"),
+        (5e-4, 4, "a rate for the weights"),
+    ],
+)
+def test_a_learning_rate_of_the_other_kind_is_asked_about(
+    rate: float, lora: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: 5e-5 (2000 / 64)^0.781 is 7.4e-4 for weights of width 64, ten times that for an adapter."""
+    folder = make_student(Student(config=TINY | {"hidden_size": 64}), tmp_path / "model", seed=0)
+    changes = {"student": {"path": str(folder)}, "train": {"learning_rate": rate, "lora": {"r": lora}}}
+    found, refusal = check(tmp_path, job(tmp_path, **changes), capsys)
+    assert not refusal
+    assert [(one["key"], said in one["problem"]) for one in found["findings"]] == (
+        [("stages.s.train.learning_rate", True)] if said else []
+    )
+
+
+def test_a_rate_for_weights_that_start_at_random_is_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not check(tmp_path, job(tmp_path, train={"learning_rate": 5e-2}), capsys)[0]["findings"]

@@ -1,0 +1,138 @@
+"""Memory of a trainer on this machine's CPU beside what `mopd check` says that it needs.
+
+    python -m mopd_dataplane.bench.train_memory MODEL DTYPE RANK        what measure() starts, in a process of its own
+
+Two optimizer steps of the project's own trainer on a few tokens, so that activations are next to nothing. Peak memory
+is the largest resident size of the process during them, looked at every few milliseconds, less the size that it had
+before the weights were read; what a process loads once is loaded by a tiny model first.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models.adapter_files import is_adapter
+from mopd_dataplane.models.hf import check_model_folder
+from mopd_dataplane.run.estimate import training_bytes
+
+if TYPE_CHECKING:
+    from mopd_dataplane.train.loop import Trainer
+
+TOKENS = (8, 8)
+"""Tokens of the two sequences of a step."""
+DEADLINE_S = 600.0
+KINDS = (("float32", 0), ("bfloat16", 0), ("float32", 32), ("bfloat16", 32))
+"""student.dtype and rank of the adapter; rank 0 trains the weights."""
+
+
+def measure(model: Path) -> list[dict[str, Any]]:
+    """One row for each of KINDS.
+
+    Raises UnknownNameError or InputError for a folder that holds no model, MismatchError for one that holds an adapter,
+    EngineError when measuring fails.
+    """
+    if is_adapter(model):
+        raise MismatchError(f"{model} is an adapter; give the folder of a whole model: its base, or its merged form")
+    check_model_folder(model)
+    return [_in_a_process(model, dtype, rank) for dtype, rank in KINDS]
+
+
+def _in_a_process(model: Path, dtype: str, rank: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "mopd_dataplane.bench.train_memory", str(model), dtype, str(rank)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
+    if done.returncode:
+        raise EngineError(f"{' '.join(command[1:3])} ended with exit code {done.returncode}; its messages are above")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def main() -> None:
+    """See the module."""
+    print(json.dumps(_measured(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
+
+
+def _measured(model: Path, dtype: str, rank: int) -> dict[str, Any]:
+    from mopd_dataplane.models.adapters import trained_tensors
+    from mopd_dataplane.models.families import FAMILIES
+    from mopd_dataplane.models.tiny import of_family
+
+    with tempfile.TemporaryDirectory() as tiny:
+        of_family(FAMILIES["smollm2"], Path(tiny), seed=0, dtype="float32")
+        _steps(_trainer(Path(tiny), dtype, rank))
+    gc.collect()
+    before = _resident_bytes()
+    trainer = _trainer(model, dtype, rank)
+    with _Peak() as peak:
+        _steps(trainer)
+    held = peak.bytes - before
+    adapter = sum(weight.numel() for weight in trained_tensors(trainer.student.model).values()) if rank else None
+    parameters = sum(weight.numel() for weight in trainer.student.parameters()) - (adapter or 0)
+    computed = training_bytes(parameters, adapter=adapter, dtype=dtype)
+    return {
+        "dtype": dtype, "rank": rank, "parameters": parameters, "adapter_parameters": adapter or 0,
+        "computed_bytes": computed, "peak_bytes": held, "peak_over_computed": held / computed,
+    }  # fmt: skip
+
+
+def _trainer(model: Path, dtype: str, rank: int) -> Trainer:
+    import torch
+
+    from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
+    from mopd_dataplane.job.sections import Lora, Train
+    from mopd_dataplane.train.loop import Trainer
+    from mopd_dataplane.train.objective import ObjectiveLoss
+    from mopd_dataplane.train.ranks import Ranks
+    from mopd_dataplane.train.student import load_student
+
+    ranks = Ranks.join("cpu", environment={})
+    student = load_student(model, ranks, dtype=getattr(torch, dtype), lora=Lora(r=rank))
+    return Trainer(student, ObjectiveLoss(Objective(cross_entropy=CrossEntropyTerm())), Train(), ranks)
+
+
+def _steps(trainer: Trainer) -> None:
+    """Two: the moments are made by the first."""
+    from mopd_dataplane.bench.gpu_step import random_batch
+    from mopd_dataplane.train.spec import Window
+
+    window = Window(window=0, plan_digest="", snapshot_digest="", steps=2, policy_version=0)
+    for step in range(window.steps):
+        trainer.step(random_batch(1, list(TOKENS), 8), window, step)
+
+
+class _Peak:
+    """Largest resident size of this process while a block runs."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._look, daemon=True)
+
+    def _look(self) -> None:
+        while not self._over.wait(0.003):
+            self.bytes = max(self.bytes, _resident_bytes())
+
+    def __enter__(self) -> _Peak:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._watch.join()
+        self.bytes = max(self.bytes, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
