@@ -126,7 +126,7 @@ class _Peak:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        self._watch.join()
+        self._watch.join(timeout=10)
         self.bytes = max(self.bytes, _resident_bytes())
 
 
