@@ -33,6 +33,8 @@ from mopd_dataplane.run.provenance import settings_digest
 JOBS = Path(__file__).parent
 ROOT = JOBS.parent
 PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md")
+COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py"}
+"""Jobs that compare arms, and the script beside each that says which."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 Result = dict[str, Any]
 Right = dict[str, np.ndarray]
@@ -102,11 +104,8 @@ def _marked(found: Result, name: str, domain: str, text: str) -> str:
 def alternatives() -> str:
     """Every arm at equal cost: accuracy over seeds, paired with exact MOPD, and what it cost."""
     run = _module(JOBS / "alternatives" / "run.py")
-    by_arm: dict[str, list[Result]] = {name: [] for name, arm in run.ARMS.items() if not arm.like}
-    for result in results("alternatives"):
-        if result["arm"] in by_arm:
-            by_arm[result["arm"]].append(result)
-    rival = {r["seed"]: right(r["curve"][-1]["right"]) for r in by_arm["mopd-exact"]}
+    by_arm = _by_arm("alternatives", [name for name, arm in run.ARMS.items() if not arm.like])
+    rival = _ends(by_arm["mopd-exact"])
     domains = ("number_sorting", "spell_backward", "spiral_matrix")
     head = ("arm", "what it does", *domains, "mean", "− mopd-exact, points", "student tokens", "all tokens", "seeds")
     lines = [_row(*head), _row(*["---"] * len(head))]
@@ -115,13 +114,70 @@ def alternatives() -> str:
         if not found:
             lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
             continue
-        ends = {r["seed"]: right(r["curve"][-1]["right"]) for r in found}
+        ends = _ends(found)
         cells = [_over_seeds([{d: end[d]} for end in ends.values()]) for d in domains]
         cells += [_over_seeds(list(ends.values())), _apart(ends, rival) if name != "mopd-exact" else ""]
-        student = np.mean([r["tokens"]["student"] for r in found])
-        every = np.mean([sum(r["tokens"].values()) for r in found])
-        lines.append(_row(name, says, *cells, f"{student:,.0f}", f"{every:,.0f}", ", ".join(map(str, sorted(ends)))))
+        lines.append(_row(name, says, *cells, *_cost(found), ", ".join(map(str, sorted(ends)))))
     return "\n".join(lines) + "\n"
+
+
+def smollm2_mopd() -> str:
+    """Every arm of the pretrained model: accuracy in the specialists' domains and in nobody's, and what it cost."""
+    run = _module(JOBS / "smollm2-mopd" / "run_arm.py")
+    by_arm = _by_arm("smollm2-mopd", run.ARMS)
+    routing = load_job(JOBS / "smollm2-mopd").routing
+    taught, ends = sorted(routing), {name: _ends(found) for name, found in by_arm.items()}
+    own = {name: {s: {d: end[d] for d in taught} for s, end in seeds.items()} for name, seeds in ends.items()}
+    head = ("arm", "what it does", *taught, "mean of these", "− mopd-exact, points", "recovered", "capital (nobody's)",
+            "student tokens", "all tokens", "minutes", "seeds")  # fmt: skip
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for name, found in by_arm.items():
+        says = run.ARMS[name].says
+        if not found:
+            lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
+            continue
+        cells = [_over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught]
+        cells += [_over_seeds(list(own[name].values())), _apart(own[name], own["mopd-exact"])]
+        cells[-1] = "" if name == "mopd-exact" else cells[-1]
+        cells += ["" if name in ("base", *run.SPECIALISTS) else _recovered_in_all(own, routing, name)]
+        cells += [_over_seeds([{"capital": end["capital"]} for end in ends[name].values()]), *_cost(found)]
+        minutes = f"{_mean(r['seconds'] for r in found) / 60:.0f}"
+        lines.append(_row(name, says, *cells, minutes, ", ".join(map(str, sorted(ends[name])))))
+    apart: dict[str, float] = next(
+        (r["teacher_distance"] for name in ("mopd-exact", "mopd-sampled") for r in by_arm[name]), {}
+    )
+    if apart:
+        said = ", ".join(f"{domain} {nat:.2f}" for domain, nat in apart.items())
+        lines += ["", f"Sampled reverse KL from the base to each teacher, nat per token of the base's answers: {said}."]
+    return "\n".join(lines) + "\n"
+
+
+def _recovered_in_all(own: dict[str, dict[int, Right]], routing: dict[str, str], student: str) -> str:
+    """Seed by seed, how much of the specialists' lead in their own domains an arm has."""
+    needed = ("base", student, *routing.values())
+    seeds = sorted(set.intersection(*(set(own[name]) for name in needed)))
+    cells = [
+        _recovery(own["base"][s], {d: own[teacher][s][d] for d, teacher in routing.items()}, own[student][s])
+        for s in seeds
+    ]
+    return "; ".join(cells) or "not run"
+
+
+def _by_arm(job: str, names: Iterable[str]) -> dict[str, list[Result]]:
+    """A job's results by arm, in the order of the names; of other arms none."""
+    return {name: [result for result in results(job) if result["arm"] == name] for name in names}
+
+
+def _ends(found: list[Result]) -> dict[int, Right]:
+    """What an arm's last policy got right, by seed."""
+    return {result["seed"]: right(result["curve"][-1]["right"]) for result in found}
+
+
+def _cost(found: list[Result]) -> tuple[str, str]:
+    """The student's tokens, and all; means over seeds."""
+    student, every = (_mean(costs) for costs in zip(*((r["tokens"]["student"], sum(r["tokens"].values()))
+                                                      for r in found), strict=True))  # fmt: skip
+    return f"{student:,.0f}", f"{every:,.0f}"
 
 
 def _over_seeds(ends: list[Right]) -> str:
@@ -145,8 +201,8 @@ def claims() -> str:
     """Arms that change one thing in exact MOPD, or in its start: accuracy over seeds, and paired with it."""
     run = _module(JOBS / "alternatives" / "run.py")
     names = ["base", "mopd-exact", *(name for name, arm in run.ARMS.items() if arm.like)]
-    found = {name: [r for r in results("alternatives") if r["arm"] == name] for name in names}
-    ends = {name: {r["seed"]: right(r["curve"][-1]["right"]) for r in found[name]} for name in names}
+    found = _by_arm("alternatives", names)
+    ends = {name: _ends(found[name]) for name in names}
     domains = ("number_sorting", "spell_backward", "spiral_matrix")
     head = ("arm", "what it changes", *domains, "mean", "− mopd-exact, points", "student tokens", "seeds")
     lines = [_row(*head), _row(*["---"] * len(head))]
@@ -190,7 +246,8 @@ def _mean(values: Iterable[float]) -> float:
 
 
 PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
-FIGURES: dict[str, Callable[[], str]] = {"quickstart": quickstart, "alternatives": alternatives, "claims": claims}
+FIGURES: dict[str, Callable[[], str]] = {"quickstart": quickstart, "alternatives": alternatives, "claims": claims,
+                                         "smollm2-mopd": smollm2_mopd}  # fmt: skip
 
 
 def stale() -> Iterator[str]:
@@ -203,24 +260,24 @@ def stale() -> Iterator[str]:
                 yield f"{page}: block {name!r} differs from the results; run: python jobs/figures.py"
     if not PICTURE.exists() or PICTURE.read_text() != bought():
         yield f"{PICTURE.relative_to(ROOT)} differs from the results; run: python jobs/figures.py"
-    for job, stages in (("quickstart", None), ("alternatives", "arm")):
+    for job in ("quickstart", *COMPARISONS):
         for result in results(job):
-            yield from _stale_result(job, result, stages)
+            yield from _stale_result(job, result)
 
 
-def _stale_result(job: str, result: Result, arms: str | None) -> Iterator[str]:
+def _stale_result(job: str, result: Result) -> Iterator[str]:
     where = f"jobs/{job}: result of commit {result['commit']}"
     if result["sampler"] not in (SAMPLER, FIRST_SAMPLER):
         yield f"{where}: sampler {result['sampler']!r}, which drew its samples, is no longer here; run it again"
-    if arms is None:
+    if job not in COMPARISONS:
         seeds = _module(JOBS / job / "seeds.py")
         made = seeds.job_of(result["objective"], result["seed"])
         now = settings_digest(made, [stage.name for stage in made.stages])
     else:
-        run = _module(JOBS / job / "run.py")
-        arm = run.ARMS[result[arms]]
-        overrides = run.rates(arm, result["setting"])
-        now = settings_digest(load_job(JOBS / job, overrides=overrides), (*run.SHARED, *arm.run))
+        comparison = _module(JOBS / job / COMPARISONS[job]).COMPARISON
+        arm = comparison.arms[result["arm"]]
+        made = load_job(JOBS / job, overrides=comparison.rates(arm, result["setting"]))
+        now = settings_digest(made, (*comparison.shared, *arm.run))
     if result["settings"] != now:
         yield f"{where}: the job's settings have changed ({result['settings']} then, {now} now); run it again"
 

@@ -1,0 +1,323 @@
+"""One arm of a comparison at one seed: train, choose the rate on the tuning split, measure on the evaluation split.
+
+    python jobs/NAME/SCRIPT.py ARM SEED [--results DIR] [--stores DIR]
+    python jobs/NAME/SCRIPT.py --list
+
+Writes results/ARM-SEED.json and does nothing where that exists; killed at any moment, the same line goes on. Seed 0
+tries every setting that an arm has and keeps what is best on the tuning prompts; other seeds take that one, and so do
+arms that change one thing in another arm. The file holds what became of every evaluation prompt, so that intervals and
+paired tests need nothing else. `jobs/NAME/SCRIPT.py` says which arms there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.job.job import Job, Stage, load_job
+from mopd_dataplane.records import Prompt
+from mopd_dataplane.run.context import Run, open_run
+from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.run.provenance import provenance
+from mopd_dataplane.run.steps.evaluate import answer
+from mopd_dataplane.run.steps.reward import verify
+
+BASE = "base"
+"""Stage and arm that all others start from."""
+FACTORS = (0.5, 1.0, 2.0)
+"""Of the learning rate that job.toml gives; the same search for every arm that trains."""
+Merge = Callable[[Path, Sequence[Path], float, Path], None]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to use the specialists, or to do without."""
+
+    says: str
+    stages: tuple[str, ...] = ()
+    """Run one after another; the last one's policy is the arm's. None: base, a specialist, `start`'s, or a merge."""
+    settings: tuple[float, ...] = (1.0,)
+    merge: Merge | None = None
+    teachers: bool = True
+    """Whether specialists have a part in it."""
+    like: str = ""
+    """The arm in which it changes one thing: its setting is taken, and nothing is tried."""
+    start: str = ""
+    """Stage that makes another start than the base, at a rate of its own and at nobody's cost."""
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        """Everything that is trained beside what all arms share."""
+        return (self.start, *self.stages) if self.start else self.stages
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A job's arms, and what they have in common."""
+
+    folder: Path
+    """Of the job."""
+    arms: dict[str, Arm]
+    """Among them `base`, and one for each specialist under its stage's name."""
+    specialists: tuple[str, ...]
+    points: int = 4
+    """Versions of an arm that are measured, evenly spread, the last among them."""
+    threads: int = 1
+    """Of a command that trains; arms of one seed may run side by side."""
+
+    @cached_property
+    def job(self) -> Job:
+        """As its file says it."""
+        return load_job(self.folder)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Base and specialists: all stages that arms have in common, in the order of the job."""
+        wanted = {stage for name in (BASE, *self.specialists) for stage in self.lineage(name)}
+        return tuple(stage.name for stage in self.job.stages if stage.name in wanted)
+
+    def lineage(self, stage: str) -> tuple[str, ...]:
+        """A stage and those it starts from, the first in front."""
+        found: tuple[str, ...] = ()
+        while stage != "init":
+            found, stage = (stage, *found), self.job.stage(stage).start
+        return found
+
+    def needs(self, name: str) -> tuple[str, ...]:
+        """What of `shared` an arm cannot do without."""
+        if name in self.specialists:
+            return self.lineage(name)
+        return self.shared if self.arms[name].teachers else self.lineage(BASE)
+
+    def rates(self, arm: Arm, setting: float) -> list[str]:
+        """Overrides that put the rates of an arm's stages to a setting."""
+        found = {stage: self.job.stage(stage).train.learning_rate * setting for stage in arm.stages}
+        return [f"stages.{stage}.train.learning_rate={rate!r}" for stage, rate in found.items()]
+
+
+def main(comparison: Comparison) -> None:
+    """Run one arm at one seed unless its result is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arm", nargs="?", choices=comparison.arms, metavar="ARM")
+    parser.add_argument("seed", nargs="?", type=int, default=0, metavar="SEED")
+    parser.add_argument("--list", action="store_true", help="print the arms")
+    parser.add_argument("--results", type=Path, default=comparison.folder / "results")
+    parser.add_argument("--stores", type=Path, default=Path("runs") / comparison.folder.name)
+    options = parser.parse_args()
+    if options.list or options.arm is None:
+        print("\n".join(f"{name:<16} {arm.says}" for name, arm in comparison.arms.items()))
+        return
+    out = options.results / f"{options.arm}-{options.seed}.json"
+    if out.exists():
+        print(f"{out} is there")
+        return
+    print(f"writes {out}", flush=True)
+    options.results.mkdir(parents=True, exist_ok=True)
+    result = Experiment(comparison, options.arm, options.seed, options.stores, options.results).measure()
+    publish_file(out, (json.dumps(result, indent=1) + "\n").encode())
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One arm at one seed."""
+
+    comparison: Comparison
+    name: str
+    seed: int
+    stores: Path
+    """Folder of the stores that it makes."""
+    results: Path
+    """Folder of the results of seed 0, which say what setting to take."""
+
+    @property
+    def arm(self) -> Arm:
+        """What is run."""
+        return self.comparison.arms[self.name]
+
+    def measure(self) -> dict[str, Any]:
+        """The content of the arm's file."""
+        began = time.time()
+        shared = self._shared_store()
+        searches = self.seed == 0 and not self.arm.like
+        settings = self.arm.settings if searches else (self._chosen(self.arm.like or self.name),)
+        tried = {}
+        for setting in settings:
+            with self._run(setting, self._train(setting, shared)) as (run, stage):
+                tried[setting] = 0.0
+                if len(settings) > 1:
+                    tried[setting] = mean_right(judge(run, stage, self._policy(run, setting), "tune"))
+        best = max(tried, key=lambda setting: tried[setting])
+        with self._run(best, self._train(best, shared)) as (run, stage):
+            curve = [
+                {"tokens": tokens, "right": judge(run, stage, folder, "eval")}
+                for tokens, folder in self._points(run, best)
+            ]
+            search = [{"setting": setting, "accuracy": value} for setting, value in tried.items()]
+            return {
+                "arm": self.name, "says": self.arm.says, "seed": self.seed, "split": "eval", "setting": best,
+                "chosen_on": "tune", "tried": search if len(settings) > 1 else [], "tokens": self._costs(run),
+                "teacher_distance": self._distance(run), "curve": curve, "seconds": round(time.time() - began),
+                **provenance(run.job, stages=(*self.comparison.shared, *self.arm.run)),
+            }  # fmt: skip
+
+    def _chosen(self, name: str) -> float:
+        """The setting that an arm's search kept."""
+        if len(self.comparison.arms[name].settings) == 1:
+            return self.comparison.arms[name].settings[0]
+        file = self.results / f"{name}-0.json"
+        if not file.exists():
+            raise SystemExit(f"{file} is missing: seed 0 of {name} chooses the setting; run that first")
+        return float(json.loads(file.read_text())["setting"])
+
+    @contextmanager
+    def _run(self, setting: float, store: Path) -> Iterator[tuple[Run, Stage]]:
+        """An open run, and the stage whose rollout settings evaluation takes."""
+        overrides = [f"seed={self.seed}", f'store="{store}"', *self.comparison.rates(self.arm, setting)]
+        job = load_job(self.comparison.folder, overrides=overrides)
+        run = open_run(job, Progress(None))
+        with closing(run.engines):
+            yield run, job.stage(self.arm.run[-1] if self.arm.run else self.comparison.shared[0])
+
+    def _shared_store(self) -> Path:
+        """A store in which what the arm needs of base and specialists has run."""
+        store = self.stores / f"shared-{self.seed}"
+        for stage in self.comparison.needs(self.name):
+            if not (store / "policies" / stage / "v1").exists():
+                self._mopd(stage, store)
+        return store
+
+    def _train(self, setting: float, shared: Path) -> Path:
+        """The store in which the arm has run at a setting; the shared one for arms without training."""
+        if not self.arm.run:
+            return shared
+        store = self.stores / f"{self.name}-{self.seed}-{setting:g}"
+        if not store.exists():
+            staging = store.with_name(f".{store.name}.tmp")
+            shutil.rmtree(staging, ignore_errors=True)
+            shutil.copytree(shared, staging, symlinks=True)
+            staging.rename(store)
+        overrides = [part for rate in self.comparison.rates(self.arm, setting) for part in ("--set", rate)]
+        for stage in self.arm.run:
+            self._mopd(stage, store, *overrides)
+        return store
+
+    def _mopd(self, stage: str, store: Path, *overrides: str) -> None:
+        """Run one stage of the job to its end; one that has ended is left alone."""
+        what = (str(self.comparison.folder), "--stage", stage, "--seed", str(self.seed), "--store", str(store))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.comparison.threads)}
+        subprocess.run([sys.executable, "-m", "mopd_dataplane", "run", *what, *overrides], check=True, env=environment)
+
+    def _policy(self, run: Run, setting: float) -> Path:
+        """Folder of the arm's policy."""
+        if self.arm.merge is not None:
+            folder = run.root / "merged" / f"{self.name}-{setting:g}"
+            if not folder.exists():
+                specialists = [self._last(run, name) for name in self.comparison.specialists]
+                self.arm.merge(self._last(run, BASE), specialists, setting, folder)
+            return folder
+        if self.arm.run:
+            return self._last(run, self.arm.run[-1])
+        return self._last(run, self.name)
+
+    def _last(self, run: Run, stage: str) -> Path:
+        """Folder of a stage's newest policy."""
+        return run.policies.last(run.job.stage(stage))
+
+    def _points(self, run: Run, setting: float) -> list[tuple[int, Path]]:
+        """(tokens learnt from until then, folder) of the versions that are measured, the arm's policy last."""
+        if not self.arm.stages:
+            return [(0, self._policy(run, setting))]
+        found, before, points = [], 0, self.comparison.points
+        for stage in map(run.job.stage, self.arm.stages):
+            spent = trained_tokens(run, stage.name)
+            versions = {max(1, round(stage.iterations * (i + 1) / points)) for i in range(points)}
+            for version in sorted(versions) if len(self.arm.stages) == 1 else [stage.iterations]:
+                tokens = before + sum(count for window, count in spent.items() if window < version)
+                found.append((tokens, run.policies.folder(stage, version)))
+            before += sum(spent.values())
+        return found
+
+    def _costs(self, run: Run) -> dict[str, int]:
+        """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote."""
+        student = sum(sum(trained_tokens(run, stage).values()) for stage in self.arm.stages)
+        if not self.arm.teachers:
+            return {"student": student, "specialists": 0, "teachers": 0}
+        specialists = self.comparison.specialists
+        routes = [run.job.stage(stage).routing or run.job.routing for stage in self.arm.stages]
+        used = {teacher for stage, route in zip(self.arm.stages, routes, strict=True)
+                for domain, teacher in route.items() if domain in run.job.domains_of(run.job.stage(stage))}  # fmt: skip
+        trained = (self.name,) if self.name in specialists else sorted(used) or specialists
+        base = self.comparison.lineage(BASE)
+        own = [stage for name in trained for stage in self.comparison.lineage(name) if stage not in base]
+        teachers = 0
+        for stage in self.arm.stages:
+            judged = run.store.sql(
+                'select coalesce(sum(n), 0)::bigint as n from (select uid, max("rows") as n from scores '
+                f"join samples using (uid) where samples.stage = '{stage}' group by uid)"
+            )
+            wrote = run.store.sql(
+                f"select coalesce(sum(response_len), 0)::bigint as n from samples where stage = '{stage}' and policy "
+                f"in ({', '.join(repr(s) for s in specialists)})"
+            )
+            teachers += judged["n"][0].as_py() + wrote["n"][0].as_py()
+        spent = sum(sum(trained_tokens(run, stage).values()) for stage in own)
+        return {"student": student, "specialists": spent, "teachers": teachers}
+
+    def _distance(self, run: Run) -> dict[str, float]:
+        """Domain -> sampled reverse KL of the start to its teacher, nat per token of the first iteration's answers."""
+        if not self.arm.stages:
+            return {}
+        others = ", ".join(repr(name) for name in self.comparison.specialists)
+        found = run.store.sql(
+            "select samples.domain as domain, sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens) as nat "
+            "from scores join samples using (uid) where kind = 'logprob' and policy_version_last = 0 "
+            f"and samples.stage = '{self.arm.stages[0]}' and samples.policy not in ({others}) group by 1"
+        )
+        return {row["domain"]: round(row["nat"], 4) for row in sorted(found.to_pylist(), key=lambda row: row["domain"])}
+
+
+def trained_tokens(run: Run, stage: str) -> dict[int, int]:
+    """Window -> answer tokens that its steps learnt from."""
+    rows = run.store.sql(
+        f"select \"window\", sum(loss_tokens)::bigint as n from steps where stage = '{stage}' group by 1"
+    )
+    return {row["window"]: row["n"] for row in rows.to_pylist()}
+
+
+def judge(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:
+    """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
+    prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
+    found: dict[str, list[tuple[float, bool | None]]] = {}
+    for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
+        outcome = verify(run, prompt, given.ids, given.mask)
+        found.setdefault(prompt.domain, []).append((outcome.reward, outcome.correct))
+    return {
+        domain: {
+            "correct": "".join(str(int(bool(correct))) for _, correct in outcomes),
+            "reward": round(float(np.mean([reward for reward, _ in outcomes])), 4),
+        }
+        for domain, outcomes in found.items()
+    }
+
+
+def mean_right(domains: dict[str, dict[str, Any]]) -> float:
+    """Mean over domains of the share that is entirely right; 0 of none."""
+    return float(np.mean([d["correct"].count("1") / len(d["correct"]) for d in domains.values()])) if domains else 0.0
+
+
+def _order(prompt: Prompt) -> tuple[str, int]:
+    return prompt.domain, int(prompt.prompt_id.rpartition("-")[2])

@@ -1,0 +1,86 @@
+"""jobs/arms.py on a tiny model of SmolLM2's tokens: an arm's file, what it holds, and what is not run twice."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mopd_dataplane.models.families import FAMILIES
+from mopd_dataplane.models.tiny import of_family
+
+JOBS = Path(__file__).parents[2] / "jobs"
+SPECIALISTS = ("date", "larger", "json")
+
+
+@pytest.fixture
+def arms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(JOBS))
+    return importlib.import_module("arms")
+
+
+@pytest.mark.slow
+def test_an_arm_waits_for_what_it_starts_from_and_no_more(arms: ModuleType) -> None:
+    known = {name: arms.Arm(name, stages, teachers=teachers) for name, stages, teachers in (
+        ("base", (), False), ("larger", (), True), ("grpo", ("grpo",), False), ("mopd-exact", ("mopd-exact",), True),
+    )}  # fmt: skip
+    comparison = arms.Comparison(JOBS / "smollm2-mopd", known, SPECIALISTS)
+    assert comparison.shared == ("base", "date", "json", "larger")
+    assert comparison.needs("base") == comparison.needs("grpo") == ("base",)
+    assert comparison.needs("larger") == ("base", "larger")
+    assert comparison.needs("mopd-exact") == comparison.shared
+
+
+def small_job(folder: Path) -> Path:
+    """The job with a tiny student, few prompts and one iteration; its folder."""
+    model = folder / "model"
+    model.mkdir(parents=True)
+    of_family(FAMILIES["smollm2"], model, seed=0, dtype="float32")
+    said = (JOBS / "smollm2-mopd" / "job.toml").read_text()
+    for pattern, now in (
+        (r"gguf = .*", f'path = "{model}"'),
+        (r"eval = \d+", "eval = 3"),
+        (r"tune = \d+", "tune = 2"),
+        (r"examples = \d+", "examples = 12"),
+        (r"iterations = \d", "iterations = 1"),
+        (r"prompts_per_iteration = \d+", "prompts_per_iteration = 6"),
+        (r"max_new_tokens = \d+", "max_new_tokens = 4"),
+    ):
+        said, found = re.subn(pattern, now, said)
+        assert found, pattern
+    job = folder / "small"
+    job.mkdir()
+    (job / "job.toml").write_text(said)
+    return job
+
+
+@pytest.mark.slow
+def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
+    arms: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = small_job(tmp_path)
+    known = {"base": arms.Arm("base", teachers=False), **{name: arms.Arm(name) for name in SPECIALISTS}}
+    known["mopd-exact"] = arms.Arm("exact", ("mopd-exact",))
+    comparison = arms.Comparison(job, known, SPECIALISTS, points=1)
+    words = ["--stores", str(tmp_path / "stores"), "--results", str(tmp_path / "results")]
+    for name in ("base", "mopd-exact"):
+        monkeypatch.setattr("sys.argv", ["run.py", name, "0", *words])
+        arms.main(comparison)
+    said = {name: json.loads((tmp_path / "results" / f"{name}-0.json").read_text()) for name in ("base", "mopd-exact")}
+    for found in said.values():
+        right = found["curve"][-1]["right"]
+        assert {domain: len(one["correct"]) for domain, one in right.items()} == dict.fromkeys(
+            ("capital", "date", "json", "larger"), 3
+        )
+    assert said["base"]["tokens"] == {"student": 0, "specialists": 0, "teachers": 0}
+    spent = said["mopd-exact"]["tokens"]
+    assert 6 <= spent["student"] == spent["teachers"] <= 6 * 4
+    assert spent["specialists"] > 0
+    assert said["mopd-exact"]["teacher_distance"].keys() == set(SPECIALISTS)
+    capsys.readouterr()
+    arms.main(comparison)
+    assert "is there" in capsys.readouterr().out

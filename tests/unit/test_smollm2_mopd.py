@@ -1,0 +1,59 @@
+"""Prompts of jobs/smollm2-mopd: their answers by another way, and splits that share nothing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.records import Prompt
+
+JOBS = Path(__file__).parents[2] / "jobs"
+JOB = load_job(JOBS / "smollm2-mopd")
+
+
+def prompts(domain: str) -> list[Prompt]:
+    return load_prompts(domain, JOB.domains[domain])
+
+
+def question(prompt: Prompt) -> str:
+    return str(json.loads(prompt.messages)[-1]["content"])
+
+
+def test_dates_are_those_that_the_calendar_reads() -> None:
+    for prompt in prompts("date"):
+        said = re.fullmatch(r"Write (.*) in the format YYYY-MM-DD\.", question(prompt))
+        assert said
+        assert datetime.datetime.strptime(said[1], "%d %B %Y").date() == datetime.date.fromisoformat(prompt.answer)
+
+
+def test_the_larger_number_is_the_answer() -> None:
+    for prompt in prompts("larger"):
+        first, second = map(int, re.findall(r"\d+", question(prompt)))
+        assert int(prompt.answer) >= first
+        assert int(prompt.answer) >= second
+        assert int(prompt.answer) in (first, second)
+
+
+def test_json_says_who_is_how_old() -> None:
+    for prompt in prompts("json"):
+        said = json.loads(prompt.answer)
+        assert question(prompt) == f"Write as JSON: {said['name']} is {said['age']} years old."
+
+
+@pytest.mark.parametrize("domain", JOB.domains)
+def test_splits_share_no_question_and_evaluation_has_enough(domain: str) -> None:
+    by_split: dict[str, set[str]] = {}
+    for prompt in prompts(domain):
+        by_split.setdefault(prompt.split, set()).add(question(prompt))
+    assert sum(map(len, by_split.values())) == len(set.union(*by_split.values())) == len(prompts(domain))
+    assert len(by_split["eval"]) >= (130 if domain == "capital" else 300)
+
+
+def test_nobody_is_trained_on_capitals() -> None:
+    assert all("capital" not in JOB.domains_of(stage) for stage in JOB.stages)
