@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,7 +229,9 @@ def _inject(model: PreTrainedModel, config: LoraConfig, name: str, where: str) -
     from peft import inject_adapter_in_model
 
     try:
-        inject_adapter_in_model(config, model, adapter_name=name)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several are what is wanted
+            inject_adapter_in_model(config, model, adapter_name=name)
     except ValueError as error:
         raise MismatchError(f"{where} does not fit {type(model).__name__}: {error!s:.300}") from None
 

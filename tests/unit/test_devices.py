@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from decoding import TINY, assert_same, decode, make_requests
+from peft import LoraConfig, get_peft_model
 from stand_in_device.stand_in import NAME, StandInTensor, active
 
 from mopd_dataplane.errors import InputError
@@ -147,6 +148,44 @@ def test_signals_are_those_of_the_cpu(source: str, folders: dict[str, Path], hos
             np.testing.assert_array_equal(signal.topk_ids, theirs[key].topk_ids)
             np.testing.assert_allclose(signal.topk_logprobs, theirs[key].topk_logprobs, **CLOSE)
     assert copied.keys() <= READ_BACK.keys(), copied
+
+
+@pytest.fixture(scope="module")
+def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two on the policy, as peft writes them."""
+    root = tmp_path_factory.mktemp("adapters")
+    config = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = get_peft_model(hf.load_model(folders["policy"]), config)
+        model.peft_config["default"].base_model_name_or_path = str(folders["policy"])
+        model.save_pretrained(root / str(seed))
+    return [root / "0", root / "1"]
+
+
+def test_adapters_judge_and_sample_on_the_device_of_their_base(
+    adapters: list[Path], folders: dict[str, Path], host_copies: Counter[str]
+) -> None:
+    digest = hf.tokenizer_digest(hf.load_tokenizer(folders["policy"]))
+    found = []
+    for device in (NAME, "cpu"):
+        specs = {one.name: TeacherSpec(one, sections.Teacher(source=str(one))) for one in adapters}
+        pool = TeacherPool(specs, student_tokenizer=digest, device=device)
+        settings = sections.Score(batch_tokens=64)
+        said = [score_samples(pool, one.name, ["logprob"], samples(3), settings) for one in adapters]
+        assert {weight.device.type for weight in pool.model("1").parameters()} == {device}
+        engine = HfEngine(adapters[0], slots=3, device=device)
+        engine.load_policy(adapters[1], 1)
+        assert {weight.device.type for weight in engine._decoders[0].model.parameters()} == {device}
+        found.append(
+            (
+                np.concatenate([one.logprob for part in said for one in part]),
+                decode(engine, make_requests(2, max_new_tokens=5)),
+            )
+        )
+    (ours, our_samples), (theirs, their_samples) = found
+    np.testing.assert_allclose(ours, theirs, **CLOSE)
+    assert_same(our_samples, their_samples)
 
 
 def test_a_discriminator_learns_on_a_device_as_on_the_cpu(

@@ -16,7 +16,7 @@ from stand_in_device.stand_in import NAME, active
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm
-from mopd_dataplane.job.sections import Train
+from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.heads import TeacherHeads
@@ -43,7 +43,13 @@ READ_BACK = {
 
 
 def one_step(
-    device: str, policy: Path, packs: list[Pack], batch: Callable[..., Any], folder: Path, copies: Counter[str]
+    device: str,
+    policy: Path,
+    packs: list[Pack],
+    batch: Callable[..., Any],
+    folder: Path,
+    copies: Counter[str],
+    rank: int,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     head = folder / "head.safetensors"
     weight = torch.randn(99, 24, generator=torch.Generator().manual_seed(0))
@@ -51,7 +57,7 @@ def one_step(
     ranks = Ranks.join(device, environment={})
     assert ranks.device.type == ("cpu" if device == "cpu" else NAME)
     heads = TeacherHeads({"math": HeadFile(path=str(head), digest=file_digest(head))}, ranks.device)
-    student = load_student(policy, ranks, gradient_checkpointing=True)
+    student = load_student(policy, ranks, gradient_checkpointing=True, lora=Lora(r=rank))
     trainer = Trainer(student, ObjectiveLoss(FULL), Train(learning_rate=1e-2), ranks, heads, ("math",))
     copies.clear()
     metrics = trainer.step(batch(packs), WINDOW, 0)
@@ -61,8 +67,9 @@ def one_step(
     return asdict(metrics), {name: value.float() for name, value in full_weights(student, ranks).items()}
 
 
+@pytest.mark.parametrize("rank", [0, 4], ids=["weights", "adapter"])
 def test_a_step_on_a_device_is_the_cpus(
-    policy: Path, pack: Callable[..., Pack], batch: Callable[..., Any], tmp_path: Path
+    rank: int, policy: Path, pack: Callable[..., Pack], batch: Callable[..., Any], tmp_path: Path
 ) -> None:
     packs = [pack([9, 14], seed=1, teacher="math", index=0), pack([20], seed=2, teacher="math", index=1)]
     for one in packs:
@@ -70,7 +77,7 @@ def test_a_step_on_a_device_is_the_cpus(
         one.hidden, one.hidden_codec = encode(states, "int8"), "int8"
     with active() as copies:
         (ours, our_weights), (theirs, their_weights) = (
-            one_step(device, policy, packs, batch, tmp_path, copies) for device in ("auto", "cpu")
+            one_step(device, policy, packs, batch, tmp_path, copies, rank) for device in ("auto", "cpu")
         )
         for name in ("loss", "grad_norm", "reverse_kl", "tokens", "staleness_max"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
