@@ -2,7 +2,8 @@
 
     python jobs/examples/plain_loop.py STORE STAGE POLICY
 
-The loader starts by itself and ends with this process. The sum is divided by the trained tokens of the whole step, so
+The loader starts by itself and ends with this process. transformers keeps the sequences of a pack apart by
+`position_ids`, but only without a cache of keys. The sum is divided by the trained tokens of the whole step, so
 the gradient does not depend on how the step was cut into packs.
 """
 
@@ -25,7 +26,8 @@ def main(store: str, stage: str, policy: str) -> None:
             total = 0.0
             for pack in batch.packs:
                 tokens = pack.tokens.long()[None]
-                logits = model(input_ids=tokens, position_ids=pack.position_ids.long()[None]).logits[0, :-1]
+                places = pack.position_ids.long()[None]
+                logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0, :-1]
                 losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
                 loss = losses[pack.loss_mask[1:].bool()].sum() / batch.loss_tokens
                 loss.backward()
@@ -33,7 +35,7 @@ def main(store: str, stage: str, policy: str) -> None:
                 batch.release(pack)
             optimizer.step()
             optimizer.zero_grad()
-            print(f"step {batch.step} loss {total:.4f}")
+            print(f"step {batch.step} loss {total:.6f}")
 
 
 if __name__ == "__main__":

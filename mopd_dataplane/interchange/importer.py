@@ -106,7 +106,7 @@ def import_rollouts(
     files = files_of(path)
     target = Store.find(store) if isinstance(store, str) else store
     teachers = Teachers(target, [str(path), *files], (vocabulary.digest, vocabulary.size))
-    _check(target, path, _samples(files, settings, vocabulary), teachers)
+    prompts = _check(target, path, _samples(files, settings, vocabulary), teachers)
     tokenizer = vocabulary.file()
     if isinstance(store, str):
         store = Store.create(store)
@@ -117,7 +117,7 @@ def import_rollouts(
     for batch in _batches(converted):
         places |= {row.place for row, _, _ in batch}
         report.ignored = sorted({*report.ignored, *(name for row, _, _ in batch for name in row.ignored)})
-        _write(store, batch, report)
+        _write(store, batch, prompts, report)
         progress(report.samples)
     report.rows = len(places)
     detail = {"format": settings.format, "rows": report.rows, "tokenised": report.tokenised}
@@ -141,8 +141,11 @@ def _batches(converted: Iterator[tuple[Row, Prompt, Sample]]) -> Iterator[list[t
 
 def _check(
     store: Store | None, path: Place, converted: Iterator[tuple[Row, Prompt, Sample]], teachers: Teachers
-) -> None:
-    """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name."""
+) -> dict[str, Prompt]:
+    """Convert every row, and compare its prompt and its uid with what the store and other rows call by that name.
+
+    Returns the prompts by name: a question that came by another format before stays as that brought it.
+    """
     known = {prompt.prompt_id: prompt for prompt in store.prompts()} if store is not None else {}
     places: list[str] = []
     uids: list[str] = []
@@ -153,7 +156,8 @@ def _check(
         crcs.append(sample_crc(sample))
         for said in row.signals:
             teachers.check(said, row.place, sample.response_len, sample.loss_tokens)
-        if known.setdefault(prompt.prompt_id, prompt) != prompt:
+        before = known.setdefault(prompt.prompt_id, prompt)
+        if replace(prompt, source=before.source) != before:
             raise InputError(
                 f"{row.place}: prompt_id {prompt.prompt_id!r:.80} is the name of another prompt, in the store or in a "
                 "row before; rename it, or leave prompt_id out"
@@ -165,6 +169,7 @@ def _check(
             f"{places[other]}: uid {uids[other]} is the name of a sample with other tokens, log-probs or masks, in the "
             "store or in a row before; leave uid out, and it follows from the content"
         )
+    return known
 
 
 def batch_name(files: Sequence[str], settings: ImportSettings) -> str:
@@ -173,8 +178,10 @@ def batch_name(files: Sequence[str], settings: ImportSettings) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _write(store: Store, batch: list[tuple[Row, Prompt, Sample]], report: ImportReport) -> None:
-    store.add_prompts({prompt.prompt_id: prompt for _, prompt, _ in batch}.values())
+def _write(
+    store: Store, batch: list[tuple[Row, Prompt, Sample]], prompts: dict[str, Prompt], report: ImportReport
+) -> None:
+    store.add_prompts([prompts[name] for name in {prompt.prompt_id: None for _, prompt, _ in batch}])
     samples = [sample for _, _, sample in batch]
     receipt = store.commit_samples(samples)
     records: list[dict[str, Any]] = [
@@ -408,9 +415,9 @@ def _array(field: Field, row: Row, length: int, mask: np.ndarray, vocabulary: Vo
 def _question(row: Row, domain: str, settings: ImportSettings) -> Prompt:
     """The prompt of a row; its name follows from what it asks, unless the row names it."""
     asked = row.prompt if isinstance(row.prompt, str) else "" if row.prompt is None else _joined(row.prompt)
-    key = asked or repr(row.prompt_ids)
-    digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
     messages = "" if row.prompt is None or isinstance(row.prompt, str) else json.dumps(row.prompt, ensure_ascii=False)
+    key = messages or asked or repr(row.prompt_ids)
+    digest = hashlib.blake2b(f"{key}\0{row.answer}".encode(errors="surrogatepass"), digest_size=8).hexdigest()
     stated: dict[str, Any] = {
         "split": SPLIT, "source": f"import:{settings.format}", "messages": messages, **row.question,
     }  # fmt: skip

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import datasets
 
 SCRIPT = """
 import json
@@ -25,18 +23,11 @@ except Exception as error:
 """
 
 
-def test_a_name_on_the_hub_is_read_from_the_cache(tmp_path: Path) -> None:
-    cached = tmp_path / "home" / "datasets" / "owner___sums" / "default" / "0.0.0" / ("0" * 40)
-    cached.mkdir(parents=True)
-    file = tmp_path / "train.parquet"
-    datasets.Dataset.from_dict({"problem": ["3 + 4 =", "1 + 1 ="], "answer": ["7", "2"]}).to_parquet(str(file))
-    builder = datasets.load_dataset_builder("parquet", data_files=str(file), cache_dir=str(tmp_path / "made"))
-    builder.download_and_prepare()
-    for part in Path(builder.cache_dir).iterdir():
-        shutil.copy(part, cached / part.name.replace("parquet-train", "sums-train"))
+def test_a_name_on_the_hub_is_read_from_the_cache(tmp_path: Path, write_hub_cache: Callable[[Path], Path]) -> None:
+    home = write_hub_cache(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False,
-        env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     said, refused = done.stdout.splitlines()
     assert json.loads(said) == [["3 + 4 =", "7", "datasets:owner/sums"], ["1 + 1 =", "2", "datasets:owner/sums"]], (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,23 +17,7 @@ from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.integrations import lm_eval as under_test
 from mopd_dataplane.integrations.lm_eval import EvalSettings, evaluate_policy
 
-QUESTIONS = [{"question": f"{n} + 4 =", "choices": [f" {n + 4}", f" {n + 5}", " 99"], "gold": 0} for n in range(12)]
-TASK = """
-task: sums
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_target: gold
-doc_to_choice: choices
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
+Question = dict[str, Any]
 
 
 @pytest.fixture
@@ -48,18 +32,16 @@ def store(make_store: Callable[..., Store], policy: Path, tmp_path: Path) -> Sto
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> EvalSettings:
-    (tmp_path / "q.json").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "sums.yaml").write_text(TASK.format(file=tmp_path / "q.json"))
+def settings(tmp_path: Path, write_lm_eval_task: Callable[[Path], list[Question]]) -> EvalSettings:
+    write_lm_eval_task(tmp_path / "tasks")
     return EvalSettings(tasks=("sums",), include_path=str(tmp_path / "tasks"))
 
 
-def by_hand(policy: Path) -> list[bool]:
+def by_hand(policy: Path, questions: list[Question]) -> list[bool]:
     """Whether the right choice has the highest log-prob, question by question."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(policy), AutoTokenizer.from_pretrained(policy)
     found = []
-    for question in QUESTIONS:
+    for question in questions:
         scores = []
         for choice in question["choices"]:
             start, ids = (
@@ -73,11 +55,12 @@ def by_hand(policy: Path) -> list[bool]:
 
 
 def test_a_score_has_lm_evals_own_standard_error(
-    store: Store, policy: Path, settings: EvalSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = store.sql("select * from accuracy").to_pylist()
+    store: Store, policy: Path, settings: EvalSettings, monkeypatch: pytest.MonkeyPatch,
+    write_lm_eval_task: Callable[[Path], list[Question]], tmp_path: Path,
+) -> None:  # fmt: skip
+    before = store.sql("select * from accuracy order by all").to_pylist()
     [score] = evaluate_policy(store, "student", 2, settings)
-    right = by_hand(policy)
+    right = by_hand(policy, write_lm_eval_task(tmp_path / "again"))
     mean = sum(right) / len(right)
     assert (score["domain"], score["documents"], score["reward"]) == ("sums", 12, pytest.approx(mean))
     assert score["stderr"] == pytest.approx(math.sqrt(mean * (1 - mean) / (len(right) - 1)), rel=1e-4)
@@ -85,7 +68,7 @@ def test_a_score_has_lm_evals_own_standard_error(
     assert [(row["policy"], row["policy_version"], row["metric"]) for row in rows] == [
         ("student", 2, "acc, none, default-shot")
     ]
-    assert store.sql("select * from accuracy").to_pylist() == before
+    assert store.sql("select * from accuracy order by all").to_pylist() == before
     monkeypatch.setattr(under_test, "_model", lambda *arguments: pytest.fail("asked again"))
     assert evaluate_policy(store, "student", None, settings) == [score]
     with pytest.raises(pytest.fail.Exception, match="asked again"):

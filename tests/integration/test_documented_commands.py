@@ -1,31 +1,21 @@
 """Every command and code block of the documentation runs, or its fence says why a test cannot run it.
 
-A fence reads `sh run`, `python run`, `console fails`, or names a reason of REASONS. Blocks of a page run in order in
-one scratch folder that holds a store as `runs/quickstart` and the recipes as `jobs`. Blocks marked `minutes` run
-in the slow tier. The SQL of the cookbook and the TOML of docs/job.md have tests of their own.
+A fence reads `sh run`, `python run`, `toml run`, `console fails`, or names a reason of REASONS. Blocks of a page run in
+order in the scratch folder that tests/documented.py makes. Blocks marked `minutes` run in the slow tier. The SQL of the
+cookbook and the TOML of docs/job.md have tests of their own.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commandline import ENVIRONMENT
+from documented import PAGES, ROOT, Block, blocks, commands, prepare, relative, run_blocks
 
-from mopd_dataplane import Store, open_store
+from mopd_dataplane import Store
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    {*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("jobs/*/README.md")}
-)
-FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LANGUAGES = ("sh", "bash", "console", "shell", "python")
 REASONS = {
     "minutes": "runs for a minute or more: slow tier",
@@ -35,7 +25,9 @@ REASONS = {
     "clone": "a target of the Makefile",
     "server": "serves until it is stopped: tests of the viewer and the loader start one",
     "cluster": "needs several machines, or an object store: test_ray_job.py and test_whole_job_s3.py stand in for them",
-    "extra": "needs packages that the tests' environment lacks: make test-vllm, test-transferqueue, test-ecosystem",
+    "ecosystem": "needs packages of make test-ecosystem, whose test_documented_examples.py runs it",
+    "transferqueue": "needs TransferQueue: make test-transferqueue, whose test_transferqueue_page.py runs it",
+    "extra": "needs packages that the tests' environment lacks: make test-vllm, test-ecosystem",
     "gpu": "needs a CUDA device",
     "input": "needs files of the reader's: test_import_export.py and test_upgrade.py make some",
 }
@@ -47,100 +39,6 @@ HELP_EXAMPLES = {
     "mopd view runs/quickstart": "server", "store upgrade": "input", "store copy": "cluster",
 }  # fmt: skip
 """Commands whose examples in the help texts (docs/cli.md) a test cannot run at once, and the reason of REASONS."""
-
-NAMES = {
-    "domain = 'math'": "domain = 'spell_backward'", "spiral_matrix": "spell_backward",
-    "student@6": "student@1", "student@12": "student@4",
-}  # fmt: skip
-"""Domains and versions that commands name, and those of the store at hand."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, what its fence says of running it, its first line in the page, its text."""
-
-    language: str
-    mark: str
-    line: int
-    text: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    text = page.read_text()
-    for found in FENCE.finditer(text):
-        language, _, mark = found[1].strip().partition(" ")
-        yield Block(language, mark, text[: found.start()].count("\n") + 1, found[2])
-
-
-def relative(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
-def commands(block: Block) -> list[str]:
-    """The commands of a shell block; in one with prompts, all else is output."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return prompted or [line for line in lines if line.strip()]
-
-
-def program(block: Block) -> str:
-    """Python that runs a block; a command that fails ends the program."""
-    if block.language == "python":
-        return block.text
-    if block.mark == "fails":
-        (command,) = commands(block)
-        return f"_fails({command!r}, {block.text.splitlines()[1:]!r})"
-    lines = commands(block)
-    for written, here in NAMES.items():
-        lines = [line.replace(written, here) for line in lines]
-    return "\n".join(f"_run({line!r})" for line in lines)
-
-
-PROLOGUE = """
-import shlex, subprocess
-
-def _mopd(command):
-    from typer.testing import CliRunner
-    from mopd_dataplane.cli.app import app
-    return CliRunner().invoke(app, shlex.split(command, comments=True)[1:])
-
-def _run(command):
-    words = shlex.split(command, comments=True)
-    if words[0] != "mopd" or set(words) & {"|", ">", "&&", "&", ";"}:
-        subprocess.run(command, shell=True, check=True)
-        return
-    done = _mopd(command)
-    assert done.exit_code == 0, (command, done.output, done.exception)
-
-def _fails(command, shown):
-    done = _mopd(command)
-    assert done.exit_code > 1, done.output
-    parts = [part.strip() for line in shown for part in line.split("…")]
-    assert parts and all(part in done.output for part in parts), (done.output, parts)
-"""
-"""A `mopd` command runs inside the program of its page, so that a page pays for its imports once."""
-
-
-def prepare(store: Path, folder: Path) -> Path:
-    """Where blocks run: runs/quickstart and runs/demo are a copy of the store, jobs are the recipes."""
-    shutil.copytree(store, folder / "runs" / "quickstart")
-    (folder / "runs" / "demo").symlink_to("quickstart")
-    (folder / "jobs").symlink_to(ROOT / "jobs")
-    return folder
-
-
-def run_blocks(chosen: list[Block], folder: Path) -> None:
-    """Run blocks one after another, as one program, in a prepared folder."""
-    uids = open_store(str(folder / "runs" / "quickstart")).sql("select uid from samples where stage = 'student'")["uid"]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    if any("create_store(" in block.text for block in chosen):
-        (folder / "runs" / "demo").unlink()  # the page makes it
-    script = "\n".join([PROLOGUE, *map(program, chosen)]).replace("3fa9", uids[0].as_py()[:12])
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=1200, cwd=folder, check=False,
-        env={**ENVIRONMENT, "PATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)

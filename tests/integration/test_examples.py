@@ -1,4 +1,4 @@
-"""The examples of jobs/examples run as they stand."""
+"""The examples of jobs/examples run as they stand, and their first loss is that of each sample on its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from mopd_dataplane import open_store
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.plan import build_window
@@ -31,8 +34,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     store.add_plan(plan)
     shape = LlamaConfig(
-        vocab_size=32_000, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
+        vocab_size=32_000, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        initializer_range=0.3,
+    )  # fmt: skip
     LlamaForCausalLM(shape).save_pretrained(root / "policy")
     return root
 
@@ -45,14 +49,33 @@ def output_of(place: Path, script: str, *words: str) -> str:
     return done.stdout
 
 
+def first_loss(place: Path, packs: int) -> float:
+    """Cross-entropy over the trained tokens of the window's first packs, one forward pass for each sample."""
+    model = AutoModelForCausalLM.from_pretrained(place / "policy")
+    store = open_store(str(place / "store"))
+    plan = store.plan(STAGE, 0)
+    assert plan is not None
+    total, count = 0.0, 0
+    for payload in store.read_tokens(plan.sample_rows[: plan.pack_starts[packs]]).to_pylist():
+        tokens, mask = torch.tensor(payload["tokens"]), torch.tensor(payload["loss_mask"]).bool()
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0, -len(mask) - 1 : -1].log_softmax(-1)
+        said = logprobs.gather(-1, tokens[-len(mask) :, None])[mask]
+        total, count = total - float(said.sum()), count + len(said)
+    return total / count
+
+
 def test_a_plain_loop(place: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"step \d+ loss ([\d.]+)", output_of(place, "plain_loop.py"))]
     assert len(losses) == 3
+    plan = open_store(str(place / "store")).plan(STAGE, 0)
+    assert plan is not None
+    assert losses[0] == pytest.approx(first_loss(place, int(plan.step_starts[1])), abs=1e-5)
     assert all(5 < loss < 20 for loss in losses), "cross-entropy of an untrained model over 32,000 tokens"
 
 
 @pytest.mark.slow
 def test_hugging_face_trainer(place: Path) -> None:
     losses = re.findall(r"'loss': '?([\d.]+)", output_of(place, "hf_trainer.py", str(place / "out")))
-    assert losses
+    assert float(losses[0]) == pytest.approx(first_loss(place, 1), abs=1e-3)
     assert all(5 < float(loss) < 20 for loss in losses)

@@ -1,4 +1,5 @@
-"""Hugging Face's Trainer on a store: the loss is ours, and that of the formula; the weights are those of mopd train."""
+"""Hugging Face's Trainer and a plain loop on a store: the loss is ours, and that of the formula; the weights are those
+of mopd train."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from judged_store import JUDGE, PACKS, STEPS, add_judge, tiny_student
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-from mopd_dataplane import LoadSpec, Store
+from mopd_dataplane import BatchStream, LoadSpec, Store
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.integrations.hf_trainer import StoreTrainer
 from mopd_dataplane.job.objectives import Objective
@@ -99,6 +101,30 @@ def own(policy: Path, store: Store, folder: Path) -> tuple[list[float], Student]
     return found, student
 
 
+def plain(policy: Path, store: Store) -> list[float]:
+    """Exact reverse KL of every step in a loop of plain torch, from public names: full logits, no kernels."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    head = load_file(store.path(store.teachers()[JUDGE].head_file))["weight"]
+    found = []
+    with BatchStream(store.uri, LoadSpec(stage="student", signals=("hidden",)), windows=[90]) as stream:
+        for batch in stream:
+            found.append(0.0)
+            for pack in batch.packs:
+                tokens, places = pack.tokens.long()[None], pack.position_ids.long()[None]
+                logits = model(input_ids=tokens, position_ids=places, use_cache=False).logits[0, :-1]
+                student = logits[pack.loss_mask[1:].bool()].log_softmax(-1)
+                teacher = (pack.hidden.view(torch.float32) @ head.T).log_softmax(-1)
+                loss = (student.exp() * (student - teacher)).sum() / batch.loss_tokens
+                loss.backward()
+                found[-1] += float(loss.detach())
+                batch.release(pack)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
 def test_the_loss_and_the_weights_are_those_of_mopd_train(
     judged: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
 ) -> None:
@@ -107,6 +133,7 @@ def test_the_loss_and_the_weights_are_those_of_mopd_train(
     ours, student = own(policy, store, tmp_path)
     assert theirs.state.global_step == len(ours) == STEPS
     assert losses(theirs) == pytest.approx(ours, abs=1e-5)
+    assert plain(policy, store) == pytest.approx(ours, abs=1e-5)
     assert losses(theirs)[0] == pytest.approx(formula(policy, store, said), abs=1e-5)
     assert losses(theirs, "reverse_kl") == pytest.approx(losses(theirs), abs=1e-5)
     for (name, mine), (_, other) in zip(student.model.named_parameters(), theirs.model.named_parameters(), strict=True):

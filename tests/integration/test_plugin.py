@@ -89,20 +89,24 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mopd(installed: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         command(*words), capture_output=True, text=True, timeout=300, check=False,
-        env={**ENVIRONMENT, "PYTHONPATH": paths},
+        env={**ENVIRONMENT, "PYTHONPATH": python_path(installed)},
     )  # fmt: skip
 
 
+def python_path(installed: Path) -> str:
+    return os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "term", "margin", "signals"),
     [
         ("marking", "entropy-bonus", "margin-loss", "{}"),
-        pytest.param(
+        (
             "mopd_example_plugin:Marking", '"mopd_example_plugin:EntropyBonus"', '"mopd_example_plugin:MarginLoss"',
-            '{ margin = "mopd_example_plugin:Margin" }', marks=pytest.mark.slow,
+            '{ margin = "mopd_example_plugin:Margin" }',
         ),
     ],
     ids=["by entry point", "by module"],
@@ -144,35 +148,53 @@ def rows(installed: Path, store: Path, sql: str) -> list[dict[str, Any]]:
     return listed
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ('kind = "marking"', 'kind = "markin"', "no engine 'markin': known: hf, marking, vllm; did you mean 'marking'"),
-        ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus, margin-loss"),
-        ("terms.margin-loss", "terms.margin", "no objective 'margin': known: entropy-bonus, margin-loss; did you mean"),
-        ("signals = {}", 'signals = { m = "marginn" }', "no signal 'marginn': known: hidden, logprob, margin, topk"),
-        ("signals = {}", 'signals = { logprobs = "margin" }', "unlike every field of fields.py"),
-        ("base = 2.0", "bass = 2.0", "bass"),
-        (
-            'track = "lines"',
-            'track = "line"',
-            "no tracker 'line': known: lines, tensorboard, wandb; did you mean",
-        ),
-        ('"hints"', '"hint"', "no environment 'hint': known: command, hints, verifiers; did you mean 'hints'"),
-        ('source = "letters"', 'source = "mopd_example_plugin:numbers"', "has no 'numbers'"),
-    ],
-)
-def test_what_nobody_offers_is_named(old: str, new: str, said: str, installed: Path, tmp_path: Path) -> None:
-    job = tmp_path / "job.toml"
+MISTAKES = [
+    ('kind = "marking"', 'kind = "markin"', "no engine 'markin': known: hf, marking, vllm; did you mean 'marking'"),
+    ("terms.entropy-bonus", "terms.entropy", "no objective 'entropy': known: entropy-bonus, margin-loss"),
+    ("terms.margin-loss", "terms.margin", "no objective 'margin': known: entropy-bonus, margin-loss; did you mean"),
+    ("signals = {}", 'signals = { m = "marginn" }', "no signal 'marginn': known: hidden, logprob, margin, topk"),
+    ("signals = {}", 'signals = { logprobs = "margin" }', "unlike every field of fields.py"),
+    ("base = 2.0", "bass = 2.0", "bass"),
+    (
+        'track = "lines"',
+        'track = "line"',
+        "no tracker 'line': known: lines, tensorboard, wandb; did you mean",
+    ),
+    ('"hints"', '"hint"', "no environment 'hint': known: command, hints, verifiers; did you mean 'hints'"),
+    ('source = "letters"', 'source = "mopd_example_plugin:numbers"', "has no 'numbers'"),
+]
+"""(text of the job, what stands there instead, what the refusal says)"""
+CHECK = """
+import json, sys
+from typer.testing import CliRunner
+from mopd_dataplane.cli.app import app
+
+done = [CliRunner().invoke(app, ["check", job]) for job in sys.argv[1:]]
+print(json.dumps([(each.exit_code, each.output) for each in done]))
+"""
+
+
+def test_what_nobody_offers_is_named(installed: Path, tmp_path: Path) -> None:
+    """In one process, which imports once."""
     text = JOB.format(
         store=tmp_path / "s", engine="marking", term="entropy-bonus", margin="margin-loss", signals="{}",
         mark=tmp_path / "m",
     )  # fmt: skip
-    assert old in text
-    job.write_text(text.replace(old, new))
-    done = mopd(installed, "check", job)
-    assert done.returncode == 2
-    assert said in done.stdout + done.stderr
+    jobs = []
+    for number, (old, new, _) in enumerate(MISTAKES):
+        assert old in text
+        jobs.append(tmp_path / f"{number}.toml")
+        jobs[-1].write_text(text.replace(old, new))
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *map(str, jobs)], capture_output=True, text=True, timeout=200, check=False,
+        env={**ENVIRONMENT, "PYTHONPATH": python_path(installed)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(MISTAKES)
+    for (_, _, said), (code, output) in zip(MISTAKES, found, strict=True):
+        assert code == 2, output
+        assert said in output
 
 
 def test_the_plug_in_passes_the_contract_suites(installed: Path, tmp_path: Path) -> None:
@@ -205,9 +227,8 @@ heard = lambda *said: hints.reply(Conversation(prompt=asked, said=said, run=None
 assert [heard("x"), heard("abc"), heard("x", "3 letters", "y")] == ["3 letters", None, None]
 print("kept")
 """
-    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False,
-        env={**ENVIRONMENT, "PYTHONPATH": paths}, cwd=tmp_path,
+        env={**ENVIRONMENT, "PYTHONPATH": python_path(installed)}, cwd=tmp_path,
     )  # fmt: skip
     assert done.stdout.split() == ["kept"], done.stderr[-3000:]

@@ -105,7 +105,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def anchors(page: Path) -> set[str]:
     """Anchors that a Markdown viewer makes of the headings."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {_anchor(heading) for heading in headings}
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
@@ -128,8 +132,9 @@ def test_examples_in_docstrings_hold(file: Path) -> None:
     assert result.failed == 0
 
 
-def test_every_row_of_what_comes_in_and_goes_out_names_a_test() -> None:
+def test_every_row_of_what_comes_in_and_goes_out_names_a_test_and_has_an_example() -> None:
     page = (ROOT / "docs" / "integrations.md").read_text()
+    sections = {anchor: text for text in page.split("\n### ")[1:] for anchor in [_anchor(text.splitlines()[0])]}
     for heading in ("## What comes in", "## What goes out"):
         table = page.split(heading, 1)[1].split("\n\n", 2)[1]
         rows = table.splitlines()[2:]
@@ -138,3 +143,6 @@ def test_every_row_of_what_comes_in_and_goes_out_names_a_test() -> None:
             named = re.findall(r"`(tests/[\w/.]+)`", row)
             assert named or "`make test-transferqueue`" in row, row
             assert all((ROOT / path).exists() for path in named), row
+            target = re.findall(r"\]\(([^)]+)\)", row)[0]
+            example = sections[target[1:]] if target.startswith("#") else (ROOT / "docs" / target).read_text()
+            assert re.search(r"^```\w+ (run|ecosystem|transferqueue)$", example, re.MULTILINE), row

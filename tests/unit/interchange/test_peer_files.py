@@ -163,6 +163,14 @@ def test_chat_completions_with_and_without_the_servers_token_ids(store: Store) -
     assert set(store.samples(["temperature"])["temperature"].to_pylist()) == {0.5}
 
 
+def test_a_question_that_two_packages_asked_is_one_prompt(store: Store) -> None:
+    brought(store, "tinker", "tinker_cookbook")
+    brought(store, "openai", "openai")
+    asked = store.sql("select messages, count(*) as samples from samples join prompts using (prompt_id) group by all")
+    found = {row["messages"]: row["samples"] for row in asked.to_pylist()}
+    assert found == {"": 1, '[{"role": "user", "content": "3 + 4 ="}]': 2}, "of two equal answers one is kept"
+
+
 def test_a_sample_without_the_samplers_log_probs_is_shown_by_what_its_teacher_said(
     store: Store, tmp_path: Path
 ) -> None:
