@@ -117,8 +117,12 @@ def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
     for folder in adapters:
         began = time.perf_counter()
         first.append(_seconds(pool.judge(folder.name), texts, began))
+        _progress("read for the first time", len(first), len(adapters))
     held = _resident_bytes() - before
-    again = [_seconds(pool.judge(folder.name), texts) for folder in adapters]
+    again = []
+    for folder in adapters:
+        again.append(_seconds(pool.judge(folder.name), texts))
+        _progress("read again", len(again), len(adapters))
     apart = 0.0
     for folder in adapters[:CHECKED]:
         merged = TeacherForward((HfReader(load_merged(folder)),), (1.0,))
@@ -167,6 +171,11 @@ def _seconds(judge: Any, texts: list[Any], began: float | None = None) -> float:
     began = time.perf_counter() if began is None else began
     _said(judge, texts)
     return time.perf_counter() - began
+
+
+def _progress(what: str, done: int, of: int) -> None:
+    if done % 10 == 0 or done == of:
+        print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
 
 
 def _resident_bytes() -> int:

@@ -7,18 +7,21 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from decoding import TINY
 
 from mopd_dataplane.errors import InputError, JobFileError, MismatchError, UnknownNameError
 from mopd_dataplane.job.job import Job
-from mopd_dataplane.job.sections import Student
+from mopd_dataplane.job.sections import Student, Teacher
 from mopd_dataplane.models import hub
-from mopd_dataplane.models.hf import weights_digest
+from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest, weights_digest
 from mopd_dataplane.models.hub import commit_of, is_hub_name, model_folder
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.run.context import JOB, Run, open_run
 from mopd_dataplane.run.progress import Progress
+from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
 
 NAME = "acme/tiny-qwen"
 OLD, NEW = "a" * 40, "b" * 40
@@ -117,3 +120,28 @@ def test_a_model_that_cannot_be_had_is_a_finding_before_a_store_is_made(
     with pytest.raises(JobFileError, match=r"student\.path: .*acme/none"):
         open_job(path="acme/none")
     assert not (tmp_path / "store").exists()
+
+
+def test_an_adapter_and_its_base_may_both_be_names(cache: Path, models: list[Path], tmp_path: Path) -> None:
+    """As a teacher: a repository of an adapter, whose adapter_config.json names its base and the base's commit."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(load_model(models[1]), config)
+    model.peft_config["default"].base_model_name_or_path = NAME
+    model.peft_config["default"].revision = NEW
+    repository = cache.parent / "models--acme--sums"
+    model.save_pretrained(repository / "snapshots" / OLD)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(OLD)
+    spec = TeacherSpec(model_folder("acme/sums"), Teacher(source="acme/sums"))
+    pool = TeacherPool({"sums": spec}, student_tokenizer=tokenizer_digest(load_tokenizer(models[1])))
+    ids = np.arange(5, 30)
+    with torch.no_grad():
+        states = pool.judge("sums").states([ids], [np.arange(1, 25)])
+        logits = states @ pool.judge("sums").head.weight.T
+        merged = model.merge_and_unload()(torch.from_numpy(ids)[None]).logits[0, :24]
+    torch.testing.assert_close(logits, merged, rtol=0, atol=5e-5)
+    assert (load_model(models[0])(torch.from_numpy(ids)[None]).logits[0, :24] - merged).abs().max() > 0.1
+    assert pool.register("sums", tmp_path).source == "acme/sums"
