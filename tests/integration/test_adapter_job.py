@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,3 +85,37 @@ def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
     for version in ("v1", "v2"):
         digests = {hf.weights_digest(root / "store/policies/student" / version) for root in (tmp_path, adapter_job)}
         assert len(digests) == 1
+
+
+FOLLOWED = """
+[[stages]]
+name = "later"
+start = "base"
+objective = "sampled"
+iterations = 3
+rollout = {{ prompts_per_iteration = 24 }}
+plan = {{ batch_samples = 12, max_staleness = 3 }}
+train = {{ lora = {{ r = 4 }}, learning_rate = 5e-3 }}
+"""
+
+
+@pytest.mark.slow
+def test_an_adapter_is_trained_while_it_samples(
+    adapter_job: Path, tmp_path: Path, write_job: Callable, start_mopd: Callable, mopd: Callable
+) -> None:
+    job = write_job(tmp_path, extra=FOLLOWED)
+    shutil.copytree(adapter_job / "store", tmp_path / "store", symlinks=True)
+    given = arguments('stages.student.train.lora={r=4, merge="end"}')
+    producers = [start_mopd(command, job, "--stage", "later", "--follow", *given) for command in ("rollout", "score")]
+    mopd("train", job, "--stage", "later", "--follow", *given, timeout=400)
+    for process in producers:
+        assert process.wait(60) == 0, process.stderr.read().decode()
+    store = open_store(str(tmp_path / "store"))
+    versions = sorted((tmp_path / "store" / "policies" / "later").glob("v*"))
+    assert versions
+    assert all(map(is_adapter, versions))
+    assert len({hf.weights_digest(folder) for folder in versions}) == len(versions)
+    counts = store.sql("select count(*) n, count(distinct uid) uids from samples where stage = 'later'").to_pylist()
+    assert counts == [{"n": 3 * 24, "uids": 3 * 24}]
+    sampled_by = store.sql("select distinct policy_version_last v from samples where stage = 'later'")["v"].to_pylist()
+    assert len(sampled_by) > 1, "rollouts picked up an adapter that was published while they ran"
