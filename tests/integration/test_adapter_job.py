@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from nodes import answers, killed_in, on_node, run
 
 from mopd_dataplane import open_store
 from mopd_dataplane.models import hf
@@ -119,3 +121,23 @@ def test_an_adapter_is_trained_while_it_samples(
     assert counts == [{"n": 3 * 24, "uids": 3 * 24}]
     sampled_by = store.sql("select distinct policy_version_last v from samples where stage = 'later'")["v"].to_pylist()
     assert len(sampled_by) > 1, "rollouts picked up an adapter that was published while they ran"
+
+
+@pytest.mark.slow
+def test_another_node_goes_on_with_an_adapter_whose_store_is_on_s3(
+    s3: str, adapter_job: Path, tmp_path: Path, write_job: Callable
+) -> None:
+    job = write_job(tmp_path)
+    given = arguments('stages.student.train.lora={r=4, merge="end"}')
+    killed_in(
+        [*on_node(tmp_path / "a", s3, job=job), *given],
+        lambda: (tmp_path / "a" / "policies" / "student" / "v1").exists(),
+        signal.SIGKILL,
+    )
+    run([*on_node(tmp_path / "b", s3, job=job), *given])
+    assert answers(s3) == answers(str(adapter_job / "store"))
+    store = open_store(s3)
+    assert store.verify().findings == []
+    ours, theirs = tmp_path / "b" / "policies", adapter_job / "store" / "policies"
+    for version in ("student/v2", "student/merged-v2"):
+        assert hf.weights_digest(ours / version) == hf.weights_digest(theirs / version)
