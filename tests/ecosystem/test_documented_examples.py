@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 from documented import PAGES, blocks, prepare, relative, run_blocks, write_base
+from judged_store import JUDGE
 
 from mopd_dataplane import Store
 
 MARKED = [page for page in PAGES if any(block.mark == "ecosystem" for block in blocks(page))]
 WINDOW = 90
 """The window of the store that has hidden states (judged_store.py)."""
+ONE = f"--as traces --teacher {JUDGE}"
+"""Two teachers have judged each of its samples."""
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -52,7 +55,7 @@ def test_examples_run(
     write_lm_eval_task(folder / "tasks")
     home = write_hub_cache(tmp_path)
     chosen = [
-        replace(block, text=block.text.replace("windows=[0]", f"windows=[{WINDOW}]"))
+        replace(block, text=block.text.replace("windows=[0]", f"windows=[{WINDOW}]").replace("--as traces", ONE))
         for block in blocks(page)
         if block.mark in ("ecosystem", "run", "fails")
     ]
