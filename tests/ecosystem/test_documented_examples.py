@@ -50,7 +50,9 @@ def test_examples_run(
 ) -> None:  # fmt: skip
     folder = prepare(Path(judged_store.uri), tmp_path / "page")
     write_base(folder, policy)
-    shutil.copytree(policy, folder / "runs" / "quickstart" / "policies" / "student" / "v1", dirs_exist_ok=True)
+    version = folder / "runs" / "quickstart" / "policies" / "student" / "v1"
+    shutil.rmtree(version)
+    shutil.copytree(policy, version)
     (folder / "my_sums.py").write_text(TASKSET)
     write_lm_eval_task(folder / "tasks")
     home = write_hub_cache(tmp_path)
