@@ -88,26 +88,27 @@ def show(
     from mopd_dataplane.query.show_terminal import render
 
     opened = open_store(store)
-    chosen = _chosen(opened, uid, {"worst": worst, "disagreement": disagreement, "random": random}, domain)
+    chosen, why = _chosen(opened, uid, {"worst": worst, "disagreement": disagreement, "random": random}, domain)
     view = read_sample(opened, chosen, teacher=teacher, tokenizer=tokenizer)
+    if why:
+        note(why)
     if as_json:
         print_json(view)
     else:
         stdout().print(render(view))
 
 
-def _chosen(store: Store, uid: str | None, ways: dict[str, bool], domain: str | None) -> str:
-    """The uid that was given, or that of the sample asked for."""
+def _chosen(store: Store, uid: str | None, ways: dict[str, bool], domain: str | None) -> tuple[str, str]:
+    """The uid that was given, or that of the sample asked for and why it is that one."""
     asked = [way for way, wanted in ways.items() if wanted]
     if len(asked) > 1 or (uid is not None and (asked or domain)):
         raise InputError("give a UID, or one of --worst, --disagreement and --random (with --domain if you like)")
     if uid is not None:
-        return uid
+        return uid, ""
     from mopd_dataplane.query.pick import Pick, pick_sample
 
     picked = pick_sample(store, cast(Pick, asked[0]) if asked else None, domain=domain)
-    note(f"{picked.uid[:12]}: {picked.why}")
-    return picked.uid
+    return picked.uid, f"{picked.uid[:12]}: {picked.why}"
 
 
 def report(

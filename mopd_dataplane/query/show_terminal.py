@@ -151,7 +151,7 @@ def _lineage(view: SampleView) -> list[RenderableType]:
             title_style="bold",
             header_style="dim",
         )
-        for name in ("teacher", "kind", "codec", "positions", "bytes", "reverse KL, nat/token"):
+        for name in ("teacher", "kind", "codec", "positions", "bytes", "reverse KL,\nnat/token"):
             signals.add_column(name, justify="left" if name in ("teacher", "kind", "codec") else "right")
         for row in view.scores:
             figures = [count(row["rows"]), size(row["bytes"]), number(row["mean_reverse_kl"], 4)]

@@ -74,7 +74,7 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]]) -> Estimate:
     shapes = {name: _folder_shape(t.source, t.revision) for name, t in job.teachers.items() if t.source}
     own = {name: student if _like_student(job, name) else shape for name, shape in shapes.items()}
     for name, shape in {"student": student, **own}.items():
-        found.models[name] = "not known yet" if shape is None else f"{shape.parameters / 1e9:.3g} B parameters"
+        found.models[name] = "not known yet" if shape is None else _model_size(shape.parameters)
     _prompts(found, job, prompts, student)
     for stage in job.stages:
         _tokens(found, job, stage)
@@ -354,7 +354,18 @@ def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str,
 def _size(count: int) -> str:
     """Bytes for people.
 
-    >>> _size(1_500_000_000)
-    '1.5 GB'
+    >>> _size(1_500_000_000), _size(377_000_000), _size(90_000)
+    ('1.5 GB', '377 MB', '0.1 MB')
     """
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+    if count >= 1e9:
+        return f"{count / 1e9:.1f} GB"
+    return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{max(count / 1e6, 0.1):.1f} MB"
+
+
+def _model_size(count: int) -> str:
+    """Size of a model for people.
+
+    >>> _model_size(1_110_000), _model_size(7_600_000_000)
+    ('1.11 M parameters', '7.6 B parameters')
+    """
+    return f"{count / 1e9:.3g} B parameters" if count >= 1e9 else f"{count / 1e6:.3g} M parameters"

@@ -99,6 +99,13 @@ def test_show_prints_the_sample(demo_store: Store) -> None:
         assert expected in result.stdout
 
 
+def test_a_refused_show_says_nothing_but_why(demo_store: Store) -> None:
+    result = mopd("show", demo_store.uri, "--worst", "--teacher", "nobody")
+    assert result.exit_code == 2
+    assert "lowest reward" not in result.output
+    assert "lowest reward" in mopd("show", demo_store.uri, "--worst").output
+
+
 def test_show_json_has_every_token(demo_store: Store) -> None:
     uid = first_uid(demo_store)
     view = answered("show", demo_store.uri, uid, "--json")

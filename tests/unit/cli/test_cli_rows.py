@@ -40,7 +40,8 @@ def test_every_answer_shows_something_and_nothing_leaves_the_screen(
     table = demo_store.sql(query)
     lines, _ = screen(table, width)
     assert all(len(line) <= width for line in lines)
-    words = set(re.findall(r"\w+", " ".join(lines).replace("_ ", "_")))
+    shown = " ".join(lines)
+    words = {*re.findall(r"\w+", shown), *re.findall(r"\w+", shown.replace("_ ", "_"))}
     assert table.column_names[0] in words
     if table.num_rows and isinstance(value := table.column(0)[0].as_py(), str):
         assert value[:8] in " ".join(lines)
@@ -75,3 +76,31 @@ def test_text_from_a_model_is_data(screen: Any) -> None:
     lines, _ = screen(pa.table({"text": ["\x1b[31mred [bold]x[/bold]\nnext"], "other": ["y" * 100]}), 60)
     assert "\x1b" not in "".join(lines)
     assert "[bold]x[/bold]␊next" in "".join(lines)
+
+
+NAMES = ["signals/number_sorting-expert/logprob", "signals_spell_backward-expert_hidden", "prompts"]
+
+
+@pytest.mark.parametrize("width", [62, 80, 140])
+def test_names_break_behind_their_separators_only(screen: Any, width: int) -> None:
+    """Joined again without what pads them, the lines of a cell are the name."""
+    table = pa.table({"table": NAMES, "rows": [32, 7, 1], "what it holds": ["words of a text " * 5, "one", "two"]})
+    lines, _ = screen(table, width)
+    body = lines[1 + next(n for n, line in enumerate(lines) if set(line.strip()) == {"─"}) :]
+    column = [re.match(r" ?(\S*)", line)[1] for line in body if line.strip()]  # type: ignore[index]
+    assert "".join(column) == "".join(NAMES)
+    assert all(part[-1] in "_/.-" or any(name.endswith(part) for name in NAMES) for part in column if part)
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_a_listing_that_explains_shows_its_texts_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setattr(rows, "stdout", lambda: Console(width=width, highlight=False))
+    text = " ".join(f"word{n}" for n in range(120))
+    head = ("key", "type", "default", "meaning")
+    rows.print_fitting(head, [("rate", "one of several long types, or none of them", "0.1", text)], tall=True)
+    shown = capsys.readouterr().out.split()
+    assert [word for word in shown if word.startswith("word")] == text.split()
+    assert {"rate", "0.1"} <= set(shown)
+    assert "…" not in "".join(shown)

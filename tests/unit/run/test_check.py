@@ -112,7 +112,7 @@ def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> Non
     checked: Job = check_job(given, where="test")
     found = estimate(checked, {"sums": load_prompts("sums", checked.domains["sums"])})
     stored = sum(weight.numel() for weight in load_model(folder).state_dict().values())
-    assert found.models["student"] == f"{stored / 1e9:.3g} B parameters" == found.models["t"]
+    assert found.models["student"] == f"{stored / 1e6:.3g} M parameters" == found.models["t"]
 
 
 @pytest.mark.parametrize(
