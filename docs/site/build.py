@@ -45,6 +45,7 @@ def gather(tree: Path) -> None:
         text = MARK.sub(r"\1", page.read_text())
         target.write_text(LINK.sub(lambda link, page=page: _relinked(link, page, tree), text))
     reference = "\n\n".join(f"## {name}\n\n::: {name}" for name in PUBLIC)
+    shutil.copy2(HERE / "site.css", tree / "site.css")
     (tree / "api.md").write_text(f"# API reference\n\nFrom the docstrings.\n\n{reference}\n")
 
 

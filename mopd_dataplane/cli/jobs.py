@@ -132,6 +132,7 @@ def check(
     to fail ends with exit code 2, what is estimated is said. `mopd run` does the same first.
     """
     loaded = load(job, set_, seed, store)
+    note(f"looking at models, prompts and packages of {loaded.name}")
 
     from mopd_dataplane.run.estimate import estimate
     from mopd_dataplane.run.preflight import preflight, refuse

@@ -1,8 +1,8 @@
 """Every command and code block of the documentation runs, or its fence says why a test cannot run it.
 
 A fence reads `sh run`, `python run`, `toml run`, `console fails`, or names a reason of REASONS. Blocks of a page run in
-order in the scratch folder that tests/documented.py makes. Blocks marked `minutes` run in the slow tier. The SQL of the
-cookbook and the TOML of docs/job.md have tests of their own.
+order in the scratch folder that tests/documented.py makes. Blocks marked `minutes` run in the slow tier, and so do the
+pages other than EVERY_TIME. The SQL of the cookbook and the TOML of docs/job.md have tests of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from documented import PAGES, ROOT, Block, blocks, commands, prepare, relative, run_blocks
@@ -40,6 +41,9 @@ HELP_EXAMPLES = {
 }  # fmt: skip
 """Commands whose examples in the help texts (docs/cli.md) a test cannot run at once, and the reason of REASONS."""
 
+EVERY_TIME = ("README.md",)
+"""Pages whose blocks run in `make test`; those of the others run in `make test-slow`."""
+
 
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_every_block_is_run_or_says_why_not(page: Path) -> None:
@@ -62,7 +66,15 @@ def holding(*marks: str) -> list[Path]:
     return [page for page in PAGES if any(block.mark in marks for block in blocks(page))]
 
 
-@pytest.mark.parametrize("page", holding("run", "fails"), ids=relative)
+def paced(pages: list[Path]) -> list[Any]:
+    """The pages as parameters; slow, but for those of EVERY_TIME."""
+    names = list(map(relative, pages))
+    assert set(EVERY_TIME) <= set(names)
+    marks = [() if name in EVERY_TIME else pytest.mark.slow for name in names]
+    return [pytest.param(page, id=name, marks=mark) for page, name, mark in zip(pages, names, marks, strict=True)]
+
+
+@pytest.mark.parametrize("page", paced(holding("run", "fails")))
 def test_blocks_run(page: Path, demo_store: Store, tmp_path: Path) -> None:
     chosen = [block for block in blocks(page) if block.mark in ("run", "fails")]
     run_blocks(chosen, prepare(Path(demo_store.uri), tmp_path))
@@ -87,6 +99,7 @@ def help_examples() -> list[tuple[str, str]]:
     return list(zip(found, marks, strict=True))
 
 
+@pytest.mark.slow
 def test_examples_of_the_help_texts_run(demo_store: Store, tmp_path: Path) -> None:
     chosen = [line for line, mark in help_examples() if mark == "run"]
     assert len(chosen) > 15

@@ -34,10 +34,10 @@ RECIPES = {file.relative_to(ROOT / "jobs").as_posix() for file in (ROOT / "jobs"
 Mopd = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(*words: str | Path, cwd: Path, columns: int = 80, check: bool = True) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """A command of the fresh environment, which sees nothing of this one."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    environment = {**kept, "COLUMNS": str(columns), "OMP_NUM_THREADS": "1"}
+    environment = {**kept, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
@@ -118,6 +118,25 @@ def mopd(environment: Path, tmp_path: Path) -> Mopd:
     return lambda *words, **options: run(environment / "mopd", *words, cwd=tmp_path, **options)
 
 
+def answers(python: Path, commands: list[list[str]], *, cwd: Path) -> list[tuple[str, int, int, str, str]]:
+    """(command, columns, exit code, stdout, stderr) of commands at both widths, all in one interpreter."""
+    return [tuple(found) for found in json.loads(run(python, "-c", EVERY_ANSWER, json.dumps(commands), cwd=cwd).stdout)]
+
+
+EVERY_ANSWER = """
+import json, sys
+from typer.testing import CliRunner
+from mopd_dataplane.cli.app import app
+
+found = []
+for columns in (80, 140):
+    for command in json.loads(sys.argv[1]):
+        done = CliRunner().invoke(app, command, env={"COLUMNS": str(columns)})
+        found.append((" ".join(command), columns, done.exit_code, done.stdout, done.stderr))
+print(json.dumps(found))
+"""
+
+
 def test_wheel_and_sdist_hold_every_recipe_and_nothing_a_run_left(source: Path, wheel: Path) -> None:
     in_wheel = zipfile.ZipFile(wheel).namelist()
     with tarfile.open(archive(source, "sdist")) as opened:
@@ -136,31 +155,28 @@ def test_the_base_install_brings_no_torch_and_is_not_the_repository(environment:
     assert "No module named 'torch'" in done.stderr
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-def test_before_the_first_run(mopd: Mopd, tmp_path: Path, columns: int) -> None:
-    for command in (["--help"], ["recipes"], ["help"], ["help", "train.schedule"]):
-        shown = mopd(*command, columns=columns).stdout
-        assert shown.strip()
-        assert max(map(len, shown.splitlines())) <= columns
-    mopd("init", "quickstart", f"mine{columns}")
-    assert (tmp_path / f"mine{columns}" / "job.schema.json").is_file()
+def test_before_the_first_run(environment: Path, mopd: Mopd, tmp_path: Path) -> None:
+    commands = [["--help"], ["recipes"], ["help"], ["help", "train"], ["help", "train.schedule"]]
+    for command, columns, code, shown, complaint in answers(environment / "python", commands, cwd=tmp_path):
+        assert code == 0, (command, complaint)
+        assert shown.strip(), command
+        assert max(map(len, shown.splitlines())) <= columns, command
+    mopd("init", "quickstart", "mine")
+    assert (tmp_path / "mine" / "job.schema.json").is_file()
     refused = mopd("run", "quickstart", check=False)
     assert refused.returncode == 2
     assert "pip install 'mopd-dataplane[" in refused.stderr
 
 
-@pytest.mark.parametrize("columns", [80, 140])
-def test_a_store_made_elsewhere_answers_without_torch(
-    demo_store: Store, mopd: Mopd, tmp_path: Path, columns: int
-) -> None:
+def test_a_store_made_elsewhere_answers_without_torch(demo_store: Store, environment: Path, tmp_path: Path) -> None:
     shutil.copytree(demo_store.uri, tmp_path / "store")
     commands = [
         ["schema", "store"], ["schema", "store", "samples"], ["query", "store", "select * from samples limit 3"],
         ["query", "store", "from responses limit 3"], ["query", "store", "from accuracy"], ["show", "store"],
         ["show", "store", "--worst"], ["store", "info", "store"],
     ]  # fmt: skip
-    for command in commands:
-        shown = mopd(*command, columns=columns).stdout
+    for command, columns, code, shown, complaint in answers(environment / "python", commands, cwd=tmp_path):
+        assert code == 0, (command, complaint)
         assert shown.strip(), command
         assert "⟨" not in shown, "text is text"
         assert max(len(line) for line in shown.splitlines() if str(tmp_path) not in line) <= columns, command

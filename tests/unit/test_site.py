@@ -47,6 +47,7 @@ def test_fences_keep_their_language_alone(build: ModuleType, tmp_path: Path) -> 
 def test_the_navigation_reaches_search_and_the_api_reference(build: ModuleType, tmp_path: Path) -> None:
     build.gather(tmp_path)
     assert all(f"::: {module}\n" in (tmp_path / "api.md").read_text() for module in build.PUBLIC)
+    assert (tmp_path / "site.css").is_file(), "mkdocs.yml names it"
     assert "- search" in (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
 
 
