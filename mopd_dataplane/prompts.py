@@ -41,8 +41,9 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
         for ordinal in range(count):
             entry = _next_distinct(entries, seen)
             if entry is None:
+                source = f"{domain.source} {domain.dataset}".strip()
                 raise PromptError(
-                    f"domain {name!r}: {domain.source} {domain.dataset} has {len(seen)} distinct prompts, "
+                    f"domain {name!r}: {source} has {len(seen)} distinct prompts, "
                     f"{domain.eval} eval + {domain.train} train + {domain.tune} tune were asked for; lower them or "
                     "widen the source"
                 )

@@ -6,6 +6,7 @@ answer that is right. A turn before the question shows what a bare answer looks 
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,9 @@ MONTHS = (
     "December",
 )  # fmt: skip
 NAMES = (
-    "Anna", "Ben", "Clara", "David", "Emma", "Frank", "Grace", "Henry", "Ida", "Jack", "Kate", "Leo", "Mary", "Noah",
-    "Olga", "Paul", "Rosa", "Sam", "Tina", "Victor",
+    "Alice", "Anna", "Ben", "Carl", "Clara", "David", "Ella", "Emma", "Eric", "Eva", "Frank", "Grace", "Hannah",
+    "Henry", "Ida", "Jack", "Jane", "Julia", "Karl", "Kate", "Laura", "Leo", "Lucy", "Maria", "Mark", "Mary", "Max",
+    "Nina", "Noah", "Olga", "Oscar", "Paul", "Peter", "Rosa", "Sam", "Sarah", "Simon", "Tina", "Tom", "Victor",
 )  # fmt: skip
 CAPITALS = {
     "Afghanistan": "Kabul", "Albania": "Tirana", "Algeria": "Algiers", "Angola": "Luanda", "Argentina": "Buenos Aires",
@@ -59,6 +61,8 @@ CAPITALS = {
     "Uzbekistan": "Tashkent", "Venezuela": "Caracas", "Vietnam": "Hanoi", "Zambia": "Lusaka", "Zimbabwe": "Harare",
 }  # fmt: skip
 """Countries with one capital that English writes one way."""
+ADULT = 18
+"""Years."""
 
 
 def dates(seed: int, size: int) -> Rows:
@@ -78,11 +82,12 @@ def larger(seed: int, size: int) -> Rows:
 
 
 def people(seed: int, size: int) -> Rows:
-    """A name and an age, to be written as one line of JSON."""
+    """A name and an age, to be written as one line of JSON that also says whether the person is of age."""
     draw = random.Random(seed)
     for _ in range(size):
-        name, age = draw.choice(NAMES), draw.randint(5, 99)
-        yield _row(f"Write as JSON: {name} is {age} years old.", f'{{"name": "{name}", "age": {age}}}')
+        name, age = draw.choice(NAMES), draw.randint(5, 30)
+        answer = json.dumps({"name": name, "age": age, "adult": age >= ADULT})
+        yield _row(f"Write as JSON with name, age, adult: {name} is {age} years old.", answer)
 
 
 def capitals(seed: int, size: int) -> Rows:

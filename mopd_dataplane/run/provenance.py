@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -40,7 +41,8 @@ def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
 def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
     """16 hex digits over what a job file says that figures depend on; not where its store is, nor its seed.
 
-    Keys that the file leaves to their defaults are not counted, so that a new one changes no digest.
+    Keys that the file leaves to their defaults are not counted, so that a new one changes no digest. A prompt source
+    that is a module of the job's own folder counts with its text.
     """
     aside = {"store", "work", "seed", "shows", "source", "name", "scale"}
     content = job.model_dump(mode="json", exclude=aside, exclude_unset=True)
@@ -48,7 +50,21 @@ def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
         content["stages"] = [stage for stage in content["stages"] if stage["name"] in stages]
         named = {stage.get("objective") for stage in content["stages"]}
         content["objectives"] = {name: value for name, value in content.get("objectives", {}).items() if name in named}
+    if own := _own_sources(job):
+        content["sources"] = own
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _own_sources(job: Job) -> dict[str, str]:
+    """SHA-256 of each module that draws prompts of the job (`package.module:Name`), by the module's name."""
+    parts = [domain.source.partition(":") for domain in job.domains.values()]
+    named = {module for module, _, attribute in parts if attribute.isidentifier()}  # what follows a URL's colon is none
+    found = {name: importlib.util.find_spec(name) for name in sorted(named)}
+    return {
+        name: hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+        for name, spec in found.items()
+        if spec is not None and spec.origin is not None
+    }
 
 
 def commit() -> str:
