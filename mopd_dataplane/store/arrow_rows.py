@@ -30,6 +30,8 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
 
 RUN = 4
 """Tokens of a run that counts as repeated: two pairs."""
+SLOTS = 4
+"""Slots a run has when those that might repeat are looked for: enough that most are alone, few enough for the cache."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -223,8 +225,22 @@ def repetition(response: NDArray[np.int32]) -> float:
         hashes = pairs[: -RUN // 2] * np.uint64(0x9E3779B97F4A7C15)
         hashes ^= hashes >> np.uint64(29)
         hashes += pairs[RUN // 2 :]
-    hashes.sort()
-    return int((hashes[1:] == hashes[:-1]).sum()) / runs
+        hashes *= np.uint64(0xBF58476D1CE4E5B9)  # the upper bits, which say the slot, depend on all of them
+    alike = _share_a_slot(hashes)
+    alike.sort()
+    return int((alike[1:] == alike[:-1]).sum()) / runs
+
+
+def _share_a_slot(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Hashes whose upper bits another one has too: all that have an equal, and few of many that have none."""
+    bits = (SLOTS * len(hashes)).bit_length()
+    slots = (hashes >> np.uint64(64 - bits)).astype(np.int32)
+    own = np.arange(len(hashes), dtype=np.int32)
+    last = np.empty(1 << bits, np.int32)
+    last[slots] = own
+    shared = np.zeros(1 << bits, bool)
+    shared[slots[last[slots] != own]] = True
+    return hashes[shared[slots]]
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:
