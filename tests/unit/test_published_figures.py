@@ -90,6 +90,17 @@ def test_a_digest_follows_what_the_job_says_and_nothing_else() -> None:
     assert settings_digest(job, ["base"]) == settings_digest(other, ["base"]) != settings_digest(job)
 
 
+def test_a_digest_follows_the_modules_that_draw_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "drawn_prompts.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    drawn = ['domains.number_sorting.source="drawn_prompts:rows"', 'domains.number_sorting.dataset=""']
+    digests = []
+    for text in ("rows = 1", "rows = 2"):
+        module.write_text(text)
+        digests.append(settings_digest(load_job(ROOT / "jobs" / "quickstart", overrides=drawn)))
+    assert digests[0] != digests[1]
+
+
 def test_provenance_says_where_a_figure_comes_from() -> None:
     found = provenance(load_job(ROOT / "jobs" / "quickstart"))
     assert re.fullmatch(r"([0-9a-f]{12}\+?)?", found["commit"])
