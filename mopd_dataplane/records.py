@@ -162,7 +162,7 @@ class Signal:
     kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
     kind hidden:  hidden [M, row_bytes] uint8, the codec's bytes of the state that predicts each
                   loss-masked token, in order.
-    any other:    extra[kind] [R] f32, 0 where loss_mask is 0 (score/signal_kinds.py).
+    any other:    `extra[kind]` [R] f32, 0 where loss_mask is 0 (score/signal_kinds.py).
     """
 
     uid: str

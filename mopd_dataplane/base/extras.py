@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterable
+
+from mopd_dataplane.errors import InputError
+
 EXTRAS = {
     **dict.fromkeys(("torch", "transformers", "triton", "mopd_kernels"), "train"),
     **dict.fromkeys(("gguf", "accelerate"), "jobs"),
@@ -29,8 +34,28 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
     "this needs the package 'obstore', which is not installed: pip install 'mopd-dataplane[s3]'"
     """
     module = (error.name or "").partition(".")[0]
-    if module not in EXTRAS:
-        return None
-    hint = "; on a machine without a GPU install torch's CPU build first" if module == "torch" else ""
-    install = f"pip install 'mopd-dataplane[{EXTRAS[module]}]'{hint}"
-    return f"this needs the package {module!r}, which is not installed: {install}"
+    return _to_install([module]) if module in EXTRAS else None
+
+
+def require(modules: Iterable[str]) -> None:
+    """Raises InputError that names all of these modules that are not installed, and one command that installs them."""
+    if missing := [module for module in modules if not _found(module)]:
+        raise InputError(_to_install(missing))
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _to_install(modules: list[str]) -> str:
+    extras = ",".join(dict.fromkeys(EXTRAS[module] for module in modules))
+    hint = "; on a machine without a GPU install torch's CPU build first" if "torch" in modules else ""
+    names = ", ".join(map(repr, modules))
+    several = len(modules) > 1
+    return (
+        f"this needs the package{'s' if several else ''} {names}, which {'are' if several else 'is'} not installed: "
+        f"pip install 'mopd-dataplane[{extras}]'{hint}"
+    )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from mopd_dataplane.base.extras import require
 from mopd_dataplane.cli.output import note, plain, print_facts, print_grid, print_json, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import JobFileError
@@ -87,6 +88,7 @@ def run(
     loaded = load(job, set_, seed, store)
     if stage is not None:
         loaded.stage(stage)
+    require(packages(loaded))
 
     from mopd_dataplane.run import pipeline
 
@@ -104,6 +106,12 @@ def run(
         return
     print_accuracy(result["store"])
     note(f"report: {result['report']}")
+
+
+def packages(job: Job) -> list[str]:
+    """Modules without which no run of this job begins, so that all of them are asked for at once."""
+    prompts = ["reasoning_gym"] if any(domain.source == "reasoning-gym" for domain in job.domains.values()) else []
+    return ["torch", "transformers", *prompts]
 
 
 def print_rehearsal(
@@ -132,6 +140,7 @@ def check(
     to fail ends with exit code 2, what is estimated is said. `mopd run` does the same first.
     """
     loaded = load(job, set_, seed, store)
+    require(packages(loaded))
     note(f"looking at models, prompts and packages of {loaded.name}")
 
     from mopd_dataplane.run.estimate import estimate

@@ -40,7 +40,7 @@ MOST_LINES = 3
 MOST_LINES_EXPLAINED = 12
 """The same, of a listing that explains."""
 BLOCK_COLUMNS = 12
-"""Columns of a block when several rows are shown; a single row shows all of its columns."""
+"""Columns of a block when several rows are shown and more than one would be left out; a single row shows all of its."""
 
 
 def print_table(table: pa.Table, *, limit: int) -> None:
@@ -50,7 +50,7 @@ def print_table(table: pa.Table, *, limit: int) -> None:
     is_table = print_fitting(head, rows)
     more = f"; the first {limit} are shown, --limit N or --json shows more" if table.num_rows > limit else ""
     note(f"{table.num_rows:,} {'row' if table.num_rows == 1 else 'rows'}{more}")
-    if not is_table and len(rows) > 1 and (hidden := head[BLOCK_COLUMNS:]):
+    if not is_table and (hidden := head[len(_kept(head, rows)) :]):
         note(f"more columns: {', '.join(hidden)}; select them by name, or ask for one row, --json or --csv")
 
 
@@ -193,11 +193,16 @@ def _entries(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Ren
         yield Padding(Text(text), (0, 0, 0, 4), expand=False)
 
 
+def _kept(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Sequence[str]:
+    """Columns that a block shows: a line that says "1 more" would be no shorter than that column."""
+    return head if len(rows) <= 1 or len(head) <= BLOCK_COLUMNS + 1 else head[:BLOCK_COLUMNS]
+
+
 def _blocks(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[RenderableType]:
     if not rows:
         yield Text("no rows; columns: " + ", ".join(head))
         return
-    kept = head if len(rows) == 1 else head[:BLOCK_COLUMNS]
+    kept = _kept(head, rows)
     for number, row in enumerate(rows, 1):
         yield Rule(Text(f"row {number}"), align="left", style="dim", characters="─")
         lines = Table.grid(padding=(0, 1))

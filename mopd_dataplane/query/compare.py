@@ -155,9 +155,13 @@ def _places(first: _Policy, second: _Policy, domain: str) -> tuple[list[int], li
 
 def _read(name: str) -> _Policy:
     """The answers of STORE[#STAGE[@VERSION]]."""
-    uri, _, chosen = name.partition("#")
+    uri, named, chosen = name.partition("#")
     stage, _, version = chosen.partition("@")
-    store = Store.open(uri)
+    try:
+        store = Store.open(uri)
+    except UnknownNameError as error:
+        hint = "" if named or "@" not in uri else "; a policy of a store is written STORE#STAGE@VERSION"
+        raise UnknownNameError(f"{error}{hint}") from None
     found = held_out(store)
     if not found.policies:
         raise UnknownNameError(f"{uri}: no policy was evaluated on held-out prompts; give its domains `eval` prompts")

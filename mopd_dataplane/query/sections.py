@@ -169,7 +169,11 @@ def _reading(recovered: Rows) -> str:
     parts = ["In bold: the domain's teacher."]
     if recovered:
         parts.append("Recovered: (student − start) / (teacher − start), with its 95 % interval.")
-    parts += [f"{row['policy']}, {row['domain']}: – because {row['warning']}." for row in recovered if row["warning"]]
+    missing: dict[tuple[str, str], list[str]] = {}
+    for row in recovered:
+        if row["warning"]:
+            missing.setdefault((row["policy"], row["warning"]), []).append(row["domain"])
+    parts += [f"{policy}, {', '.join(domains)}: – because {why}." for (policy, why), domains in missing.items()]
     return " ".join(parts)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,12 +22,15 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 from rich.text import Text
 
 from mopd_dataplane.query.text import size
 
 LONG_TO_LOAD = 200 << 20
 """Bytes of weights from which on loading them is worth a line."""
+NARROW = 120
+"""Columns of a terminal below which the bar leaves its room to the facts beside it."""
 Advance = Callable[..., None]
 """advance(done=0, **facts): `done` is the count so far; facts are shown beside the bar."""
 
@@ -40,8 +45,15 @@ class StepReport:
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:,.1f} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
+        speed, unit = task.finished_speed or task.speed, task.fields["unit"]
+        return Text(f"{speed:,.1f}{' ' if unit else ''}{unit}/s" if speed else "", style="progress.data.speed")
+
+
+class _Facts(ProgressColumn):
+    """The facts beside a bar, cut where the terminal ends."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["facts"], no_wrap=True, overflow="ellipsis")
 
 
 class Progress:
@@ -72,23 +84,38 @@ class Progress:
         """Show one step of a stage while it runs, and a line with its facts when it ends."""
         report = StepReport()
         began = time.monotonic()
+        narrow = self.console.width < NARROW
+        whole = partial(Column, no_wrap=True)  # numbers are never cut: bar and facts take what room is left
         bar = RichProgress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(),
-            TimeRemainingColumn(), TextColumn("{task.fields[facts]}"),
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(8 if narrow else 40),
+            MofNCompleteColumn(table_column=whole()), _Rate(table_column=whole()),
+            TimeRemainingColumn(table_column=whole()), _Facts(),
             console=self.console, transient=True, disable=self.quiet or not self.console.is_terminal,
         )  # fmt: skip
         with bar:
-            task = bar.add_task(f"{escape(stage):<16} {action:<8}", total=total, unit=unit, facts="")
+            name = f"{escape(stage)} {action}" if narrow else f"{escape(stage):<16} {action:<8}"
+            task = bar.add_task(name, total=total, unit="" if narrow else unit, facts="")
 
             def advance(done: int = 0, **facts: str) -> None:
-                bar.update(task, completed=done, facts=escape(_listing(facts)))
+                bar.update(task, completed=done, facts=_listing(facts))
 
             yield advance, report
         report.seconds = time.monotonic() - began
         if not self.quiet:
-            line = f"{stage:<16} {action:<8} {report.seconds:7.1f} s   {_listing(report.facts)}"
-            self.console.print(escape(line), soft_wrap=True)
+            head = f"{stage:<16} {action:<8} {report.seconds:7.1f} s   "
+            width = self.console.width if self.console.is_terminal else sys.maxsize
+            self.console.print(escape(_folded(head, report.facts, width)), soft_wrap=True)
 
 
 def _listing(facts: dict[str, str]) -> str:
     return "  ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _folded(head: str, facts: dict[str, str], width: int) -> str:
+    """`head` and the facts, in lines of at most `width` columns that break between facts and begin below the first."""
+    lines: list[list[str]] = [[]]
+    for fact in (f"{name} {value}" for name, value in facts.items()):
+        if lines[-1] and len(head) + len("  ".join([*lines[-1], fact])) > width:
+            lines.append([])
+        lines[-1].append(fact)
+    return head + f"\n{'':{len(head)}}".join("  ".join(line) for line in lines)

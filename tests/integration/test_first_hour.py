@@ -165,7 +165,8 @@ def test_before_the_first_run(environment: Path, mopd: Mopd, tmp_path: Path) -> 
     assert (tmp_path / "mine" / "job.schema.json").is_file()
     refused = mopd("run", "quickstart", check=False)
     assert refused.returncode == 2
-    assert "pip install 'mopd-dataplane[" in refused.stderr
+    assert "the packages 'torch', 'transformers'" in refused.stderr, "all that is missing, at once"
+    assert "pip install 'mopd-dataplane[train" in refused.stderr
 
 
 def test_a_store_made_elsewhere_answers_without_torch(demo_store: Store, environment: Path, tmp_path: Path) -> None:

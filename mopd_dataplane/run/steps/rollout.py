@@ -78,7 +78,7 @@ def _sample(
             folder = sampling_policy(run, stage, sampler.policy, version)
             starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
             what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
-            advance(before, waiting=run.progress.waits_for(stage.name, what, [folder], slow=starts))
+            advance(before, now=run.progress.waits_for(stage.name, what, [folder], slow=starts))
             with run.engines.use(folder, version, partner=_partner(run, part)) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
         report.facts = _facts(done)

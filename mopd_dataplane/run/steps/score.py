@@ -82,7 +82,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
             student = student_topk(run, stage)
             for task in tasks:
                 if not set(run.job.members_of(task.teacher)) <= set(pool.resident):
-                    advance(int(counts["signals"]), waiting=_loading(run, stage, task.teacher))
+                    advance(int(counts["signals"]), now=_loading(run, stage, task.teacher))
                 count(judge(run, stage, pool, student, task))
         report.facts = {
             "signals": f"{int(counts['signals']):,}",

@@ -56,6 +56,13 @@ def test_wide_rows_are_blocks_that_say_what_they_leave_out(demo_store: Store, sc
     assert all(name in notes for name in left_out)
 
 
+def test_no_block_leaves_out_a_single_column(screen: Any) -> None:
+    wide = {f"column_{n}": ["word " * 20] * 2 for n in range(rows.BLOCK_COLUMNS + 1)}
+    lines, notes = screen(pa.table(wide), 80)
+    assert sum(line.startswith(f"column_{rows.BLOCK_COLUMNS}:") for line in lines) == 2
+    assert "more" not in "".join(lines) + notes
+
+
 def test_a_single_row_shows_every_column(demo_store: Store, screen: Any) -> None:
     table = demo_store.sql("select * from samples limit 1")
     lines, notes = screen(table, 80)

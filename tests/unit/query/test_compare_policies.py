@@ -86,6 +86,8 @@ def test_what_is_not_there_is_named(demo_store: Store) -> None:
         compare_policies(f"{demo_store.uri}#studnt", demo_store.uri)
     with pytest.raises(UnknownNameError, match="versions are 1, 2, 3, 4"):
         compare_policies(f"{demo_store.uri}#student@9", demo_store.uri)
+    with pytest.raises(UnknownNameError, match="STORE#STAGE@VERSION"):
+        compare_policies(f"{demo_store.uri}@student", demo_store.uri)
 
 
 def test_the_command_prints_and_plots(make_store: Callable[..., Store], demo_store: Store, tmp_path: Path) -> None:

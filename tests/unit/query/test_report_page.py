@@ -118,6 +118,22 @@ def test_a_student_that_learnt_nothing_recovers_nothing_and_a_teacher_without_a_
     assert "number_sorting: – because the teacher's lead over the base" in section.grids[0].caption
 
 
+def test_one_reason_for_several_domains_is_said_once(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", prompts=8)
+    store.add_evals(
+        {"policy": policy, "policy_version": 9, "prompt_id": prompt.prompt_id, "domain": prompt.domain, "reward": 0.0,
+         "correct": False, "response": "x", "response_len": 1, "finish_reason": "stop"}
+        for policy in ("base", "student", *(f"sft-{domain}" for domain in DOMAINS))
+        for prompt in store.prompts(split="eval")
+    )  # fmt: skip
+    measures = measure(store)
+    assert all(row["warning"] for row in recovery(measures))
+    section = next(section for section in sections(measures) if section.key == "accuracy")
+    caption = section.grids[0].caption
+    assert caption.count("nothing to recover") == 1
+    assert f"student, {', '.join(DOMAINS)}, mean: – because" in caption
+
+
 def test_a_reward_that_is_no_verifier_has_no_accuracy(make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", prompts=2)
     prompt = Prompt(prompt_id="style-eval-0", domain="style", text="write", answer="", split="eval")
