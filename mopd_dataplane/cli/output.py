@@ -133,13 +133,16 @@ def print_grid(grid: Grid) -> None:
         first, *others = zip(head, *rows, strict=True)
         turned = _grid(first, others, words=1)
         shown = min(shown, turned, key=_width)
+        if _width(shown) > stdout().width:
+            for column in shown.columns:  # a name breaks behind its underscores rather than lose its end
+                column.header = Text("_\n".join(str(column.header).split("_")))
     stdout().print(shown)
 
 
 def _grid(head: Iterable[Text], rows: Iterable[Iterable[Text]], *, words: int) -> Table:
     shown = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for place, name in enumerate(head):
-        shown.add_column(name, justify="left" if place < words else "right")
+        shown.add_column(name, justify="left" if place < words else "right", overflow="fold")
     for row in rows:
         shown.add_row(*row)
     return shown

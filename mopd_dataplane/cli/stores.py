@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 AUDIT_FAILED = 1
+MOST_REASONS = 3
+"""Reasons that `compact` gives for the bytes that a table keeps, the heaviest first."""
 LEFT_BEHIND = "plans, snapshots, checkpoints and the token log"
 INFO_COLUMNS = ("rows", "bytes", "freeable_bytes", "files", "version")
 
@@ -90,12 +92,20 @@ def compact(
     if as_json:
         print_json(plain(facts))
         return
-    columns = ("files_merged", "versions_dropped", "bytes_freed", "bytes")
-    rows = [[name, *(row[key] for key in columns)] for name, row in facts.items()]
-    print_rows(("table", *(column.replace("_", " ") for column in columns)), rows)
+    rows = [
+        [name, row["files_merged"], row["versions_dropped"], size(row["bytes_freed"]), size(row["bytes"])]
+        for name, row in facts.items()
+    ]
+    print_fitting(("table", "files merged", "versions dropped", "freed", "size"), rows)
     for name, row in facts.items():
-        for reason in row["kept"]:
-            note(f"{name}: {reason['bytes']:,} bytes stay: {reason['why']}")
+        kept = sorted((reason for reason in row["kept"] if reason["bytes"]), key=lambda reason: -reason["bytes"])
+        if kept:
+            reasons = [f"{size(reason['bytes'])} ({reason['why']})" for reason in kept[:MOST_REASONS]]
+            if rest := kept[MOST_REASONS:]:
+                reasons.append(
+                    f"{size(sum(reason['bytes'] for reason in rest))} for {len(rest)} more (--json names them)"
+                )
+            note(f"{name} keeps {', '.join(reasons)}")
 
 
 def upgrade(

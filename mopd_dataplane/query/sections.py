@@ -189,7 +189,7 @@ def comparison_grid(comparison: Comparison) -> Grid:
         found, paid = row.accuracy, row.reward
         cells = [row.domain, count(row.prompts)]
         cells += [_share({"accuracy": e.value, "low": e.low, "high": e.high}) if e else "–" for e in (row.a, row.b)]
-        cells += [_points(found), f"{found.only_a} · {found.only_b}", number(found.p)] if found else ["–", "–", "–"]
+        cells += [_points(found), f"{found.only_a} · {found.only_b}", f"{found.p:.2g}"] if found else ["–", "–", "–"]
         cells += [f"{paid.value:+.3f} ({paid.low:+.3f} to {paid.high:+.3f})" if paid else "–", row.verdict]
         body.append(_plain(*cells))
     caption = (

@@ -41,6 +41,12 @@ HELP_EXAMPLES = {
 }  # fmt: skip
 """Commands whose examples in the help texts (docs/cli.md) a test cannot run at once, and the reason of REASONS."""
 
+SMALLER = {
+    "models/SmolLM2-135M-Instruct": "runs/quickstart/policies/student/v1", "--count 100": "--count 4",
+    "bench step": "bench step --iterations 2 --prompts 2",
+}  # fmt: skip
+"""What a benchmark of a real model asks for, and what the test does."""
+
 EVERY_TIME = ("README.md",)
 """Pages whose blocks run in `make test`; those of the others run in `make test-slow`."""
 
@@ -57,9 +63,11 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 
 
 def sized(text: str) -> str:
-    """Benchmarks of millions, of ten thousand; of a hundred adapters on a real model, of four on the store's."""
+    """Benchmarks of millions, of ten thousand; on a real model, on the store's; of 100 adapters, of 4."""
     small = re.sub(r"\b1(0000000|000000|00000)\b", "10000", text)
-    return small.replace("models/SmolLM2-135M-Instruct --count 100", "runs/quickstart/policies/student/v1 --count 4")
+    for written, here in SMALLER.items():
+        small = small.replace(written, here)
+    return small
 
 
 def holding(*marks: str) -> list[Path]:

@@ -187,8 +187,10 @@ def test_what_is_left_behind_needs_no_torch(demo_store: Store, mopd: Mopd, tmp_p
     shutil.copytree(demo_store.uri, tmp_path / "store")
     mopd("report", "store", "-o", "report.html")
     mopd("export", "store", "out.jsonl", "--format", "jsonl")
+    mopd("view", "store", "--export", "share", "--limit", "3")
     assert (tmp_path / "out.jsonl").read_text().count("\n") > 0
     assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert (tmp_path / "share" / "index.html").is_file()
     refused = mopd("show", "store", "zz", "--json", check=False)
     assert json.loads(refused.stdout)["error"]["exit_code"] == 2
 

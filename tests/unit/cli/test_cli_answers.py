@@ -135,6 +135,20 @@ def test_store_compact_keeps_every_row(tmp_path: Path, make_store: Any) -> None:
     assert store.samples().to_pylist() == before
 
 
+def test_store_compact_says_the_heaviest_reasons_only(tmp_path: Path, make_store: Any) -> None:
+    """Six snapshots pin files of `events` that merges have replaced, and of most tables nothing that is not needed."""
+    store = make_store(tmp_path / "s", prompts=1)
+    for number in range(6):
+        store.add_event(f"note-{number}", "student", "note", 0, None, {})
+        store.snapshot(tag=f"tag-{number}")
+        store.compact()
+    done = mopd("store", "compact", store.uri, "--now")
+    said = " ".join(done.stderr.split())
+    assert "0 B (" not in said
+    assert said.count("events keeps") == 1
+    assert "more (--json names them)" in said.partition("events keeps")[2]
+
+
 def test_store_verify_finds_a_flipped_byte_and_ends_with_1(tmp_path: Path, make_store: Any) -> None:
     store = make_store(tmp_path / "s", prompts=1)
     assert answered("store", "verify", store.uri, "--json")["ok"] is True

@@ -38,3 +38,15 @@ def test_a_table_that_is_too_wide_is_turned_over(
     head, _, *rows = printed(table(9), capsys, monkeypatch)
     assert head == ["domain", *DOMAINS]
     assert rows == [[f"policy-{n}", "spelling", "by", f"policy-{n}", "sorting", "by", f"policy-{n}"] for n in range(9)]
+
+
+def test_names_of_columns_break_rather_than_lose_their_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = [Cell(text="+28.0 (+21.5 to +34.5)")] * 4
+    head = ["what", "number_sorting", "spell_backward", "spiral_matrix", "mean"]
+    grid = Grid(head=head, rows=[[Cell(text=name), *wide] for name in "ABCDEF"])
+    lines = printed(grid, capsys, monkeypatch)
+    assert not any("…" in word for line in lines for word in line)
+    assert lines[0] == ["number_", "spell_", "spiral_"]
+    assert lines[1] == ["what", "sorting", "backward", "matrix", "mean"]
