@@ -42,7 +42,8 @@ LOOK_S = 0.5
 """Pause between looks whether anybody still needs this process."""
 STEP_S = 7 * 86400.0
 """Longest silence of a trainer that lives: it computes a step, or waits for other ranks."""
-
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, which a terminal sends to every process of a job."""
 YOUNG_OBJECTS = 20_000
 """Objects between two looks of the garbage collector: packs make thousands a second, and none of them in cycles."""
 
@@ -241,11 +242,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, type=Path, help="Unix socket to listen on")
     parser.add_argument("--spec", required=True, help="JSON of load.spec.LoadSpec")
     options = parser.parse_args(arguments)
+    try:
+        return _serve(options.store, options.socket, options.spec)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _serve(uri: str, path: Path, spec: str) -> int:
     parent = os.getppid()
     gc.set_threshold(YOUNG_OBJECTS)
     _allow_open_files()
     try:
-        server = _start(options.store, options.socket, parse_spec(options.spec), _storage_options())
+        server = _start(uri, path, parse_spec(spec), _storage_options())
     except MopdError as error:
         print(json.dumps(error_message(error)), flush=True)
         return error.exit_code

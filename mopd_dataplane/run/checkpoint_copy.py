@@ -6,11 +6,9 @@ from pathlib import Path
 
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.run.work_folder import Work
-from mopd_dataplane.train.checkpoint import latest_checkpoint, name_newest, newest_checkpoint
+from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
-
-KEEP = 2
-"""Checkpoints kept in the store."""
+from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
 
 
 class StoredCheckpoints:

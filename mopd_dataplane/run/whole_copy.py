@@ -22,7 +22,6 @@ from mopd_dataplane.base.files import publish_file, try_lock
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.ownership import LOCK
 from mopd_dataplane.rollout.log.recovery import epoch_folders
-from mopd_dataplane.run.checkpoint_copy import KEEP
 from mopd_dataplane.run.token_log_copy import StoredLog
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.copy_files import begin_copy, copy_file, copy_folders, copy_job, copy_weights, finish_copy
@@ -31,8 +30,8 @@ from mopd_dataplane.store.deletions import FOLDER as DELETIONS
 from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.whole_copy import copy_tables, table_names
-from mopd_dataplane.train.checkpoint import name_newest, newest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
+from mopd_dataplane.train.newest import KEEP, name_newest, newest_checkpoint
 
 _CHECKPOINTS = "checkpoints"
 

@@ -17,6 +17,7 @@ topk_agreement.py    how far student and teacher agree on their likeliest tokens
 token_stats.py       what a step found for each token, handed to the job
 optimizer.py         AdamW and the learning-rate schedule
 checkpoint.py        policy, optimizer and position, whole or not at all
+newest.py            which checkpoint is the newest; needs no torch
 ranks.py             the processes of one training run
 node_agent.py        the trainer processes of one node
 stop.py              stopping at a checkpoint

@@ -18,7 +18,7 @@ from mopd_dataplane.base.files import full_disk_named
 from mopd_dataplane.base.processes import end_with_parent
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.train.spec import TrainSpec, load_spec
-from mopd_dataplane.train.stop import EXIT_CODE, Stop, only_writer
+from mopd_dataplane.train.stop import EXIT_CODE, Interrupted, Stop, only_writer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,18 +54,22 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
         )
         stack.callback(ranks.leave)
         stack.enter_context(peers_lost_named(ranks.rank))
-        source = stack.enter_context(
-            LoaderClient(
-                spec.socket,
-                rank=ranks.data_rank,
-                world_size=ranks.data_world,
-                member=ranks.member,
-                members=ranks.members,
-                deadline_s=spec.deadline_s,
-                patience_s=spec.patience_s,
-                pin=ranks.device.type == "cuda",
-            )
-        )
+        try:
+            with stop.interrupting():  # a loader that Ctrl-C ended too never answers
+                source = stack.enter_context(
+                    LoaderClient(
+                        spec.socket,
+                        rank=ranks.data_rank,
+                        world_size=ranks.data_world,
+                        member=ranks.member,
+                        members=ranks.members,
+                        deadline_s=spec.deadline_s,
+                        patience_s=spec.patience_s,
+                        pin=ranks.device.type == "cuda",
+                    )
+                )
+        except Interrupted:
+            return EXIT_CODE
         # After connecting: an orphan whose loader never came must not keep the next trainer out.
         if ranks.leads:
             stack.enter_context(only_writer(Path(spec.checkpoint_dir)))

@@ -17,7 +17,6 @@ seed, step, rank), so the step is all that is kept of them.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -43,15 +42,12 @@ from mopd_dataplane.base.file_checksums import (
     write_checksums,
 )
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
-from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
+from mopd_dataplane.train.newest import LATEST, name_newest, newest_checkpoint
 from mopd_dataplane.train.ranks import Ranks
 
 FORMAT = 3
-_NAME = re.compile(r"step-\d{8,}")
 _STATE = "state.json"
-LATEST = "latest"
-"""File that names the newest complete checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,28 +176,6 @@ class Checkpoints:
             if is_disk_full(error):
                 raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
             raise
-
-
-def newest_checkpoint(folder: Path) -> str:
-    """Name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
-
-    A bare name is taken too, so that a person can point at another checkpoint.
-    """
-    pointer = folder / LATEST
-    if not pointer.is_file():
-        return ""
-    content = pointer.read_bytes()
-    name = content.decode(errors="backslashreplace").strip()
-    if not _NAME.fullmatch(name) and content[:1] == b"{":
-        name = str(unseal(content, str(pointer)).get("checkpoint"))
-    if not _NAME.fullmatch(name):
-        raise DamagedError(f"{pointer} names {name!r:.80}, not a checkpoint; write step-… into it")
-    return name
-
-
-def name_newest(folder: Path, name: str) -> None:
-    """Point at a complete checkpoint, durably."""
-    publish_file(folder / LATEST, seal({"checkpoint": name}))
 
 
 def _save_sharded(tensors: dict[str, Any], staging: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from trainer_ground import DOMAINS, SAMPLES, Ground, results, wait_for_steps, weights
+from trainer_ground import DOMAINS, SAMPLES, Ground, results, started, wait_for_steps, weights
 
 from mopd_dataplane.models import hf
 from mopd_dataplane.train.metrics import read_metrics
@@ -61,3 +63,25 @@ def test_an_interrupted_trainer_continues_to_the_same_policy(
     assert results(place) == results(whole)
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(place).items())
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_ctrl_c_ends_a_trainer_whose_loader_is_gone(ground: Ground) -> None:
+    """A terminal sends it to the loader too; who waits for one that is gone would wait until the deadline."""
+    spec = ground.root / "alone.json"
+    with ground.loader(ground.root / "alone") as served:
+        spec.write_text(served.read_text())
+    with started([sys.executable, "-m", "mopd_dataplane.train", str(spec)]) as trainer:
+        until = time.monotonic() + 60
+        while not handles(trainer.pid, signal.SIGTERM):
+            assert trainer.poll() is None, trainer.communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        trainer.send_signal(signal.SIGINT)
+        _, err = trainer.communicate(timeout=60)
+        assert trainer.returncode == 130, err

@@ -47,7 +47,8 @@ def test_a_finished_store_is_asked_shown_and_reported(finished_job: Path, bare: 
     written = bare("report", store, "-o", tmp_path / "report.html")
     assert written.returncode == 0, written.stderr
     assert "⟨" not in (tmp_path / "report.html").read_text()
-    for command in (["schema", store, "responses"], ["store", "info", store], ["store", "verify", store]):
+    for command in (["schema", store, "responses"], ["store", "info", store], ["store", "verify", store],
+                    ["store", "copy", store, tmp_path / "copy"]):  # fmt: skip
         assert bare(*command).returncode == 0
 
 

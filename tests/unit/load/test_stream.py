@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -174,3 +175,22 @@ def test_a_runtime_folder_that_others_may_enter_is_refused(kind: str, tmp_path: 
         folder.chmod(0o755)
     with pytest.raises(InputError, match="not a folder that only this user may enter"):
         socket_of("runs/x", SPEC)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes that are started take SIGINT, also where these tests run in the background of a shell, which do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_ends_a_loader_without_a_traceback(
+    store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal sends it to every process of a job; what it means is said once, by the job."""
+    with start_server(store.uri, tmp_path / "l.sock", SPEC) as loader:
+        os.kill(loader.pid, signal.SIGINT)
+        assert loader.process.wait(20) == 130
+    assert "Traceback" not in capfd.readouterr().err

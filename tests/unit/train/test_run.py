@@ -18,8 +18,8 @@ from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective, PolicyGra
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.models import hf
 from mopd_dataplane.records import Pack, StepMetrics
-from mopd_dataplane.train.checkpoint import newest_checkpoint
 from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.newest import newest_checkpoint
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
 from mopd_dataplane.train.spec import TrainSpec, load_spec

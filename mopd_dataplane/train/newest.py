@@ -1,0 +1,38 @@
+"""Which checkpoint of a stage is the newest. Needs no torch, because copying a store needs none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.sealed_json import seal, unseal
+from mopd_dataplane.errors import DamagedError
+
+NAME = re.compile(r"step-\d{8,}")
+LATEST = "latest"
+"""File that names the newest complete checkpoint."""
+KEEP = 2
+"""Checkpoints of a stage that a store on an object store keeps."""
+
+
+def newest_checkpoint(folder: Path) -> str:
+    """Name of the newest complete checkpoint in a folder; empty when there is none. Raises DamagedError.
+
+    A bare name is taken too, so that a person can point at another checkpoint.
+    """
+    pointer = folder / LATEST
+    if not pointer.is_file():
+        return ""
+    content = pointer.read_bytes()
+    name = content.decode(errors="backslashreplace").strip()
+    if not NAME.fullmatch(name) and content[:1] == b"{":
+        name = str(unseal(content, str(pointer)).get("checkpoint"))
+    if not NAME.fullmatch(name):
+        raise DamagedError(f"{pointer} names {name!r:.80}, not a checkpoint; write step-… into it")
+    return name
+
+
+def name_newest(folder: Path, name: str) -> None:
+    """Point at a complete checkpoint, durably."""
+    publish_file(folder / LATEST, seal({"checkpoint": name}))
