@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +17,8 @@ from mopd_dataplane.errors import DeadlineError, InputError, MopdError, Resource
 
 _PUBLISH_S = 60.0
 """Longest wait for another process that publishes the same file."""
+_MAKE_S = 3600.0
+"""Longest wait for another process that makes the same folder: it may download a model."""
 
 
 def publish_file(target: Path, content: bytes) -> None:
@@ -66,7 +68,7 @@ def _owned(staging: Path) -> Iterator[BinaryIO]:
     until = time.monotonic() + _PUBLISH_S
     while time.monotonic() < until:
         with open(os.open(staging, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb") as file:
-            if try_lock(file) and _is_named(file, staging):
+            if try_lock(file) and _is_named(file.fileno(), staging):
                 yield file
                 return
         time.sleep(0.002)
@@ -82,12 +84,57 @@ def try_lock(file: BinaryIO | int) -> bool:
     return True
 
 
-def _is_named(file: BinaryIO, path: Path) -> bool:
-    """Whether the name still means this file: its last owner may have renamed it before it let go."""
+def _is_named(descriptor: int, path: Path) -> bool:
+    """Whether the name still means what was opened: its last owner may have renamed it before it let go."""
     try:
-        return os.fstat(file.fileno()).st_ino == path.stat().st_ino
+        return os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
         return False
+
+
+def make_folder(target: Path, fill: Callable[[Path], object]) -> None:
+    """Make a folder once and durably; one that is there is left alone.
+
+    `fill` writes into an empty folder beside it, which then takes its name. Processes that want the same folder take
+    turns, so that all but one find it made; what a killed one left unfinished is removed.
+    Raises DeadlineError when another process does not come to an end.
+    """
+    staging = target.with_name(f".{target.name}.tmp")
+    until = time.monotonic() + _MAKE_S
+    while not target.exists():
+        staging.mkdir(parents=True, exist_ok=True)
+        with _owned_folder(staging) as mine:
+            if mine:
+                _fill(staging, target, fill)
+                return
+        if time.monotonic() > until:
+            raise DeadlineError(f"{staging} has been another process's for {_MAKE_S:g} s; end that and run again")
+        time.sleep(0.05)
+
+
+@contextmanager
+def _owned_folder(folder: Path) -> Iterator[bool]:
+    """Whether the folder of that name is this process's alone, for as long as the block runs."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:  # its owner has just renamed it
+        yield False
+        return
+    try:
+        yield try_lock(descriptor) and _is_named(descriptor, folder)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(staging: Path, target: Path, fill: Callable[[Path], object]) -> None:
+    try:
+        for left in staging.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if not target.exists():  # another process may have made it since we looked
+            fill(staging)
+            publish_folder(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def publish_folder(staging: Path, target: Path) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import write_checksums
-from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import MismatchError, nearest
 from mopd_dataplane.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -183,11 +182,6 @@ def save_adapter(
     """
     from safetensors.torch import save_file
 
-    if folder.exists():
-        return
-    staging = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
     config: Any = model.peft_config[TRAINED]
     if is_adapter(start):
         base = named_base(start)
@@ -197,12 +191,15 @@ def save_adapter(
         base = replace(base, place=os.path.relpath(name, folder))
     said = {**config.to_dict(), "base_model_name_or_path": name, "revision": base.revision or None}
     said |= {"inference_mode": True, "target_modules": sorted(config.target_modules)}
-    (staging / ADAPTER_CONFIG).write_text(json.dumps(said, indent=1, default=str))
     named = {_PREFIX + key.replace(f".{TRAINED}.", "."): tensor.contiguous() for key, tensor in tensors.items()}
-    save_file(named, staging / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    (staging / BASE).write_text(json.dumps(asdict(base), indent=1))
-    write_checksums(staging, identities=True)
-    publish_folder(staging, folder)
+
+    def fill(staging: Path) -> None:
+        (staging / ADAPTER_CONFIG).write_text(json.dumps(said, indent=1, default=str))
+        save_file(named, staging / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        (staging / BASE).write_text(json.dumps(asdict(base), indent=1))
+        write_checksums(staging, identities=True)
+
+    make_folder(folder, fill)
 
 
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
-from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -231,15 +231,13 @@ def save_policy(
     state_dict: weights to write instead of the model's own, which may be shards or of another dtype.
     An existing folder of that name is kept: a policy version is written once.
     """
-    target = Path(folder)
-    if target.exists():
-        return
-    staging = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    model.save_pretrained(staging, state_dict=state_dict)
-    copy_tokenizer(tokenizer_folder, staging)
-    write_checksums(staging, identities=True)
-    publish_folder(staging, target)
+
+    def fill(staging: Path) -> None:
+        model.save_pretrained(staging, state_dict=state_dict)
+        copy_tokenizer(tokenizer_folder, staging)
+        write_checksums(staging, identities=True)
+
+    make_folder(Path(folder), fill)
 
 
 def copy_tokenizer(source: str | Path, target: str | Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import string
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.base.file_checksums import write_checksums
-from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.hf import copy_tokenizer, load_tokenizer, quiet_transformers
@@ -34,17 +33,16 @@ def make_student(student: Student, folder: Path, *, seed: int) -> Path:
     """
     if student.path:
         return model_folder(student.path, student.revision)
-    if not folder.exists():
-        staging = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+
+    def fill(staging: Path) -> None:
         quiet_transformers()
         if student.config:
             _from_config(student, staging, seed)
         else:
             _from_gguf(student, staging)
         write_checksums(staging, identities=True)
-        publish_folder(staging, folder)
+
+    make_folder(folder, fill)
     return folder
 
 

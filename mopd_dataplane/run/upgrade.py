@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pydantic import ValidationError
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import write_checksums
-from mopd_dataplane.base.files import publish_file, publish_folder
+from mopd_dataplane.base.files import make_folder, publish_file
 from mopd_dataplane.base.sealed_json import seal, seal_line
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
@@ -114,15 +113,13 @@ def _carry_weights(old: Path, root: Path) -> None:
 def _carry_folder(
     folder: Path, target: Path, *, identities: bool, change: Callable[[Path], None] = lambda staging: None
 ) -> None:
-    if target.exists():
-        return
-    staging = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _LEFT):
-        link_file(file, staging / file.relative_to(folder))
-    change(staging)
-    write_checksums(staging, identities=identities)
-    publish_folder(staging, target)
+    def fill(staging: Path) -> None:
+        for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _LEFT):
+            link_file(file, staging / file.relative_to(folder))
+        change(staging)
+        write_checksums(staging, identities=identities)
+
+    make_folder(target, fill)
 
 
 def _carry_checkpoints(old: Path, root: Path) -> None:

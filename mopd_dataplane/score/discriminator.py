@@ -9,7 +9,6 @@ needed: no logits, no weights, not even its tokenizer.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import check_folder, write_checksums
-from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import DamagedError, EngineError
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
@@ -95,22 +94,20 @@ class Discriminator:
         """Write a version durably: a temporary folder, then one rename. One that exists is kept."""
         from safetensors.torch import save_file
 
-        if folder.exists():
-            return
-        staging = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
         critic = {name: tensor.detach().cpu().contiguous() for name, tensor in self._critic.named_parameters()}
         state = {
             f"{key}/{name}": torch.as_tensor(value).cpu().contiguous()
             for name, parameter in self._critic.named_parameters()
             for key, value in self._optimizer.state[parameter].items()
         }
-        save_file(critic, staging / WEIGHTS, metadata={"steps": str(self.steps)})
-        save_file(state, staging / OPTIMIZER)
-        write_checksums(staging)
-        fault_point("discriminator.written")
-        publish_folder(staging, folder)
+
+        def fill(staging: Path) -> None:
+            save_file(critic, staging / WEIGHTS, metadata={"steps": str(self.steps)})
+            save_file(state, staging / OPTIMIZER)
+            write_checksums(staging)
+            fault_point("discriminator.written")
+
+        make_folder(folder, fill)
         fault_point("discriminator.published")
 
     def load(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
-from mopd_dataplane.base.files import duplicate_file, publish_folder
+from mopd_dataplane.base.files import duplicate_file, make_folder
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
@@ -128,8 +128,4 @@ def _copy_folder(source: Store, place: Place, name: str) -> None:
         if place.files is not None:
             ArtifactStore(place.files).publish(name, folder)
             return
-        target = place.local(name)
-        staging = target.with_name(f".{target.name}.tmp")
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.copytree(folder, staging)
-        publish_folder(staging, target)
+        make_folder(place.local(name), lambda staging: shutil.copytree(folder, staging, dirs_exist_ok=True))

@@ -40,10 +40,11 @@ def test_the_larger_number_is_the_answer() -> None:
         assert int(prompt.answer) in (first, second)
 
 
-def test_json_says_who_is_how_old() -> None:
+def test_json_says_who_is_how_old_and_who_is_of_age() -> None:
     for prompt in prompts("json"):
         said = json.loads(prompt.answer)
-        assert question(prompt) == f"Write as JSON: {said['name']} is {said['age']} years old."
+        assert question(prompt) == f"Write as JSON with name, age, adult: {said['name']} is {said['age']} years old."
+        assert said["adult"] is (said["age"] not in range(18))
 
 
 @pytest.mark.parametrize("domain", JOB.domains)
