@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 Pick = Literal["worst", "disagreement", "random", "newest"]
 
-_SAMPLED = "from samples where (policy <> 'reference' or not exists (from samples where policy <> 'reference'))"
+_SAMPLED = (
+    "from samples where (policy <> 'reference' or not exists (from samples where policy <> 'reference' {domain}))"
+)
+"""What a policy wrote; where that is nothing, reference answers."""
 _LATEST = " and (stage, iteration) = (select (stage, iteration) from samples order by created_at desc limit 1)"
 """Those of the iteration that was sampled last."""
 _QUERIES: dict[Pick, str] = {
@@ -62,11 +65,14 @@ def pick_sample(store: Store, by: Pick | None = None, *, domain: str | None = No
     condition = "" if domain is None else f"and domain = {literal(domain)}"
     ways: list[tuple[Pick, str]] = [(way, "") for way in ((by,) if by else _DEFAULT)]
     for way, of in ways if by else [("disagreement", _LATEST), *ways]:
-        rows = store.sql(_QUERIES[way].format(sampled=_SAMPLED + of, domain=condition)).to_pylist()
+        rows = store.sql(
+            _QUERIES[way].format(sampled=_SAMPLED.format(domain=condition) + of, domain=condition)
+        ).to_pylist()
         if rows:
             return Picked(uid=rows[0]["uid"], why=_why(way, rows[0], "of the newest iteration" if of else ""))
     missing = {"worst": "rewards", "disagreement": "log-probs of a teacher"}.get(by or "newest", "samples")
-    raise UnknownNameError(f"{store.uri} holds no {missing} yet; run the job first, or pick another way to choose")
+    of = "" if domain is None else f" of domain {domain!r}"
+    raise UnknownNameError(f"{store.uri} holds no {missing}{of} yet; run the job first, or choose in another way")
 
 
 def _why(way: Pick, row: dict[str, float], part: str) -> str:

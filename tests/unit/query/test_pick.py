@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from unit.store.store_builders import sample
 
 from mopd_dataplane import Signal, Store, open_store
 from mopd_dataplane.errors import UnknownNameError
@@ -70,3 +71,13 @@ def test_unknown_domains_and_empty_stores_are_named(demo_store: Store, tmp_path:
     for way, lacks in (("worst", "rewards"), ("disagreement", "log-probs"), ("random", "samples"), (None, "samples")):
         with pytest.raises(UnknownNameError, match=lacks):
             pick_sample(empty, way)  # type: ignore[arg-type]
+
+
+def test_a_domain_of_which_nothing_was_sampled_shows_its_reference_answers(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store")
+    store.commit_samples([sample(0, domain="date", policy="reference", sampler=None), sample(1, domain="larger")])
+    picked = pick_sample(store, domain="date")
+    assert store.sql(f"select domain from samples where uid = '{picked.uid}'")["domain"].to_pylist() == ["date"]
+    assert pick_sample(store).uid == store.sql("select uid from samples where domain = 'larger'")["uid"][0].as_py()
+    with pytest.raises(UnknownNameError, match="no rewards of domain 'date'"):
+        pick_sample(store, "worst", domain="date")
