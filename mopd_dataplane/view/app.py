@@ -43,7 +43,8 @@ def build_app(shelf: Shelf, *, token: str, port: int) -> Starlette:
         Route("/api/stores", _all(shelf)),
         *(Route(f"/api/{name}", _answering(shelf, answer)) for name, answer in ANSWERS.items()),
         Route("/api/search", _searching(shelf)),
-        Route("/api/compare", _comparing(shelf)),
+        Route("/api/compare", _over_two(shelf, _compare)),
+        Route("/api/difference", _over_two(shelf, _difference)),
         Route("/api/labels", _labelling(shelf), methods=["POST"]),
         Mount("/assets", StaticFiles(directory=ASSETS)),
     ]
@@ -141,16 +142,16 @@ def _searching(shelf: Shelf) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _comparing(shelf: Shelf) -> Callable[[Request], Any]:
-    """The one answer that reads two stores."""
+def _over_two(shelf: Shelf, answer: Callable[[Shown, Shown, dict[str, str]], Any]) -> Callable[[Request], Any]:
+    """An answer that reads the store that was asked and `other`, by default the same."""
 
     async def endpoint(request: Request) -> Response:
         asked = dict(request.query_params)
 
         def work() -> Response:
             try:
-                one, other = (shelf.get(asked.get(key, "0")).index() for key in ("store", "other"))
-                return _json(compare(one, other, asked.get("a", ""), asked.get("b", "")))
+                one = asked.get("store", "0")
+                return _json(answer(shelf.get(one), shelf.get(asked.get("other", one)), asked))
             except MopdError as error:
                 return _error(error)
 
@@ -255,8 +256,13 @@ def _prompt(shown: Shown, asked: dict[str, str]) -> Any:
                           group=asked.get("group", ""), offset=_number(asked, "offset", 0))  # fmt: skip
 
 
-def _difference(shown: Shown, asked: dict[str, str]) -> Any:
-    return prompt.compared(shown.store, shown.index(), shown.decoder, (asked.get("a", ""), asked.get("b", "")))
+def _compare(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
+    return compare(one.index(), other.index(), asked.get("a", ""), asked.get("b", ""))
+
+
+def _difference(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
+    sides = ((one, asked.get("a", "")), (other, asked.get("b", "")))
+    return prompt.compared(*(prompt.Side(of.store, of.index(), of.decoder, uid) for of, uid in sides))
 
 
 def _life(shown: Shown, asked: dict[str, str]) -> Any:
@@ -289,7 +295,7 @@ def _sql(shown: Shown, asked: dict[str, str]) -> Any:
 ANSWERS: dict[str, Answer] = {
     "samples": _page, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample, "candidates": _candidates,
     "student": _student,
-    "prompt": _prompt, "difference": _difference, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
+    "prompt": _prompt, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
     "step": _step, "sql": _sql, "pulse": lambda shown, asked: shown.pulse(),
     "stages": lambda shown, asked: shown.stages(),
     "labelled": lambda shown, asked: labels.all_of(shown.store),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
@@ -131,9 +132,10 @@ def _trend(index: Index, prompt_id: str) -> list[dict[str, Any]]:
     )
 
 
-def difference(a: list[int], b: list[int]) -> list[tuple[str, int, int, int, int]]:
+def difference(a: list[Any], b: list[Any]) -> list[tuple[str, int, int, int, int]]:
     """What turns answer a into answer b: (equal, replace, delete or insert, a from, a to, b from, b to).
 
+    a, b: token ids, or the texts of tokens.
     Stretches longer than DIFF_TOKENS after what is equal at both ends count as replaced.
 
     >>> difference([1, 2, 3], [1, 4, 3])
@@ -157,12 +159,26 @@ def difference(a: list[int], b: list[int]) -> list[tuple[str, int, int, int, int
     return parts
 
 
-def compared(store: Store, index: Index, decoder: Decoder | Numbers, uids: tuple[str, str]) -> dict[str, Any]:
-    """Two answers aligned token by token. Raises UnknownNameError, DamagedError."""
-    rows = [index.row(uid) for uid in uids]
-    responses = [read_payload(store, row, index.snapshot).response for row in rows]
+@dataclass(frozen=True, slots=True)
+class Side:
+    """An answer to be compared, and where it lies."""
+
+    store: Store
+    index: Index
+    decoder: Decoder | Numbers
+    uid: str
+
+
+def compared(a: Side, b: Side) -> dict[str, Any]:
+    """Two answers aligned token by token; those of two stores by their text, since tokenizers may differ.
+
+    Raises UnknownNameError, DamagedError.
+    """
+    responses = [read_payload(s.store, s.index.row(s.uid), s.index.snapshot).response for s in (a, b)]
+    pieces = [pieces_of(s.decoder, response) for s, response in zip((a, b), responses, strict=True)]
+    tokens = [response.tolist() for response in responses] if a.store is b.store else pieces
     return {
-        "a": {"uid": uids[0], "pieces": pieces_of(decoder, responses[0])},
-        "b": {"uid": uids[1], "pieces": pieces_of(decoder, responses[1])},
-        "parts": difference(responses[0].tolist(), responses[1].tolist()),
+        "a": {"uid": a.uid, "pieces": pieces[0]},
+        "b": {"uid": b.uid, "pieces": pieces[1]},
+        "parts": difference(*tokens),
     }

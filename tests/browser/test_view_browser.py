@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -63,15 +64,22 @@ def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFac
     return store
 
 
-@pytest.fixture(scope="module")
-def address(store: Store) -> Iterator[str]:
-    server = subprocess.Popen(command("view", store.uri, "--port", "0"), stdout=subprocess.PIPE, text=True)
+@contextmanager
+def viewing(*stores: str) -> Iterator[str]:
+    """Address of a server that shows these stores."""
+    server = subprocess.Popen(command("view", *stores, "--port", "0"), stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
     finally:
         server.terminate()
         assert server.wait(timeout=20) in (0, 130)
+
+
+@pytest.fixture(scope="module")
+def address(store: Store) -> Iterator[str]:
+    with viewing(store.uri) as address:
+        yield address
 
 
 @pytest.fixture
@@ -82,7 +90,13 @@ def refusals() -> list[str]:
 
 @pytest.fixture
 def page(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page]:
-    """The opened page; when the test ends, nothing went wrong in it and nothing was asked of another machine."""
+    with opened(browser, address, refusals) as page:
+        yield page
+
+
+@contextmanager
+def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page]:
+    """The opened page; at the end, nothing went wrong in it and nothing was asked of another machine."""
     context = browser.new_context(viewport={"width": 1400, "height": 950})
     context.set_default_timeout(LONGEST_MS)
     expect.set_options(timeout=LONGEST_MS)
@@ -241,6 +255,28 @@ def test_groups_versions_and_differences(page: Page) -> None:
     expect(page.locator(".answered")).to_have_count(4)
     expect(page.locator(".pair")).to_be_visible()
     expect(page.locator(".chart canvas").first).to_be_visible()
+
+
+def test_two_stores_are_compared_down_to_the_tokens(
+    browser: Browser, store: Store, make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    other = make_store(tmp_path / "other-run", prompts=4, seed=1)
+    with viewing(store.uri, other.uri) as address, opened(browser, address, []) as page:
+        page.keyboard.press("4")
+        expect(page.locator("h1")).to_have_text("Compare")
+        page.get_by_label("B", exact=True).select_option(label="other-run · student · iteration 0")
+        page.locator("tbody a[href*='other=1']").filter(has_not_text="-0").first.click()
+        expect(page.locator(".pair")).to_be_visible()
+        uids = [re.search(rf"[?&]{side}=([0-9a-f]+)", page.url)[1] for side in "ab"]
+        said = [
+            of.sql(f"select response from responses where uid = '{uid}'")["response"][0].as_py()
+            for of, uid in zip((store, other), uids, strict=True)
+        ]
+        assert said[0] != said[1]
+        assert page.locator(".pair > div p").all_inner_texts() == said
+        page.locator(".pair h3 a").click()
+        expect(page.locator("h1")).to_contain_text(uids[1][:8])
+        assert "store=1" in page.url
 
 
 def test_life_run_teachers_step_and_compare(page: Page) -> None:

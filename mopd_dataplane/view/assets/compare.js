@@ -37,7 +37,7 @@ export async function comparePage(main, { params }, { stores, signal }) {
       { title: "reverse KL", show: pair("kl", 3) }, { title: "length", show: pair("response_len", 1) }, { title: "mean log p", show: pair("mean_logprob", 3) },
     ], found.domains) : h("p", { class: "empty" }, "No prompt was answered by both: choose iterations that share prompts."),
     found.prompts.length ? [h("h2", {}, "Prompts whose reward changed most"), table([
-      { title: "prompt", word: true, show: (p) => h("a", { href: address("prompt", p.prompt_id, { store: a.store || "", a: p.a.uid, b: a.store === b.store ? p.b.uid : "" }) }, p.prompt_id) },
+      { title: "prompt", word: true, show: (p) => h("a", { href: address("prompt", p.prompt_id, { store: a.store || "", a: p.a.uid, b: p.b.uid, other: a.store === b.store ? "" : String(b.store) }) }, p.prompt_id) },
       { title: "reward", show: (p) => `${number(p.a.reward, 2)} → ${number(p.b.reward, 2)}` }, { title: "reverse KL", show: (p) => `${signed(p.a.kl, 3)} → ${signed(p.b.kl, 3)}` },
       { title: "length", show: (p) => `${number(p.a.response_len, 0)} → ${number(p.b.response_len, 0)}` },
     ], found.prompts.slice(0, 40))] : null,

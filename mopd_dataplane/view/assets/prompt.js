@@ -24,17 +24,17 @@ function answerCard(answer, teacher, params, picked) {
       h("span", {}, `reward ${number(row.reward, 2)}`), h("span", {}, `KL ${signed(row.kl, 3)}`), h("span", {}, `${count(row.response_len)} tokens`),
       h("small", {}, answer.leaves_at === null ? "same as the first" : `parts at token ${answer.leaves_at}`),
       ["a", "b"].map((side) => h("label", {}, h("input", { type: "radio", name: `diff-${side}`, checked: picked[side] === row.uid,
-        onchange: () => adjust({ [side]: row.uid }) }), side.toUpperCase()))),
+        onchange: () => adjust(side === "b" ? { b: row.uid, other: "" } : { a: row.uid }) }), side.toUpperCase()))),
     answer.damage ? h("p", { class: "damage" }, answer.damage) : text(answer, teacher));
 }
 
-function sideBySide(found) {
+function sideBySide(found, titles) {
   const side = (key, own) => h("p", { class: "answer mono" }, found.parts.map(([tag, a0, a1, b0, b1]) => {
     const piece = (key === "a" ? found.a.pieces.slice(a0, a1) : found.b.pieces.slice(b0, b1)).map(shown).join("");
     if (!piece) return null;
     return tag === "equal" ? h("span", {}, piece) : h(key === "a" ? "del" : "ins", { class: own }, piece);
   }));
-  return h("div", { class: "pair" }, h("div", {}, h("h3", {}, "A"), side("a", "gone")), h("div", {}, h("h3", {}, "B"), side("b", "new")));
+  return h("div", { class: "pair" }, h("div", {}, h("h3", {}, titles.a), side("a", "gone")), h("div", {}, h("h3", {}, titles.b), side("b", "new")));
 }
 
 function trend(rows) {
@@ -52,7 +52,9 @@ export async function promptPage(main, { id, params }, { stores, signal }) {
   if (params.group) found.answers = found.answers.filter((a) => a.row.group_id === params.group);
   const teachers = [...new Set(found.answers.flatMap((a) => Object.keys(a.ratios)))];
   const teacher = teachers.includes(params.teacher) ? params.teacher : teachers[0];
-  const picked = { a: params.a || found.answers[0]?.row.uid, b: params.b || found.answers[1]?.row.uid };
+  // B may be another store's answer, which can bear the same uid: its own address says so, and no radio button is set.
+  const other = params.other && stores[Number(params.other)] !== store ? params.other : "";
+  const picked = { a: params.a || found.answers[0]?.row.uid, b: other ? params.b : params.b || found.answers[1]?.row.uid };
   const difference = h("section", { "aria-label": "Difference" });
   const pages = Math.ceil(found.total / 64);
   put(main, h("h1", {}, params.group ? "Group " : "Prompt ", h("code", {}, params.group || id)),
@@ -70,16 +72,20 @@ export async function promptPage(main, { id, params }, { stores, signal }) {
       teachers.length ? select("coloured by", teacher, teachers, (t) => adjust({ teacher: t })) : null,
       teachers.length ? h("div", { class: "legend" }, legend("diverging").map(([l, t]) => h("span", { style: { backgroundColor: paint("diverging", l) } }, t)), h("small", {}, "nat, teacher − sampler")) : null,
       pages > 1 ? Array.from({ length: pages }, (_, i) => h("a", { href: address("prompt", id, { ...params, offset: i * 64 || "" }) }, String(i + 1))) : null),
-    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, picked))),
+    difference, h("div", { class: "answers" }, found.answers.map((a) => answerCard(a, teacher, params, other ? { a: picked.a } : picked))),
     sources("prompt", asked, found.sql, params));
-  if (picked.a && picked.b && picked.a !== picked.b) {
-    ask("difference", { store: params.store || 0, a: picked.a, b: picked.b }, { signal })
-      .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });
+  if (picked.a && picked.b && (other || picked.a !== picked.b)) {
+    const titles = other ? {
+      a: `A, ${store.name}`,
+      b: ["B, ", h("a", { href: address("sample", picked.b, { store: other }) }, stores[Number(other)].name)],
+    } : { a: "A", b: "B" };
+    ask("difference", { store: params.store || 0, other: other || params.store || 0, a: picked.a, b: picked.b }, { signal })
+      .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d, titles)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });
   }
   const groups = found.groups.map((g) => g.group_id), now = groups.indexOf(params.group);
-  const jump = (step) => { const to = groups[now + step]; if (to) adjust({ group: to, a: "", b: "" }); };
+  const jump = (step) => { const to = groups[now + step]; if (to) adjust({ group: to, a: "", b: "", other: "" }); };
   return { keys: {
-    j: ["next group", () => jump(1)], k: ["previous group", () => jump(-1)], g: ["all groups", () => adjust({ group: "", a: "", b: "" })],
+    j: ["next group", () => jump(1)], k: ["previous group", () => jump(-1)], g: ["all groups", () => adjust({ group: "", a: "", b: "", other: "" })],
     "]": ["next teacher", () => turn(1)], "[": ["previous teacher", () => turn(-1)],
   } };
   function turn(step) { if (teachers.length) adjust({ teacher: teachers[(teachers.indexOf(teacher) + step + teachers.length) % teachers.length] }); }

@@ -339,6 +339,27 @@ def test_two_iterations_compared_by_prompt(page: TestClient) -> None:
     assert row["difference"] < 0, "the student came closer"
 
 
+def test_answers_of_two_stores_are_aligned_each_from_its_own(
+    demo_store: Store, make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    other = make_store(tmp_path / "other", prompts=2, seed=1)
+    app = build_app(Shelf([Shown(demo_store), Shown(other)]), token=TOKEN, port=PORT)
+    page = TestClient(app, base_url=BASE, headers=BEARER)
+    found = get(page, "compare", store=0, other=1, a="iteration = 0", b="iteration = 0")
+    apart = 0
+    for row in found["prompts"]:
+        uids = row["a"]["uid"], row["b"]["uid"]
+        assert uids[0] == uids[1], "one prompt, one seed and one iteration have one uid in both stores"
+        told = get(page, "difference", store=0, other=1, a=uids[0], b=uids[1])
+        texts = [get(page, "sample", store=store, uid=uids[0])["pieces"] for store in (0, 1)]
+        assert [told["a"]["pieces"], told["b"]["pieces"]] == texts
+        for tag, a0, a1, b0, b1 in told["parts"]:
+            assert (tag == "equal") == (texts[0][a0:a1] == texts[1][b0:b1])
+        apart += texts[0] != texts[1]
+    assert apart, "the stores were sampled with different seeds"
+    assert page.get("/api/difference", params={"other": "2", "a": "x", "b": "x"}).status_code == 404
+
+
 # -- a store that grows, or is damaged ---------------------------------------------------------------------------------
 
 
