@@ -18,7 +18,7 @@ def visible(text: str) -> str:
     >>> visible("a\x1b[31mb\u202e")
     'a␛[31mb\\u202e'
     """
-    if text.isascii() and text.isprintable():
+    if text.isprintable():  # has none of the categories that _shown replaces
         return text
     return "".join(_shown(character) for character in text)
 
