@@ -218,7 +218,9 @@ def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any],
         if problem["type"] == "extra_forbidden" and section is not None:
             lines[f"{at}: unknown key `{path}`: {_hint(section, parts[-1])}"] = None
         elif problem["type"] == "missing":
-            lines[f"{at}: missing key `{path}`"] = None
+            table = parts[-1] if parts[0] == "stages" and parts[-1] in STAGE_TABLES else ""
+            wanted = f": write it there, or [{table}] for all stages; mopd help {table} lists its keys" if table else ""
+            lines[f"{at}: missing key `{path}`{wanted}"] = None
         else:
             found = problem.get("input")
             hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password

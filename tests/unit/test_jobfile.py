@@ -114,7 +114,7 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         ('start = "base"', 'start = "bsae"', ["stages.student.start", "did you mean 'base'"]),
         ('name = "student"', 'name = "base"', ["two stages share a name"]),
         ("policy_gradient = {}", "", ["objectives.sampled", "policy_gradient, divergence, cross_entropy"]),
-        ('"reference"\nplan = { batch_samples = 4 }\n', '"reference"\n', ["missing key `stages.base.plan`"]),
+        ('"reference"\nplan = { batch_samples = 4 }\n', '"reference"\n', ["missing key `stages.base.plan`: write it"]),
         ('"sampled"\nplan = {', '"sampled"\nplan = { mixture = { sums = 1 },', ["domain 'words' has no weight"]),
         (
             '"sampled"\nplan = {',
