@@ -76,7 +76,7 @@ test-vllm: $(VLLM_VENV)/installed  ## the tests with real vLLM on the CPU, in an
 
 $(ECOSYSTEM_VENV)/installed: pyproject.toml constraints-ecosystem.txt
 	$(PYTHON) -m venv $(ECOSYSTEM_VENV)
-	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-ecosystem.txt -e ".[train,lora,jobs,files,triton,trl,eval,track,dev]" verifiers tinker
+	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-ecosystem.txt -e ".[train,lora,jobs,files,triton,trl,eval,track,dev]" verifiers tinker chz
 	$(ECOSYSTEM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-ecosystem.txt --no-deps tinker-cookbook verl skyrl  # their writers alone: they want other versions of what is here
 	@touch $@
 

@@ -89,6 +89,34 @@ def test_a_job_killed_while_it_trains_an_adapter_ends_with_the_same_samples(
         assert len(digests) == 1
 
 
+@pytest.mark.slow
+def test_a_job_of_adapters_killed_in_every_action_ends_with_the_same_samples_and_weights(
+    adapter_job: Path, tmp_path: Path, write_job: Callable, mopd: Callable
+) -> None:
+    """Killed each time another action has ended, so within the first moments of the next one."""
+
+    def ended(store: Path) -> int:
+        times = "select distinct event_id from events where kind = 'stage_time'"
+        return open_store(str(store)).sql(times).num_rows if (store / "store.json").exists() else 0
+
+    job, store = write_job(tmp_path), tmp_path / "store"
+    given = arguments('stages.student.train.lora={r=4, merge="end"}')
+    actions, kills = ended(adapter_job / "store"), 0
+    while (before := ended(store)) < actions - 1:
+        killed_in(["run", str(job), *given], lambda before=before: ended(store) > before, signal.SIGKILL)
+        kills += 1
+    assert kills > len(LORA) * 3
+    mopd("run", job, *given)
+    for query in (
+        "select uid, response_len from samples order by uid",
+        "select policy, policy_version, prompt_id, response from evals order by all",
+    ):
+        assert open_store(str(store)).sql(query) == open_store(str(adapter_job / "store")).sql(query)
+    for version in ("base/v1", "sums/v1", "words/v1", "student/v1", "student/v2"):
+        assert len({hf.weights_digest(root / "policies" / version) for root in (store, adapter_job / "store")}) == 1
+    assert open_store(str(store)).verify().ok
+
+
 FOLLOWED = """
 [[stages]]
 name = "later"
