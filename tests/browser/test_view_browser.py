@@ -342,12 +342,16 @@ def test_a_screen_reader_finds_its_way(page: Page) -> None:
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (360, "dark"), (3840, "light")])
-def test_every_page_fits_its_window(browser: Browser, address: str, width: int, scheme: str) -> None:
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(360, "light"), (360, "dark"), (1440, "light"), (3840, "light"), (3840, "dark")]
+)
+def test_every_page_fits_its_window(browser: Browser, address: str, store: Store, width: int, scheme: str) -> None:
+    uid = store.sql("select uid from samples where interruptions > 0 limit 1")["uid"][0].as_py()
+    of_one = (f"sample/{uid}", f"life/{uid}", "prompt/chain_sum-train-0", "step/student?n=2&ranks=2")
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)  # type: ignore[arg-type]
     page = context.new_page()
     page.goto(address)
-    for view in ("samples", "run", "teachers", "compare", "sql"):
+    for view in ("samples", "run", "teachers", "compare", "sql", *of_one):
         page.goto(page.url.split("#")[0] + f"#/{view}")
         ready(page)
         page.wait_for_timeout(200)
@@ -386,6 +390,8 @@ def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Pat
     subprocess.run(
         [*made, tmp_path / "out", "--where", "teachers = 3"], check=True, timeout=300, stdout=subprocess.DEVNULL
     )
+    written = sum(file.stat().st_size for file in (tmp_path / "out").rglob("*"))
+    assert written < 16 / 200 * 20e6, "of 16 samples; the 200 that an export takes unless told stay below 20 MB"
     uid = store.sql("select uid from samples where interruptions > 0 and domain = 'chain_sum' limit 1")["uid"][
         0
     ].as_py()
