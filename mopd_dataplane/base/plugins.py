@@ -36,8 +36,11 @@ def find_plugin(group: str, name: str, built_in: Mapping[str, Any]) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UnknownNameError(f"{what}: cannot import {module_name!r}: {error}") from None
+        raise UnknownNameError(
+            f"{what}: cannot import {module_name!r}: {error}; install it, or put its folder on PYTHONPATH"
+        ) from None
     found = getattr(module, attribute, None)
     if found is None:
-        raise UnknownNameError(f"{what}: {module_name!r} has no {attribute!r}")
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise UnknownNameError(f"{what}: {module_name!r} has no {attribute!r}: {nearest(attribute, public)}")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from mopd_dataplane.base.extras import require
 from mopd_dataplane.cli.output import note, plain, print_facts, print_grid, print_json, stderr
 from mopd_dataplane.cli.register import register
-from mopd_dataplane.errors import JobFileError
+from mopd_dataplane.errors import InputError, JobFileError
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -132,24 +132,35 @@ def check(
     set_: Overrides = None,
     seed: Seed = None,
     store: StoreUri = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rate",
+            metavar="STEP=TOKENS",
+            help="Response tokens a second that rollout, score or train reaches on your machine: says how long it "
+            "takes; repeatable.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look at everything a job names before it is paid for; nothing is written, nothing trained.
 
-    Models, prompts, verifiers and packages; templates on real prompts; tokens, memory and disk at most. What is certain
-    to fail ends with exit code 2, what is estimated is said. `mopd run` does the same first.
+    Models, prompts, verifiers and packages; templates on real prompts; tokens, memory and disk at most, and time at
+    given rates. What is certain to fail ends with exit code 2, what is estimated is said. `mopd run` does the same
+    first.
     """
     loaded = load(job, set_, seed, store)
     require(packages(loaded))
     note(f"looking at models, prompts and packages of {loaded.name}")
 
-    from mopd_dataplane.run.estimate import estimate
+    from mopd_dataplane.run.estimate import RATED, estimate
     from mopd_dataplane.run.preflight import preflight, refuse
 
+    rates = _rates(rate or [], RATED)
     findings, prompts = preflight(loaded)
-    found = estimate(loaded, prompts)
+    found = estimate(loaded, prompts, rates)
     findings += found.findings
-    facts = {name: getattr(found, name) for name in ("models", "prompts", "tokens", "memory", "disk")}
+    facts = {name: getattr(found, name) for name in ("models", "prompts", "tokens", "time", "memory", "disk")}
     if as_json:
         print_json({"findings": findings, **facts})
     else:
@@ -160,6 +171,23 @@ def check(
             if not finding.certain:
                 note(f"{finding.key}: {finding.problem}")
     refuse(loaded, findings)
+
+
+def _rates(given: list[str], steps: Sequence[str]) -> dict[str, float]:
+    """Response tokens a second by step. Raises InputError for another step, and what is no number above 0."""
+    rates = {}
+    for text in given:
+        step, _, value = text.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if step not in steps or not 0 < number < float("inf"):
+            raise InputError(
+                f"--rate {text}: give one of {', '.join(steps)} and tokens a second above 0, as rollout=2500"
+            )
+        rates[step] = number
+    return rates
 
 
 def rollout(

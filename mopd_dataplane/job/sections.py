@@ -189,7 +189,7 @@ class Engine(Section):
         strange = [name for name in sorted(of_some - set(known)) if getattr(self, name) != _default(self, name)]
         if strange:
             kinds = " or ".join(repr(name) for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
-            raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}")
+            raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}; leave it out, or change kind")
         if self.url and (self.options or self.dtype or not self.keep):
             raise ValueError("options, dtype and keep are for vLLM started here; a server (url) has its own")
         if self.reload and not self.url:

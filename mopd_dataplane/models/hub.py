@@ -71,8 +71,10 @@ def _snapshot(name: str, revision: str, patterns: tuple[str, ...]) -> Path:
     except Exception as error:
         what = name + (f" at revision {revision}" if revision else "")
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        looked = f"the cache {constants.HF_HUB_CACHE} (HF_HUB_OFFLINE is set)" if offline else "huggingface.co"
+        looked = (  # what the hub's client says of a cache is of its own arguments
+            f"the cache {constants.HF_HUB_CACHE} (HF_HUB_OFFLINE is set)" if offline else f"huggingface.co: {why:.200}"
+        )
         raise UnknownNameError(
-            f"no folder {name} here, and no model {what} in {looked}: {why:.200}; check the name, give a folder, or "
+            f"no folder {name} here, and no model {what} in {looked}; check the name, give a folder, or "
             "download it first where there is a network: hf download " + name
         ) from None

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MopdError
@@ -35,6 +36,8 @@ LOOKED_AT = 512
 """Prompts of a domain whose length is measured."""
 SHOWN = 600
 """Characters of a rendered prompt."""
+RATED = ("rollout", "score", "train")
+"""Steps whose time is estimated, as `mopd show` names them."""
 TRAINED = 16
 """Bytes a parameter takes in training: float32 weight, gradient and two optimizer moments."""
 TOKEN_BYTES = 13
@@ -47,6 +50,8 @@ class Estimate:
 
     models: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
+    time: dict[str, str] = field(default_factory=dict)
+    """Of every step whose rate was given."""
     memory: dict[str, str] = field(default_factory=dict)
     disk: dict[str, str] = field(default_factory=dict)
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -64,8 +69,10 @@ class _Shape:
     context: int
 
 
-def estimate(job: Job, prompts: dict[str, list[Prompt]]) -> Estimate:
-    """What a job will take. prompts: of the domains whose prompts are known. Loads no weights, writes nothing.
+def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, float] = MappingProxyType({})) -> Estimate:
+    """What a job will take. Loads no weights, writes nothing.
+
+    prompts: of the domains whose prompts are known. rates: response tokens a second of some of RATED.
 
     A model that cannot be looked at (made later by a stage, or missing, which the preflight says) is left out.
     """
@@ -80,6 +87,7 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]]) -> Estimate:
         _tokens(found, job, stage)
         _memory(found, job, stage, student, own)
     _disk(found, job, student, own)
+    _time(found, job, rates)
     return found
 
 
@@ -259,6 +267,25 @@ def _tokens(found: Estimate, job: Job, stage: Stage) -> None:
         found.tokens[stage.name] = f"{_samples(job, stage):,} stored answers"
 
 
+def _time(found: Estimate, job: Job, rates: Mapping[str, float]) -> None:
+    """How long steps take at given rates when every answer is as long as it may be; what is stored is not counted."""
+    total = 0.0
+    for stage in job.stages:
+        if stage.data != "rollout":
+            continue
+        for step, rate in rates.items():
+            if step == "score" and not job.objective(stage).signals:
+                continue
+            seconds = _most_tokens(job, stage) / rate
+            found.time[f"{stage.name} {step}"] = f"at most {_duration(seconds)} at {rate:,g} tokens/s"
+            total += seconds
+    if found.time:
+        found.time["all"] = f"at most {_duration(total)}"
+        missing = [step for step in RATED if step not in rates]
+        if missing:
+            found.time["all"] += f", without {' and '.join(missing)}, whose rate was not given"
+
+
 def _memory(
     found: Estimate, job: Job, stage: Stage, student: _Shape | None, teachers: dict[str, _Shape | None]
 ) -> None:
@@ -296,10 +323,7 @@ def _adapter(job: Job, stage: Stage) -> int:
 def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
     try:
         where = resolve_device(device)
-    except MopdError as error:
-        finding = Finding(f"{'engine' if 'rollout' in what else what.split()[-1]}.device", str(error))
-        if finding not in found.findings:
-            found.findings.append(finding)
+    except MopdError:  # the preflight says it
         return
     free = available_memory() if where == "cpu" else free_memory(where)
     found.memory[what] = f"{_size(need)} on {where}, {_size(free)} free"
@@ -360,6 +384,18 @@ def _size(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:.1f} GB"
     return f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{max(count / 1e6, 0.1):.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> _duration(40), _duration(600), _duration(9_000), _duration(400_000)
+    ('40 s', '10 min', '2.5 h', '4.6 days')
+    """
+    for unit, name, form in ((86_400, "days", ".1f"), (3_600, "h", ".1f"), (60, "min", ".0f")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:{form}} {name}"
+    return f"{seconds:.0f} s"
 
 
 def _model_size(count: int) -> str:

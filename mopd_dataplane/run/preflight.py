@@ -19,6 +19,7 @@ from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
+from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, load_tokenizer, tokenizer_digest
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import check_config, given_tokenizer
@@ -69,6 +70,7 @@ def preflight(job: Job) -> Checked:
     for name in sorted(_teachers(job)):
         _teacher(look, name)
     _packages(look)
+    _devices(look)
     look.findings += [Finding(key, problem) for key, problem in adapter_problems(job)]
     return Checked(look.findings, look.prompts)
 
@@ -95,7 +97,8 @@ class _Look:
         try:
             return action()
         except MopdError as error:
-            self.findings.append(Finding(key, str(error)))
+            said = str(error).removeprefix(f"domain {key.partition('.')[2]!r}: ")  # the key says it
+            self.findings.append(Finding(key, said))
         return None
 
 
@@ -230,6 +233,24 @@ def _packages(look: _Look) -> None:
     for key, folder in (("work", job.work), ("load.cache_dir", job.load.cache_dir)):
         if folder:
             look.at(key, partial(_check_folder, folder))
+
+
+def _devices(look: _Look) -> None:
+    """Devices that are named are on this machine, whatever is missing of the models that would be there."""
+    job = look.job
+    named: dict[str, dict[str, str]] = {"engine": {}, "score": {}, "train": {}}
+    for stage in job.stages:
+        named["train"][stage.name] = stage.train.device
+        if stage.score.engine == "hf" and job.teachers_of(stage):
+            named["score"][stage.name] = stage.score.device
+        if stage.data == "rollout" and engine_kind(job.engine.kind).here:
+            named["engine"][stage.name] = job.engine.device
+    for part, by_stage in named.items():
+        for stage_name, device in by_stage.items():
+            if len(set(by_stage.values())) > 1:
+                look.at(f"stages.{stage_name}.{part}.device", partial(resolve_device, device))
+        if len(set(by_stage.values())) == 1:
+            look.at(f"{part}.device", partial(resolve_device, next(iter(by_stage.values()))))
 
 
 def _check_folder(folder: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from decoding import TINY
 
 from mopd_dataplane.cli import jobs
-from mopd_dataplane.errors import JobFileError
+from mopd_dataplane.errors import InputError, JobFileError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.initial_weights import make_student
@@ -34,13 +34,15 @@ def job(folder: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check(folder: Path, content: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+def check(
+    folder: Path, content: dict[str, Any], capsys: pytest.CaptureFixture[str], rate: list[str] | None = None
+) -> tuple[dict[str, Any], str]:
     """What the command says, and why it refuses; empty when it does not."""
     file = folder / "job.json"
     file.write_text(json.dumps(content))
     refusal = ""
     try:
-        jobs.check(str(file), as_json=True)
+        jobs.check(str(file), rate=rate, as_json=True)
     except JobFileError as error:
         refusal = str(error)
     assert not (folder / "store").exists(), "nothing is written"
@@ -59,6 +61,19 @@ def test_what_a_job_takes_is_said_and_templates_are_shown_on_its_prompts(
     assert set(said["memory"]) == {"s rollout", "s score", "s train"}
 
 
+def test_how_long_it_takes_is_said_at_given_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: 288 tokens at 2 a second are 144 s, at 0.01 a second 8 hours; of training nothing is known."""
+    said, _ = check(tmp_path, job(tmp_path), capsys, ["rollout=2", "score=0.01"])
+    assert said["time"] == {
+        "s rollout": "at most 2 min at 2 tokens/s", "s score": "at most 8.0 h at 0.01 tokens/s",
+        "all": "at most 8.0 h, without train, whose rate was not given",
+    }  # fmt: skip
+    assert check(tmp_path, job(tmp_path), capsys)[0]["time"] == {}
+    for wrong in ("decode=5", "rollout", "rollout=0", "rollout=nan", "train=fast"):
+        with pytest.raises(InputError, match=r"give one of rollout, score, train .*rollout=2500"):
+            check(tmp_path, job(tmp_path), capsys, [wrong])
+
+
 def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
     given = job(tmp_path, work=str(tmp_path / "file"), load={"cache_dir": str(tmp_path / "file")})
@@ -75,14 +90,29 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
         "v": {"source": "student", "prompt_template": "nor here"},
     }
     given["routing"] = {"sums": "t", "gone": "u", "short": "v", "judged": "v"}
-    given["train"] = {"device": "cuda"}
+    given["train"], given["score"] = {"device": "cuda"}, {"device": "xpu:1"}
+    del given["student"]["config"]
+    given["student"]["path"] = "acme/no-student"
     said, refusal = check(tmp_path, given, capsys)
     keys = {finding["key"] for finding in said["findings"] if finding["certain"]}
     assert keys == {
         "work", "load.cache_dir", "engine.kind", "student.prompt_template", "domains.gone", "domains.short",
-        "domains.judged.reward", "teachers.t.source", "teachers.u.source", "teachers.v.prompt_template", "train.device",
+        "domains.judged.reward", "student.path", "teachers.t.source", "teachers.u.source",
+        "teachers.v.prompt_template", "score.device", "train.device",
     }  # fmt: skip
-    assert all(key in refusal for key in keys)
+    lines = refusal.splitlines()[1:]
+    assert sorted(line.partition(": ")[0] for line in lines) == sorted(keys), "a line each"
+    for said_of, next_step in {
+        "domains.gone": "gone.jsonl: no .jsonl or .parquet file there; give a file",
+        "domains.short": "3 distinct prompts, 0 eval + 9 train + 0 tune were asked for; lower them",
+        "domains.judged.reward": "cannot import 'nowhere': No module named 'nowhere'; install it",
+        "student.path": "(HF_HUB_OFFLINE is set); check the name",
+        "student.prompt_template": "has no {prompt}, so the model would never read it; write it where",
+        "engine.kind": "'vllm' is not installed here; pip install it",
+        "train.device": 'finds no accelerator on this machine; set "auto" or "cpu"',
+        "work": "is not a folder; name one",
+    }.items():
+        assert [next_step in line for line in lines if line.startswith(f"{said_of}: ")] == [True], said_of
 
 
 @pytest.mark.parametrize(
