@@ -16,6 +16,7 @@ from mopd_dataplane.interchange.formats import FORMATS
 from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
 from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.interchange.rows import Row
+from mopd_dataplane.interchange.traces import read_traces
 from mopd_dataplane.query.show import read_sample
 from mopd_dataplane.query.show_terminal import render
 from mopd_dataplane.records import Teacher
@@ -190,3 +191,16 @@ def test_a_sample_without_the_samplers_log_probs_is_shown_by_what_its_teacher_sa
     assert "teacher log-prob, nats" in shown
     assert "least likely for its teacher" in shown
     assert "-0.625" in shown
+
+
+def test_an_attempt_at_a_shorter_context_counts_once_it_was_taken_up() -> None:
+    def node(parent: int | None, token: int, *links: tuple[str, int]) -> dict[str, object]:
+        said = {"role": "user" if parent is None else "assistant", "content": str(token)}
+        return {
+            "parent": parent, "message": said, "sampled": parent is not None, "token_ids": [token],
+            "mask": [parent is not None], "semantic_parents": [{"type": kind, "node": at} for kind, at in links],
+        }  # fmt: skip
+
+    dropped, kept = node(0, 12, ("compaction_attempt", 1)), node(0, 13, ("compaction_attempt", 1))
+    trace = {"nodes": [node(None, 10), node(0, 11), dropped, kept, node(0, 14, ("compaction", 3))]}
+    assert [row.response_ids for row in read_traces(trace, "here")] == [[11], [13], [14]]
