@@ -54,8 +54,8 @@ run`, and the table holds **mean rewards** (`jobs/mean_rewards.json`: {where}; m
 over seeds, then every seed). A mean reward is not accuracy: reasoning-gym pays partial credit for spelling (a mean of
 0.74 can be a third of the words right) and full reward for sorted numbers that are off by one, so that a difference
 here may have the other sign in accuracy. Below the tables the paragraph that begins with accuracy is of accuracy; all
-else is mean rewards, in per cent of the full reward. Prompts for the figures are those on which settings were looked at; small models and tasks: directions, not
-records."""
+else is mean rewards, in per cent of the full reward. Prompts for the figures are those on which settings were looked
+at; small models and tasks: directions, not records."""
 Result = dict[str, Any]
 
 
