@@ -99,6 +99,8 @@ def _refuse_mixing(func: Any, args: Any, tensors: list[torch.Tensor], ours: list
     host = [tensor for tensor in tensors if not isinstance(tensor, StandInTensor) and tensor.dim() > 0]
     if host and func in _INDEXED and all(tensor.is_cpu and not tensor.is_floating_point() for tensor in host):
         return
+    if not host and func._schema.is_mutable and isinstance(args[0], torch.Tensor):  # a scalar is read, not written
+        host = [args[0]] if not isinstance(args[0], StandInTensor) else []
     if host:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and "

@@ -97,6 +97,8 @@ def test_the_stand_in_refuses_to_mix() -> None:
         torch.ones(3, device=NAME) + torch.ones(3)
     with pytest.raises(RuntimeError, match="at least two devices"):
         torch.nn.Linear(2, 2).to(NAME)(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        torch.zeros(2)[0] += torch.ones((), device=NAME)  # a host scalar may be read, not written
     assert isinstance(torch.ones(3, device=NAME) * torch.tensor(2.0), StandInTensor), "a host scalar is no tensor"
 
 
@@ -148,6 +150,23 @@ def test_signals_are_those_of_the_cpu(source: str, folders: dict[str, Path], hos
             np.testing.assert_array_equal(signal.topk_ids, theirs[key].topk_ids)
             np.testing.assert_allclose(signal.topk_logprobs, theirs[key].topk_logprobs, **CLOSE)
     assert copied.keys() <= READ_BACK.keys(), copied
+
+
+@pytest.mark.usefixtures("host_copies")
+def test_a_head_without_its_model_and_an_empty_support_lie_on_the_device(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = {
+        "model_type": "phi", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    biased = make_student(sections.Student(config=config), tmp_path / "biased", seed=2)
+    head = hf.load_head(biased, dtype="float32", device=NAME)
+    assert head.bias is not None
+    assert (head.weight.device.type, head.bias.device.type) == (NAME, NAME)
+    silent = samples(1)
+    silent[0].loss_mask[:] = 0
+    assert StudentTopk(lambda version: folders["policy"], device=NAME).ids(silent, 3).device.type == NAME
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +222,8 @@ def test_a_discriminator_learns_on_a_device_as_on_the_cpu(
         other.load(tmp_path / device)
         scores = critic.judge([pair.teacher for pair in pairs])
         np.testing.assert_array_equal(other.judge([pair.teacher for pair in pairs]), scores)
-        found[device] = np.array([*facts.values(), *scores])
+        again = other.update(pairs, epochs=1)  # the optimizer's moments, as they were read back
+        found[device] = np.array([*facts.values(), *scores, *again.values()])
     np.testing.assert_allclose(found[NAME], found["cpu"], rtol=0, atol=1e-3)
 
 

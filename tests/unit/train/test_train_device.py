@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mopd_kernels import encode
@@ -21,6 +22,7 @@ from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
+from mopd_dataplane.train.microbatch import build
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import full_weights
@@ -52,8 +54,9 @@ def one_step(
     rank: int,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     head = folder / "head.safetensors"
-    weight = torch.randn(99, 24, generator=torch.Generator().manual_seed(0))
-    save_file({"weight": weight}, head, metadata={"logit_softcap": "0.0", "logit_scale": "1.0"})
+    weight = torch.randn(99, 25, generator=torch.Generator().manual_seed(0))
+    made = {"weight": weight[:, :24].contiguous(), "bias": weight[:, 24].contiguous()}
+    save_file(made, head, metadata={"logit_softcap": "0.0", "logit_scale": "1.0"})
     ranks = Ranks.join(device, environment={})
     assert ranks.device.type == ("cpu" if device == "cpu" else NAME)
     heads = TeacherHeads({"math": HeadFile(path=str(head), digest=file_digest(head))}, ranks.device)
@@ -84,6 +87,17 @@ def test_a_step_on_a_device_is_the_cpus(
         for name, weight in our_weights.items():
             assert weight.is_cpu
             torch.testing.assert_close(weight, their_weights[name], rtol=0, atol=2e-3)
+
+
+def test_every_tensor_of_a_batch_goes_to_the_device(pack: Callable[..., Pack]) -> None:
+    """Also fields that a plug-in's signal added, which no term of ours reads."""
+    one = pack([9, 14], seed=1, teacher="math", index=0)
+    one.extra["margin"] = np.arange(len(one.tokens), dtype=np.float32)
+    with active():
+        moved = build([one]).to(torch.device(NAME))
+        tensors = {name: value for name, value in vars(moved).items() if torch.is_tensor(value)} | moved.extra
+        assert {name: value.device.type for name, value in tensors.items()} == dict.fromkeys(tensors, NAME)
+        assert {"input_ids", "margin"} <= tensors.keys()
 
 
 def test_more_ranks_than_devices_are_refused() -> None:
