@@ -51,7 +51,7 @@ class Estimate:
     models: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     time: dict[str, str] = field(default_factory=dict)
-    """Of every step whose rate was given."""
+    """Duration by step, of those whose rate was given."""
     memory: dict[str, str] = field(default_factory=dict)
     disk: dict[str, str] = field(default_factory=dict)
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)
