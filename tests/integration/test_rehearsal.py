@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from functools import partial
 from pathlib import Path
 
 import fsspec
 import pytest
+from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Job, check_job, load_job
 from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models.devices import free_device_memory
 from mopd_dataplane.models.hf import load_model, load_tokenizer, tokenizer_digest
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.prompts import load_prompts
+from mopd_dataplane.run import open_engine
 from mopd_dataplane.run.pipeline import run_job
 from mopd_dataplane.run.preflight import preflight
 from mopd_dataplane.run.rehearsal import MARK, Rehearsal, rehearse
+from mopd_dataplane.run.steps import score, train
 
 JOBS = Path(__file__).parents[2] / "jobs"
 FULL = sorted(file.parent.name for file in JOBS.glob("*/full.toml"))
@@ -46,9 +52,31 @@ def run(recipe: str, folder: Path) -> Rehearsal:
     return small
 
 
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Steps that asked for the device's memory; each found no model that the step before had left."""
+
+    def models() -> int:
+        return sum(issubclass(type(one), PreTrainedModel) for one in gc.get_objects())
+
+    gc.collect()
+    before, asked = models(), []
+
+    def look(step: str) -> None:
+        free_device_memory()
+        asked.append(step)
+        assert models() <= before, f"a model is left in memory when {step} begins"
+
+    for module in (open_engine, score, train):
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, "free_device_memory", partial(look, name))
+    return asked
+
+
 @pytest.mark.parametrize("recipe", CHEAP)
-def test_a_full_scale_job_is_rehearsed(recipe: str, tmp_path: Path) -> None:
+def test_a_full_scale_job_is_rehearsed(recipe: str, tmp_path: Path, handed_over: list[str]) -> None:
     small = run(recipe, tmp_path)
+    assert {"open_engine", "train"} <= set(handed_over)
     assert "Hugging Face engine" in small.replaced["engine"]
     assert {"vLLM", "accelerator", "weights"} <= small.never_run.keys()
     assert json.loads((small.folder / MARK).read_text()) == small.facts()
