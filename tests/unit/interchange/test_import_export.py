@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mopd_dataplane import Store, create_store
-from mopd_dataplane.errors import InputError, UnknownNameError
+from mopd_dataplane import Store, create_store, open_store
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.interchange.exporter import KINDS, export_samples
 from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
 
@@ -201,6 +201,18 @@ def test_kept_sets_and_experts_are_exported_with_their_sample(store: Store, tmp_
     import_rollouts(copy, tmp_path / f"out.{kind}", settings, Letters())
     assert copy.read_tokens([0, 1], verify=True) == store.read_tokens([0, 1], verify=True)
     assert copy.read_tokens([0])["sampling_mask_ids"].to_pylist() == [[9, 3]]
+
+
+def test_a_token_that_changed_on_disk_is_not_exported(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", prompts=1)
+    wanted = np.array(store.read_tokens([0])["tokens"][0].as_py(), np.int32).tobytes()
+    file = next(f for f in (tmp_path / "store" / "tokens").rglob("*.lance") if wanted in f.read_bytes())
+    content = bytearray(file.read_bytes())
+    content[content.index(wanted)] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match="mopd store verify"):
+        export_samples(open_store(store.uri), tmp_path / "out.jsonl")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["store"]
 
 
 def test_a_filter_chooses_what_is_exported(demo_store: Store, tmp_path: Path) -> None:
