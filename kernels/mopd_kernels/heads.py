@@ -88,6 +88,16 @@ def products(hidden: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def target_logits(hidden: Tensor, head: Head, token_ids: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """Logits [N] of one token for each row of hidden [N, D], token_ids [N] int64, in the compute dtype; no gradient.
+
+    One row of the head is read for each token, not all of it.
+    """
+    dtype = compute_dtype(hidden, head.weight)
+    z = (hidden.detach().to(dtype) * head.weight.detach()[token_ids].to(dtype)).sum(1)
+    return head.epilogue(len(head.weight), temperature).gathered(token_ids).apply(z)
+
+
 def as_head(who: str, head: Tensor | Head, bias: Tensor | None, softcap: float | None, logit_scale: float) -> Head:
     """One head from a plain matrix and what its model does to the logits, or the head that says both itself.
 

@@ -75,6 +75,7 @@ def row_stats(student: Tensor, teacher: Tensor) -> RowStats:
         -(log_q.exp() * log_q).sum(1),
         -(log_p.exp() * log_p).sum(1),
         (student.argmax(1) == teacher.argmax(1)).to(student.dtype),
+        student.logsumexp(1),
     )
 
 

@@ -48,6 +48,8 @@ class RowStats(NamedTuple):
     teacher_entropy: Tensor
     top1_agreement: Tensor
     """1.0 where both put their largest probability on the same token"""
+    student_logsumexp: Tensor
+    """log sum e^x over the student's logits x: the log-prob of a token is its logit less this"""
 
 
 def _merge_pair(a: RowState, b: RowState) -> RowState:
@@ -84,7 +86,7 @@ def merge_row_states(parts: Iterable[RowState]) -> RowState:
 
 
 def finish_row_state(state: RowState) -> RowStats:
-    """Both KLs, both entropies and top-1 agreement of rows whose vocabulary is complete."""
+    """Statistics of rows whose vocabulary is complete."""
     student_log, teacher_log = state.student_sum.log(), state.teacher_sum.log()
     # Rounding can leave an exact zero a few ulp below; a KL is never negative.
     return RowStats(
@@ -93,4 +95,5 @@ def finish_row_state(state: RowState) -> RowStats:
         student_entropy=student_log - state.student_drop / state.student_sum,
         teacher_entropy=teacher_log - state.teacher_drop / state.teacher_sum,
         top1_agreement=(state.student_top == state.teacher_top).to(student_log.dtype),
+        student_logsumexp=state.student_max + student_log,
     )

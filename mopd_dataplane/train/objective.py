@@ -66,7 +66,8 @@ class TermSums:
 
     values: dict[str, Tensor] = field(default_factory=dict)
     per_token: dict[str, Tensor] = field(default_factory=dict)
-    """[M] what terms found on their way, by the names of records.PER_TOKEN_STATS, and `logprob`."""
+    """[M] what terms found on their way, by the names of records.PER_TOKEN_STATS, and of the student over its whole
+    vocabulary at the sampler's temperature: `logprob` of the token, or the `logsumexp` of its logits."""
 
     def add(self, name: str, value: Tensor) -> None:
         """Add a scalar or the sum of a vector."""
@@ -165,6 +166,7 @@ class ObjectiveLoss:
             weights = self._weights(divergence_term.normaliser, batch, totals)
             if divergence_term.signal == "hidden":
                 value = _hidden_divergence(divergence_term, hidden, head, batch, weights, teacher_head, sums)
+                self._drop_unlike(divergence_term, head, batch, teacher_head, totals, sums)
             else:
                 value = _topk_divergence(divergence_term, hidden, head, batch, weights, sums)
             if divergence_term.topk_agreement:
@@ -188,6 +190,23 @@ class ObjectiveLoss:
                 sums.add(name, metrics[name])
             loss = loss + other.weight * (rows * self._weights(other.normaliser, batch, totals)).sum()
         return loss, sums
+
+    def _drop_unlike(
+        self,
+        term: DivergenceTerm,
+        head: Head,
+        batch: MicroBatch,
+        teacher: Head | None,
+        totals: Totals,
+        sums: TermSums,
+    ) -> None:
+        """Forget a divergence's figures of tokens without weight, which it did not read, and a `logsumexp` that is not
+        of the distribution that was sampled from: at another temperature, or over a smaller vocabulary."""
+        if not self.teacher_weight(batch.teacher, totals.step):
+            for name in (*EXACT, "logsumexp"):
+                del sums.per_token[name]
+        elif term.temperature != self._temperature or teacher is None or len(teacher.weight) < len(head.weight):
+            del sums.per_token["logsumexp"]
 
     def _weights(self, normaliser: Normaliser, batch: MicroBatch, totals: Totals) -> Tensor:
         """[M] f32: n_t times the teacher's weight."""
@@ -333,7 +352,7 @@ def _add_exact(stats: RowStats, sums: TermSums) -> None:
     found = {name: getattr(stats, name) for name in EXACT}
     for name, value in found.items():
         sums.add(name, value)
-    sums.per_token |= found
+    sums.per_token |= found | {"logsumexp": stats.student_logsumexp}
 
 
 def _teacher_states(batch: MicroBatch, teacher: Head | None) -> tuple[Head, Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from mopd_kernels import token_logprob
-from mopd_kernels.heads import Head
+from mopd_kernels.heads import Head, target_logits
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -77,11 +77,15 @@ class StatsOfSteps:
     def add(self, picked: Picked, found: dict[str, Tensor], hidden: Tensor, head: Head, batch: MicroBatch) -> None:
         """Keep the picked tokens' figures of a pass: those the objective has found, and what it had no need of."""
         values = {name: found[name].detach()[picked.index] for name in PER_TOKEN_STATS if name in found}
-        logprob = found["logprob"].detach()[picked.index] if "logprob" in found else None
-        if logprob is None or "student_entropy" not in values:
-            mask = batch.sampling_mask
+        mask, targets = batch.sampling_mask, batch.targets[picked.index]
+        if "logprob" in found and "student_entropy" in values:
+            logprob = found["logprob"].detach()[picked.index]
+        elif "logsumexp" in found and mask is None:
+            logit = target_logits(hidden[picked.index], head, targets, temperature=self._temperature)
+            logprob = logit - found["logsumexp"][picked.index]
+        else:
             logprob, entropy = token_logprob(
-                hidden[picked.index], head, batch.targets[picked.index], temperature=self._temperature,
+                hidden[picked.index], head, targets, temperature=self._temperature,
                 sampling_mask=None if mask is None else mask[picked.index], return_entropy=True,
             )  # fmt: skip
             values.setdefault("student_entropy", entropy)

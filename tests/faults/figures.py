@@ -14,6 +14,7 @@ import argparse
 import ast
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -89,7 +90,8 @@ def measure(number: int, tier: str, seed: int) -> Iterator[dict[str, Any]]:
 def measure_apart(number: int, tier: str, seed: int) -> list[dict[str, Any]]:
     """Run the rows of one number in a process of its own."""
     command = [sys.executable, __file__, "--tier", tier, "--rows", str(number), "--seed", str(seed), "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    quiet = {**os.environ, "LANCE_LOG": "error"}  # it warns of every conflict of a merge, which some rows are made of
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=quiet)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     if found and (done.returncode == 0 or any(line["failures"] for line in found)):
         return found

@@ -127,10 +127,10 @@ def seeds(target: str) -> Iterator[bytes]:
 
 
 def main() -> None:
-    """Fuzz one target; options behind its name go to libFuzzer."""
+    """Fuzz one target, from the inputs found before; options behind its name go to libFuzzer."""
     target = TARGETS[sys.argv[1]]
     corpus = SCRATCH / "corpus"
-    corpus.mkdir(parents=True)
+    corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(seeds(sys.argv[1])):
         (corpus / str(number)).write_bytes(seed)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

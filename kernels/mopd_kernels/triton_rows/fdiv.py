@@ -158,6 +158,7 @@ def _row_kernel(
         tl.store(stats + 2 * C + row, log_s - drop_s / sum_s)
         tl.store(stats + 3 * C + row, log_t - drop_t / sum_t)
         tl.store(stats + 4 * C + row, (top_s == top_t).to(tl.float32))
+        tl.store(stats + 5 * C + row, max_s + log_s)
     else:
         # A masked row is never read; its outputs were zeroed by the launcher, its gradient here.
         if GRADIENT:

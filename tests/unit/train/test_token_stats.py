@@ -32,6 +32,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=1, policy_version=2)
 WIDTH = 24
 EXACT = {"logprob_gap", "student_entropy", "teacher_entropy", "reverse_kl", "forward_kl", "top1_agreement"}
+OF_BOTH = EXACT - {"logprob_gap", "student_entropy"}
 OBJECTIVES = {
     "cross-entropy": (Objective(cross_entropy=CrossEntropyTerm()), {"logprob_gap", "student_entropy"}),
     "policy-gradient": (Objective(policy_gradient=PolicyGradientTerm()), {"logprob_gap", "student_entropy"}),
@@ -113,6 +114,39 @@ def test_what_is_left_for_the_store_is_what_log_softmax_says(
         for stat, values in one.values.items():
             assert values.dtype == np.float16
             np.testing.assert_allclose(values, wanted[row][stat], rtol=2e-3, atol=2e-3, err_msg=stat)
+
+
+@pytest.mark.parametrize(
+    ("settings", "vocabulary", "missing"),
+    [
+        ({"divergence": DivergenceTerm(temperature=0.7)}, 100, set()),
+        ({"divergence": DivergenceTerm()}, 64, set()),
+        ({"divergence": DivergenceTerm(), "teacher_weights": {"math": 0.0}}, 100, OF_BOTH),
+    ],
+    ids=["another temperature", "a smaller vocabulary", "a teacher without weight"],
+)  # fmt: skip
+def test_the_gap_is_of_the_distribution_that_was_sampled_from(
+    settings: dict[str, Any], vocabulary: int, missing: set[str], policy: Path, packs: list[Pack], batch: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    weight = torch.randn(vocabulary, WIDTH, generator=torch.Generator().manual_seed(0))
+    save_file({"weight": weight}, tmp_path / "math.safetensors", metadata={"logit_softcap": "0", "logit_scale": "1"})
+    head = HeadFile(path=str(tmp_path / "math.safetensors"), digest=file_digest(tmp_path / "math.safetensors"))
+    stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
+    step(policy, batch(packs), Objective(**settings), head, stats)
+    found = list(read_stats(stats_files(tmp_path, before=5)[4]))
+    assert len(found) == sum(len(pack.sample_rows) for pack in packs)
+    for one in found:
+        assert set(one.values) == EXACT - missing
+    gaps = {one.sample_row: one.values["logprob_gap"] for one in found}
+    for pack in packs:
+        micro = build([pack])
+        with torch.no_grad():
+            mine = load_student(policy, ALONE)(micro, lambda hidden, own: (hidden @ own.weight.T).log_softmax(1))
+        gap = (mine.gather(1, micro.targets[:, None])[:, 0] - micro.sampler_logprobs).numpy()
+        for sequence, row in enumerate(pack.sample_rows.tolist()):
+            wanted = gap[(micro.sequence == sequence).numpy()]
+            np.testing.assert_allclose(gaps[row], wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_the_loss_does_not_depend_on_them(
