@@ -9,14 +9,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pytest
 from commandline import command
+from hostile import NAME, make_hostile
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from mopd_dataplane import Signal, Store
+from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -104,7 +106,7 @@ def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page
     trouble: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: trouble.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("pageerror", lambda error: trouble.append(str(error.stack)))
     page.on("request", lambda request: asked.append(request.url))
     page.on("dialog", lambda dialog: trouble.append(f"a dialog: {dialog.message}"))
     page.goto(address)
@@ -361,6 +363,31 @@ def test_every_page_fits_its_window(browser: Browser, address: str, store: Store
     context.close()
 
 
+def test_hostile_names_and_texts_are_text_on_every_page(browser: Browser, tmp_path: Path) -> None:
+    store = make_hostile(tmp_path / "hostile")
+    uid, word = (store.sql(f"select uid from samples where {which}")["uid"][0].as_py() for which in (
+        "prompt_id like '%1' and iteration = 1", "prompt_id like '%0' and iteration = 0"
+    ))  # fmt: skip
+    quoted, steering = (
+        quote(NAME, safe=""),
+        re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]"),
+    )
+    pages = {
+        "samples": 6, "run": 1, "teachers": 2, "compare": 3, "sql": 1, f"sample/{uid}": 3, f"sample/{word}": 3,
+        f"life/{uid}": 4, f"prompt/{quoted}0": 2, f"prompt/{quoted}1": 2, f"step/{quoted}?n=1": 1,
+    }  # fmt: skip
+    with viewing(store.uri) as address, opened(browser, address, []) as page:
+        for view, names in pages.items():
+            page.goto(page.url.split("#")[0] + f"#/{view}")
+            ready(page)
+            expect(page.locator("main")).to_contain_text(visible(NAME)[:12])
+            text = page.locator("main").inner_text() + page.title()
+            assert text.count(visible(NAME)[:12]) >= names, f"{view} shows names as text"
+            assert steering.findall(text) == [], f"{view} lets through what reorders or steers"
+            assert page.locator("img, script:not([src])").count() == 0, f"{view} has markup of a model"
+            assert page.evaluate("document.documentElement.scrollWidth") <= 1400, f"{view} is wider than the window"
+
+
 def test_a_growing_store_shows_what_is_added(
     browser: Browser, make_store: Callable[..., Store], tmp_path: Path
 ) -> None:
@@ -401,7 +428,7 @@ def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Pat
     trouble: list[str] = []
     asked: list[str] = []
     page.on("console", lambda message: trouble.append(message.text))
-    page.on("pageerror", lambda error: trouble.append(str(error)))
+    page.on("pageerror", lambda error: trouble.append(str(error.stack)))
     page.on("request", lambda request: asked.append(request.url))
     page.goto((tmp_path / "out" / "index.html").as_uri())
     expect(page.locator("#matching")).to_contain_text("16 of 16")

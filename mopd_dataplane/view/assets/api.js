@@ -15,10 +15,9 @@ export function link(name, params = {}) {
 export async function ask(name, params = {}, { signal } = {}) {
   if (isStatic()) return statically(name, params);
   const answer = await fetch(link(name, params), { signal, headers: { accept: "application/json" } });
-  let body;
-  try { body = await answer.json(); } catch { body = { error: `the server answered ${answer.status}` }; }
-  if (!answer.ok) throw new Error(body.error || `the server answered ${answer.status}`);
-  return body;
+  if (answer.ok) return answer.json();
+  const refused = await answer.json().catch(() => ({}));
+  throw new Error(refused.error || `the server answered ${answer.status}`);
 }
 
 // An answer that does not change while the snapshot does not: kept, so that "back" is at once.

@@ -2,11 +2,12 @@
 
 /* global uPlot */
 import { h } from "./dom.js";
-import { number } from "./format.js";
+import { number, short, visible } from "./format.js";
 
 const live = new Set();
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 export const HUES = 8;
+const NAME = 40; // characters of a name under a chart
 
 export function closeCharts() {
   live.forEach((chart) => chart.close());
@@ -60,7 +61,7 @@ function build(holder, lines, options, width) {
   const series = [{ label: options.x || "step" }], columns = [xs], bands = [];
   lines.forEach((line, n) => {
     const ink = colour(`--series-${(line.hue ?? n) % HUES}`);
-    series.push({ label: line.name, stroke: ink, width: 1.6, spanGaps: true, points: { show: xs.length < 60, size: 5 },
+    series.push({ label: short(visible(line.name), NAME), stroke: ink, width: 1.6, spanGaps: true, points: { show: xs.length < 60, size: 5 },
       dash: (line.hue ?? n) >= HUES ? [5, 3] : undefined, value: (u, v) => number(v) });
     columns.push(spread(line, line.y));
     if (line.low) {
@@ -91,7 +92,7 @@ function build(holder, lines, options, width) {
           u.ctx.stroke();
           u.ctx.fillStyle = colour("--muted");
           u.ctx.font = `${11 * devicePixelRatio}px system-ui`;
-          u.ctx.fillText(mark.title, left + 4, u.bbox.top + 12 * devicePixelRatio);
+          u.ctx.fillText(visible(mark.title), left + 4, u.bbox.top + 12 * devicePixelRatio);
           u.ctx.restore();
         }
       }],

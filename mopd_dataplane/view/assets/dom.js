@@ -1,6 +1,10 @@
-// Elements from data. Text is always a text node: nothing that a model wrote is ever markup.
+// Elements from data. Text is always a text node: nothing that a model wrote is ever markup, and no character of a name
+// reorders a line or hides in it.
+
+import { visible } from "./format.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+const READ_OUT = new Set(["title", "aria-label", "placeholder"]);
 
 function fill(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
@@ -9,10 +13,16 @@ function fill(node, attributes, children) {
     else if (name === "style") Object.assign(node.style, value);
     else if (name === "class") node.setAttribute("class", value);
     else if (name === "value" || name === "checked" || name === "selected") node[name] = value;
+    else if (READ_OUT.has(name)) node.setAttribute(name, visible(String(value)));
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
+  node.append(...drawn(children));
   return node;
+}
+
+function drawn(children) {
+  return children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false)
+    .map((c) => (c instanceof Node ? c : visible(String(c))));
 }
 
 // h("button", {class: "quiet", onclick: go}, "Go")
@@ -25,13 +35,13 @@ export function svg(tag, attributes, ...children) {
 }
 
 export function put(parent, ...children) {
-  parent.replaceChildren(...children.flat(Infinity).filter((c) => c !== null && c !== undefined && c !== false));
+  parent.replaceChildren(...drawn(children));
   return parent;
 }
 
 // Tell a screen reader.
 export function say(text) {
-  document.getElementById("said").textContent = text;
+  document.getElementById("said").textContent = visible(text);
 }
 
 export function select(label, value, options, onchange, attributes = {}) {

@@ -1,4 +1,6 @@
-// Numbers, times and bytes as people read them.
+// Numbers, times, bytes and names as people read them.
+
+const STEERING = /(?![\n\t])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
 
 export function count(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
@@ -44,6 +46,17 @@ export function clock(iso) {
 // Spaces and line ends of a token, made visible.
 export function shown(piece) {
   return piece.replace(/\n/g, "⏎").replace(/\t/g, "⇥");
+}
+
+// The text with every character that could steer or reorder a line as a symbol or a code, as the server shows what a
+// model wrote; line ends and tabs stay.
+export function visible(text) {
+  return text.replace(STEERING, (character) => {
+    const code = character.codePointAt(0);
+    if (code < 0x20) return String.fromCodePoint(0x2400 + code);
+    if (code === 0x7f) return "␡";
+    return code <= 0xffff ? `\\u${code.toString(16).padStart(4, "0")}` : `\\U${code.toString(16).padStart(8, "0")}`;
+  });
 }
 
 export function short(text, length) {

@@ -12,7 +12,7 @@ export function labelPanel(store, uid, labels, params) {
       show(now);
       say(body.removed ? "label removed" : "label added");
       trouble.textContent = "";
-    } catch (error) { trouble.textContent = error.message; }
+    } catch (error) { put(trouble, error.message); }
   };
   const show = (rows) => put(list, rows.map((row) => h("li", { class: "chip on" }, row.label, row.note ? h("small", {}, ` ${row.note}`) : null,
     h("button", { class: "quiet", "aria-label": `Remove label ${row.label}`, onclick: () => write({ label: row.label, removed: true }) }, "×"))));

@@ -5,7 +5,7 @@ import { closeCharts } from "./chart.js";
 import { comparePage } from "./compare.js";
 import { h, put, say, select } from "./dom.js";
 import { receive } from "./files.js";
-import { count } from "./format.js";
+import { count, visible } from "./format.js";
 import { lifePage } from "./life.js";
 import { livePanel } from "./live.js";
 import { promptPage } from "./prompt.js";
@@ -78,7 +78,7 @@ async function draw({ still = false } = {}) {
   closeCharts();
   main.setAttribute("aria-busy", "true");
   top(now.view, now.params);
-  document.title = `${now.id ? `${now.id.slice(0, 12)} · ` : ""}${now.view} · ${stores[0].name} · mopd view`;
+  document.title = visible(`${now.id ? `${now.id.slice(0, 12)} · ` : ""}${now.view} · ${stores[0].name} · mopd view`);
   let found = { keys: {} };
   try {
     found = await (PAGES[now.view] || samplesPage)(main, now, { stores, signal: stopping.signal });

@@ -156,7 +156,7 @@ export async function samplesPage(main, { params }, { stores, signal }) {
       grid.querySelector("thead").replaceWith(head(store, params, columns, histograms));
       reading.remove();
       return found.whole === false ? complete() : null;
-    }).catch((error) => { if (error.name !== "AbortError") reading.textContent = error.message; });
+    }).catch((error) => { if (error.name !== "AbortError") put(reading, error.message); });
   ask("excerpts", { store: asked.store, uids: rows.map((r) => r.uid).join(",") }, { signal }).then((texts) => {
     for (const row of body.children) {
       const text = texts[row.dataset.uid];

@@ -32,7 +32,7 @@ export function searchPanel(store, params, where) {
       }
     };
     try { await stream("search", { store: params.store || 0, kind, q, where }, show, own.signal); say(status.textContent); }
-    catch (error) { if (error.name !== "AbortError") { status.textContent = error.message; status.classList.add("damage"); } }
+    catch (error) { if (error.name !== "AbortError") { put(status, error.message); status.classList.add("damage"); } }
   };
   let kind = params.sk || "text";
   const box = h("input", { id: "search", type: "search", "aria-label": "Search in responses", value: params.q || "",
