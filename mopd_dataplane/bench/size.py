@@ -206,13 +206,13 @@ _LADDER: dict[str, Workload] = {
 
 
 def ladder(fidelity: Fidelity, codec: str, topk: int) -> list[dict[str, Any]]:
-    """One row for each rung: what it takes at one fidelity."""
+    """One row for each size of a run, from a laptop to 1,000 GPUs, at one fidelity."""
     rows = []
     for name, workload in _LADDER.items():
         found = size(replace(workload, fidelity=fidelity, codec=codec, topk=topk))
         rows.append(
             {
-                "rung": name,
+                "size": name,
                 "tokens/day": f"{workload.tokens_per_day:.0e}",
                 "signal B/token": signal_bytes(replace(workload, fidelity=fidelity, codec=codec, topk=topk)),
                 "written/day": human(found["bytes_per_day"]["all"]),

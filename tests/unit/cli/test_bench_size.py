@@ -118,4 +118,4 @@ def test_the_command_answers_and_refuses() -> None:
     assert found["inputs"]["tokens_per_day"] == 1e10
     assert found["bytes_per_day"]["all"] > 1e12
     assert CliRunner().invoke(app, ["bench", "size", "--codec", "int9"]).exit_code == 2
-    assert json.loads(CliRunner().invoke(app, ["bench", "size", "--ladder", "--json"]).stdout)[0]["rung"] == "laptop"
+    assert json.loads(CliRunner().invoke(app, ["bench", "size", "--ladder", "--json"]).stdout)[0]["size"] == "laptop"
