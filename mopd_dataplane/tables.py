@@ -239,7 +239,12 @@ SCORES = TableSpec(
             _field("rows", pa.int32(), "positions covered", unit="tokens"),
             _field("bytes", pa.int64(), "payload size", unit="bytes"),
             _field("mean_reverse_kl", pa.float32(), "mean sampler minus teacher log-prob", null=True, unit="nat/token"),
-            _field("coverage", pa.float32(), "share of loss tokens with a signal"),
+            _field(
+                "coverage",
+                pa.float32(),
+                "of topk: probability that the teacher gives the stored ids, mean over loss tokens; 1 of the other "
+                "kinds, and of older writers",
+            ),
             _field("teacher_digest", _STRING, "weights digest of the teacher"),
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("logprob_std", pa.float32(), "standard deviation over loss tokens", null=True, unit="nat"),

@@ -12,7 +12,7 @@ from mopd_dataplane.query.job import remembered_job, stage_starts
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import SAMPLED, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import recover, share, standard_error
-from mopd_dataplane.store.sql import sql_name
+from mopd_dataplane.store.dataset_format import sql_name
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot

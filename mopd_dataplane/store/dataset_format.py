@@ -41,6 +41,15 @@ def spec_of(name: str) -> TableSpec:
     raise UnknownNameError(f"no table {name!r}: {nearest(name, known)}")
 
 
+def sql_name(name: str) -> str:
+    """Name of a dataset inside SQL.
+
+    >>> sql_name("signals/math-7b/topk")
+    'signals_math-7b_topk'
+    """
+    return name.replace("/", "_")
+
+
 def check_teacher(teacher: Teacher) -> None:
     """Raise InputError unless a teacher's name can name a folder and its head file lies inside the store."""
     if not TEACHER_NAME.fullmatch(teacher.name):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from mopd_dataplane.errors import UnknownNameError, nearest
-from mopd_dataplane.store.dataset_format import spec_of
-from mopd_dataplane.store.sql import sql_name
+from mopd_dataplane.store.dataset_format import spec_of, sql_name
 from mopd_dataplane.store.views import View, views
 
 if TYPE_CHECKING:

@@ -141,7 +141,7 @@ def commit_signals(
                     "rows": int(count),
                     "bytes": _bytes(signal),
                     "mean_reverse_kl": signal.mean_reverse_kl,
-                    "coverage": 1.0,
+                    "coverage": _coverage(signal),
                     "teacher_digest": teacher.weights_digest,
                     "logprob_std": signal.logprob_std,
                 }
@@ -169,6 +169,13 @@ def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
         if signal.uid != uid:
             raise MismatchError(f"signal of sample {signal.uid} names row {signal.sample_row}, which is sample {uid}")
     return metadata
+
+
+def _coverage(signal: Signal) -> float:
+    """Probability that the teacher gives the ids of a top-k, mean over loss tokens; 1 of the other kinds."""
+    if signal.topk_logprobs is None or not len(signal.topk_logprobs):
+        return 1.0
+    return float(np.exp(signal.topk_logprobs, dtype=np.float64).sum(axis=1).mean())
 
 
 def _bytes(signal: Signal) -> int:

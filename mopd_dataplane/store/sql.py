@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
 from mopd_dataplane.errors import QueryError, nearest
-from mopd_dataplane.store.dataset_format import blob_columns, spec_of
+from mopd_dataplane.store.dataset_format import blob_columns, spec_of, sql_name
 from mopd_dataplane.store.decode import find_decoder
+from mopd_dataplane.store.describe import columns
 from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.views import create_views, views
 
@@ -50,8 +51,6 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Ta
 
 def _with_comments(described: pa.Table, store: Store, name: str) -> pa.Table:
     """The answer to `describe NAME` with what each column means."""
-    from mopd_dataplane.store.describe import columns
-
     docs = {
         column.name: f"{column.doc} [{column.unit}]" if column.unit else column.doc for column in columns(store, name)
     }
@@ -70,15 +69,6 @@ def _single_statement(connection: duckdb.DuckDBPyConnection, query: str) -> duck
     if kind not in READ_ONLY:
         raise QueryError(f"{kind} is not a query; the store is read-only here: SELECT, WITH, DESCRIBE, EXPLAIN")
     return statements[0]
-
-
-def sql_name(name: str) -> str:
-    """Name of a dataset inside SQL.
-
-    >>> sql_name("signals/math-7b/topk")
-    'signals_math-7b_topk'
-    """
-    return name.replace("/", "_")
 
 
 def _register(connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None) -> None:

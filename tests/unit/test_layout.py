@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,53 @@ def test_every_package_maps_all_its_files(package: Path) -> None:
         return
     named = set(re.findall(r"^\s*([a-z_]+\.py)\s", package.read_text().split('"""')[1], re.MULTILINE))
     assert named == {file.name for file in package.parent.glob("*.py")} - {"__init__.py", "__main__.py"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the two packages by its dotted name."""
+    files = [(ROOT, ROOT / "mopd_dataplane"), (ROOT / "kernels", ROOT / "kernels" / "mopd_kernels")]
+    found = {
+        ".".join(file.relative_to(root).with_suffix("").parts): file
+        for root, package in files
+        for file in package.rglob("*.py")
+        if "recipes" not in file.parts
+    }
+    return {name.removesuffix(".__init__"): file for name, file in found.items()}
+
+
+def imports(source: str, known: set[str]) -> set[str]:
+    """Modules that a file imports as it runs, also inside of functions."""
+    tree = ast.parse(source)
+    typing_only = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    passed_over = {id(node) for block in typing_only for node in ast.walk(block)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in passed_over:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= named if named & known else {str(node.module)}
+    return found & known
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """Names of modules that import each other in a ring; empty when none do. The root package is left out: it only
+    hands names on when they are asked for."""
+    known = {name for name in sources if name.count(".")}
+    try:
+        TopologicalSorter({name: imports(sources[name], known) - {name} for name in known}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle({name: file.read_text() for name, file in modules().items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    later = "def f():\n    from a.x import name"
+    assert set(circle({"a.x": "import a.y", "a.y": later})) == {"a.x", "a.y"}
+    assert circle({"a.x": "import a.y", "a.y": "if TYPE_CHECKING:\n    import a.x"}) == []

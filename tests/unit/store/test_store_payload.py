@@ -155,6 +155,16 @@ def test_signals_round_trip_in_the_asked_order(scored: Store) -> None:
         assert np.array_equal(states, build.signal(given[row], row, "hidden").hidden)
 
 
+def test_scores_say_how_much_of_the_teacher_a_stored_topk_holds(scored: Store) -> None:
+    rows = scored.sql("select uid, kind, coverage from scores").to_pylist()
+    held = {row["uid"]: row["coverage"] for row in rows if row["kind"] == "topk"}
+    for row in range(8):
+        sample = build.sample(row)
+        logprobs = build.signal(sample, row, "topk").topk_logprobs
+        assert held[sample.uid] == pytest.approx(np.exp(logprobs).sum(1).mean(), rel=1e-5)
+    assert {row["coverage"] for row in rows if row["kind"] != "topk"} == {1.0}
+
+
 def test_hidden_states_by_byte_range_into_memory_of_the_caller(scored: Store) -> None:
     expected = build.signal(build.sample(3), 3, "hidden").hidden.reshape(-1)
     found = scored.signal_rows("a", "hidden", [3])
