@@ -83,9 +83,9 @@ def render(raw: Path) -> str:
     """The page of the figures in a folder; a part without figures was never run."""
     lines = [
         "# On a GPU", "",
-        "`make gpu` writes this page: figures of what else was run on CPUs only. Each part is a process of its own",
-        "with at most four minutes; `make gpu PYTHON=… PARTS=kernels,sampler` runs some of them, in an interpreter",
-        "with torch and triton. Tests rehearse their steps on a CPU (`tests/unit/run/test_gpu_parts.py`).", "",
+        "`make gpu` writes this page: GPU figures of parts that have so far run on CPUs only. Each part is a process of",
+        "its own with at most four minutes; `make gpu PYTHON=… PARTS=kernels,sampler` runs some of them, in an",
+        "interpreter with torch and triton. Tests rehearse their steps on a CPU (`tests/unit/run/test_gpu_parts.py`).", "",
     ]  # fmt: skip
     for name in PARTS:
         file = raw / f"{name}.json"
