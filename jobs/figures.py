@@ -16,6 +16,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -287,26 +288,31 @@ def stale() -> Iterator[str]:
                 yield f"{page}: block {name!r} differs from the results; run: python jobs/figures.py"
     if not PICTURE.exists() or PICTURE.read_text() != bought():
         yield f"{PICTURE.relative_to(ROOT)} differs from the results; run: python jobs/figures.py"
-    for job in ("quickstart", *COMPARISONS):
-        for result in results(job):
-            yield from _stale_result(job, result)
+    for folder in sorted(JOBS.glob("*/results")):
+        for result in results(folder.parent.name):
+            yield from _stale_result(folder.parent.name, result)
 
 
 def _stale_result(job: str, result: Result) -> Iterator[str]:
     where = f"jobs/{job}: result of commit {result['commit']}"
     if result["sampler"] not in (SAMPLER, FIRST_SAMPLER):
         yield f"{where}: sampler {result['sampler']!r}, which drew its samples, is no longer here; run it again"
-    if job not in COMPARISONS:
-        seeds = _module(JOBS / job / "seeds.py")
-        made = seeds.job_of(result["objective"], result["seed"])
-        now = settings_digest(made, [stage.name for stage in made.stages])
-    else:
-        comparison = _module(JOBS / job / COMPARISONS[job]).COMPARISON
-        arm = comparison.arms[result["arm"]]
-        made = load_job(JOBS / job, overrides=comparison.rates(arm, result["setting"]))
-        now = settings_digest(made, (*comparison.shared, *arm.run))
+    now = _settings_now(JOBS / job, result.get("arm", ""), result.get("setting", 1.0), result.get("objective", ""))
     if result["settings"] != now:
         yield f"{where}: the job's settings have changed ({result['settings']} then, {now} now); run it again"
+
+
+@cache
+def _settings_now(folder: Path, arm: str, setting: float, objective: str) -> str:
+    """Digest of what a job's file says today: of an arm at a setting, of an objective's quickstart, or of a recipe."""
+    if folder.name in COMPARISONS:
+        comparison = _module(folder / COMPARISONS[folder.name]).COMPARISON
+        made = load_job(folder, overrides=comparison.rates(comparison.arms[arm], setting))
+        return settings_digest(made, (*comparison.shared, *comparison.arms[arm].run))
+    if objective:
+        made = _module(folder / "seeds.py").job_of(objective, 0)
+        return settings_digest(made, [stage.name for stage in made.stages])
+    return settings_digest(load_job(folder))
 
 
 def main() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.query.run_curves import Z95, rollout_curves, step_curves, with_intervals
+from mopd_dataplane.query.statistics import share
 from mopd_dataplane.view.columns import STATS
 from mopd_dataplane.view.index import TABLE
 from mopd_dataplane.view.sample import finite
@@ -31,7 +34,8 @@ TOKEN_CURVES = """
 """Means over the trained tokens whose statistics a step kept."""
 EVALS = """
     select policy, policy_version, domain, avg(reward)::double as reward, count(reward) as answers,
-           stddev_samp(reward)::double as sd, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,
+           stddev_samp(reward)::double as sd, count(correct) as judged,
+           count(*) filter (correct) as right_answers, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,
            avg(response_len) as length, avg((finish_reason = 'length')::int) as truncated
     from evals where finish_reason <> 'benchmark'
     group by policy, policy_version, domain order by policy, domain, policy_version"""
@@ -45,7 +49,7 @@ def run_page(store: Store, index: Index) -> dict[str, Any]:
     steps = store.sql(step_curves(STEP_POINTS), snapshot=index.snapshot).to_pylist()
     for step in steps:
         step["extra"] = json.loads(step["extra"] or "{}")
-    evals = [_wilson(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
+    evals = [_with_intervals(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
     return {
         "rollouts": rollouts, "judged": judged, "measured": measured, "steps": steps, "evals": evals,
         "times": _times(store, index),
@@ -70,18 +74,17 @@ def _by_teacher(index: Index) -> list[dict[str, Any]]:
     return rows
 
 
-def _wilson(row: dict[str, Any]) -> dict[str, Any]:
-    """Ends of the 95 % Wilson interval of an accuracy; those of the mean when rewards are not all 0 or 1."""
-    n, mean, spread = row["answers"], row["reward"], row.pop("sd")
-    row["low"] = row["high"] = None
-    if not n or mean is None:
-        return row
-    if spread is not None and abs(spread**2 * (n - 1) / n - mean * (1 - mean)) > 1e-9:
+def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
+    """Ends of the 95 % intervals of what is entirely right (Wilson's) and of the mean reward; None where not known."""
+    right, judged, n, spread = row.pop("right_answers"), row.pop("judged"), row["answers"], row.pop("sd")
+    row |= dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high", "low", "high"))
+    if judged:
+        found = share(np.arange(judged) < right)
+        row |= {"accuracy": found.value, "accuracy_low": found.low, "accuracy_high": found.high}
+    if n > 1 and spread is not None:
         half = Z95 * spread / n**0.5
-        return row | {"low": mean - half, "high": mean + half}
-    middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
-    half = Z95 * ((mean * (1 - mean) + Z95**2 / (4 * n)) / n) ** 0.5 / (1 + Z95**2 / n)
-    return row | {"low": max(0.0, middle - half), "high": min(1.0, middle + half)}
+        row |= {"low": row["reward"] - half, "high": row["reward"] + half}
+    return row
 
 
 def _times(store: Store, index: Index) -> list[dict[str, Any]]:

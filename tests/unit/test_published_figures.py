@@ -82,6 +82,17 @@ def test_another_number_in_a_page_or_a_result_is_noticed(
     assert sum("no longer here" in p or "settings have changed" in p for p in figures.stale()) == 2
 
 
+@pytest.mark.parametrize("job", sorted(folder.parent.name for folder in ROOT.glob("jobs/*/results")))
+def test_a_result_of_other_settings_or_another_sampler_is_noticed(
+    figures: ModuleType, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (result, *_) = figures.results(job)
+    assert list(figures._stale_result(job, result)) == []
+    said = list(figures._stale_result(job, {**result, "settings": "0" * 16, "sampler": "another/1"}))
+    assert len(said) == 2
+    assert all(job in problem and "run it again" in problem for problem in said)
+
+
 def test_a_digest_follows_what_the_job_says_and_nothing_else() -> None:
     job = load_job(ROOT / "jobs" / "quickstart")
     same = load_job(ROOT / "jobs" / "quickstart", overrides=["seed=7", 'store="elsewhere"'])

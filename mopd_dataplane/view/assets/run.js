@@ -75,11 +75,15 @@ function settings(value) {
     ? h("details", {}, h("summary", {}, key), settings(v)) : [h("span", {}, `${key} = `), settings(v)])));
 }
 
-function accuracy(evals) {
+// Held-out answers of a policy with several versions: the share that is entirely right, where that is known, and the mean reward.
+function heldOut(evals) {
   const policies = [...group(evals, (r) => r.policy)].filter(([, rows]) => new Set(rows.map((r) => r.policy_version)).size > 1);
-  return policies.map(([policy, rows]) => chart([...group(rows, (r) => r.domain)].map(([name, own]) => ({
-    name, x: own.map((r) => r.policy_version), y: own.map((r) => r.reward), low: own.map((r) => r.low), high: own.map((r) => r.high) })),
-  { title: `Held-out reward of ${policy}`, unit: "95 % intervals", x: "version" }));
+  const lines = (rows, value, low, high) => [...group(rows.filter((r) => r[value] !== null), (r) => r.domain)].map(([name, own]) => ({
+    name, x: own.map((r) => r.policy_version), y: own.map((r) => r[value]), low: own.map((r) => r[low]), high: own.map((r) => r[high]) }));
+  return policies.flatMap(([policy, rows]) => [
+    rows.some((r) => r.accuracy !== null) ? chart(lines(rows, "accuracy", "accuracy_low", "accuracy_high"),
+      { title: `Held-out accuracy of ${policy}`, unit: "share entirely right, 95 % intervals", x: "version" }) : null,
+    chart(lines(rows, "reward", "low", "high"), { title: `Held-out mean reward of ${policy}`, unit: "95 % intervals", x: "version" })]);
 }
 
 export async function runPage(main, { params }, { stores }) {
@@ -106,7 +110,7 @@ export async function runPage(main, { params }, { stores }) {
       chart(byDomain(rollouts, "length_p95"), { title: "Response length, 95th percentile", unit: "tokens", ...first }),
       chart(byDomain(rollouts, "truncated", "truncated_ci", 0), { title: "Truncated", unit: "share of samples, 95 % interval", ...first }),
       chart(byDomain(rollouts, "surprise"), { title: "Sampler surprise", unit: "nat/token, −mean log p", ...first }),
-      accuracy(run.evals)),
+      heldOut(run.evals)),
     h("h2", {}, "Training"),
     steps.length ? h("div", { class: "charts" },
       chart(stepLines(steps, "loss"), { title: "Loss" }), chart(stepLines(steps, "reverse_kl"), { title: "Reverse KL", unit: "nat/token" }),

@@ -301,6 +301,7 @@ def test_run_teachers_trace_and_pulse(page: TestClient) -> None:
     run = get(page, "run")
     assert {row["iteration"] for row in run["rollouts"]} == {0, 1, 2, 3}
     assert all(row["low"] <= row["reward"] <= row["high"] for row in run["evals"])
+    assert all(row["accuracy_low"] <= row["accuracy"] <= row["accuracy_high"] for row in run["evals"])
     assert len(get(page, "teachers")["teachers"]) == 3
     spans = [event for event in get(page, "trace")["traceEvents"] if event["ph"] == "X"]
     assert {event["name"] for event in spans} >= {"rollout 0", "train 3", "step 0"}
