@@ -1,10 +1,10 @@
 """mopd-dataplane: the data plane of multi-teacher on-policy distillation.
 
-The flow, one line a stage:
+The flow, one line a component:
 
     rollout   prompts  -> samples    the student writes; every token is logged as it is decoded
     store     samples  -> datasets   metadata apart from payload, exactly once, pinned snapshots
-    score     samples  -> signals    each sample's teacher judges every token
+        score     samples  -> signals    each sample's teacher gives every token a log-prob
     plan      metadata -> plan       global shuffle, packing, balance, teacher order
     load      plan     -> batches    one shared-memory copy per node
     train     batches  -> policy     reverse KL and its relatives, from stored signals
@@ -49,7 +49,7 @@ def open_store(uri: str, *, storage_options: dict[str, str] | None = None) -> St
 
 
 def create_store(uri: str, *, storage_options: dict[str, str] | None = None, single_writer: bool = False) -> Store:
-    """Open a store, creating it when the place is empty; single_writer: see Store.create."""
+    """Open a store, creating it if there is nothing at `uri`; single_writer: see Store.create."""
     from mopd_dataplane.store.dataset import Store
 
     return Store.create(uri, storage_options=storage_options, single_writer=single_writer)

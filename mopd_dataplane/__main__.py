@@ -1,4 +1,4 @@
-"""`python -m mopd_dataplane` is `mopd`."""
+"""Runs the `mopd` command as `python -m mopd_dataplane`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The per-token fields: one row each, and nowhere else a list of them.
+"""The registry of per-token fields: one row each. No other file lists their names.
 
 A field is declared once, here. From its row follow its column and schema (tables.py), its checks and checksum (store/),
 how it is laid out in a slot and filled (load/), how a pack is cut and what a micro-batch carries (train/), and what an

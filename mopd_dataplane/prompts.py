@@ -1,4 +1,4 @@
-"""Where prompts come from, and how a model reads them."""
+"""Sources of prompts, and prompts as the token ids that a model reads."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SUPPLY = 50
 def load_prompts(name: str, domain: Domain) -> list[Prompt]:
     """Training and held-out prompts of one domain, distinct in text, the same for the same settings.
 
-    Evaluation prompts are drawn first and tuning prompts last, so that asking for more of the others never moves the
-    first, and asking for tuning prompts moves nothing.
-    Raises PromptError when the source is empty, unreadable or has too few distinct prompts.
+    Evaluation prompts are drawn first and tuning prompts last, so that another number of training prompts never changes
+    the evaluation prompts, and asking for tuning prompts changes neither. Raises PromptError when the source is empty,
+    unreadable or has too few distinct prompts.
     """
     entries = _entries(name, domain)
     wanted = [("eval", domain.eval), ("train", domain.train), ("tune", domain.tune)]
@@ -128,7 +128,7 @@ def _names_files(source: str) -> bool:
 
 
 def find_prompts(source: str) -> None:
-    """Look whether there are files where a domain's source says, or a plug-in by its name; nothing is read of them.
+    """Check that the files, or the plug-in, of a domain's source exist; nothing is read of them.
 
     source: files or a plug-in, not one of the built-in names.
     Raises InputError when there are none, or a server does not answer.

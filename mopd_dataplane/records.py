@@ -1,6 +1,6 @@
-"""The words of the flow: what one stage hands to the next.
+"""The records of the flow: what one component hands to the next.
 
-Axes used in shapes, here and in every stage:
+Axes used in shapes, here and in every component:
     P  prompt tokens            R  response tokens (everything after the prompt, tool output included)
     L  = P + R, one sequence    M  loss-masked response tokens, M <= R
     T  tokens of one pack       S  sequences in one pack
@@ -37,7 +37,7 @@ FORMAT_1_NAMES = {
 
 
 def sample_uid(seed: int, stage: str, prompt_id: str, index: int, iteration: int) -> str:
-    """128-bit identity of one sample as 32 hex digits: the same work always has the same uid.
+    """128-bit identity of one sample as 32 hex digits, a pure function of its arguments.
 
     >>> sample_uid(0, "student", "p0", 0, 1) == sample_uid(0, "student", "p0", 0, 1)
     True
@@ -82,7 +82,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True)
 class Sample:
-    """A finished generation: prompt and response tokens with what the sampler said of them.
+    """A finished generation: prompt and response tokens with the sampler's log-probs.
 
     Example: prompt_len=2, tokens=[5, 6, 7, 8, 2] and R=3; logprobs=[-0.1, -0.7, 0.0];
     loss_mask=[1, 1, 1]; version_starts=[0], versions=[4]: all sampled by policy version 4.
@@ -156,7 +156,7 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Signal:
-    """What one teacher says of one sample, in one of three fidelities or as another package's kind.
+    """One teacher's values for one sample, in one of three fidelities or as another package's kind.
 
     kind logprob: logprob [R] f32, 0 where loss_mask is 0.
     kind topk:    topk_ids [M, K] int32 and topk_logprobs [M, K] f32.
@@ -190,12 +190,12 @@ class Signal:
 PER_TOKEN_STATS = (
     "logprob_gap", "student_entropy", "teacher_entropy", "reverse_kl", "forward_kl", "top1_agreement",
 )  # fmt: skip
-"""What scoring and training may find for each trained token: columns of `token_stats`, which say what they are."""
+"""Per-token statistics of scoring and training: columns of `token_stats`, which documents them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
-    """A teacher as the store remembers it; digests are compared before anything is written."""
+    """A teacher as a row of `teachers`; its digests are compared before anything is written."""
 
     name: str
     source: str
@@ -218,7 +218,7 @@ class Teacher:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """One pinned version per table: what a plan, a reader or a report is about.
+    """One version of every table, at which a plan, a reader or a report reads.
 
     Example: Snapshot(uri="runs/demo", versions={"samples": 12, "tokens": 9}).
     """
@@ -228,14 +228,14 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """16 hex digits over the versions (not over the place where the store lies)."""
+        """16 hex digits over the versions (not over the store's path)."""
         text = "\n".join(f"{name}={version}" for name, version in sorted(self.versions.items()))
         return hashlib.blake2b(text.encode(), digest_size=8, person=b"mopd-snap").hexdigest()
 
 
 @dataclass(kw_only=True, slots=True)
 class PlanWindow:
-    """A planned stretch of training: which samples, packed how, in which step.
+    """A window of a plan: which samples make up which packs, and which packs which step.
 
     Packs are numbered through the window; pack k holds sample_rows[pack_starts[k]:pack_starts[k+1]]
     and step s holds packs step_starts[s] up to step_starts[s+1].
@@ -258,15 +258,15 @@ class PlanWindow:
     stats: dict[str, float] = field(default_factory=dict)
     """density, straggler_ratio, tokens, samples, packs, teacher_switches, dropped_<reason>."""
     digest: str = ""
-    """Over everything above but stats."""
+    """32 hex digits over everything above except stats."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Pack:
     """One packed row of sequences as the trainer sees it: numpy or torch views into shared memory.
 
-    All [T] arrays are indexed by absolute position in the pack; a field at position t speaks of token t
-    (which the hidden state at t - 1 predicts). Valid until the owning Batch is released.
+    All [T] arrays are indexed by absolute position in the pack; a field at position t belongs to token t (which the
+    hidden state at t - 1 predicts). Valid until the owning Batch is released.
     """
 
     index: int
@@ -350,7 +350,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """What one optimizer step reports; one row of `steps`."""
+    """Metrics of one optimizer step; one row of `steps`."""
 
     stage: str
     step: int

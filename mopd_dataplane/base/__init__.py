@@ -1,15 +1,15 @@
-"""What every stage stands on: files, checksums, and named places where a process may die.
+"""What every component builds on: files, checksums, processes, plug-ins, and named places where a process may die.
 
 files.py           durable local files: written beside their place, synced, renamed
 file_urls.py       files by path or by URL: what a user names is read and written through it
 hf_datasets.py     rows of a Hugging Face dataset
-processes.py       children that end with their parent; folders that outlive no run
+processes.py       children that end with their parent; scratch folders that the next run removes
 secrets.py         what must not be printed or kept
 plugins.py         what a name stands for: built in, installed, or importable
 extras.py          which extra brings a library that is missing
 checksum.py        crc32c over arrays
 sealed_json.py     JSON objects that carry their own checksum
-file_checksums.py  folders of files that nobody rewrites: what each file was when it was written
+file_checksums.py  folders of files that are never rewritten, with the size and checksums of each file
 fault_points.py    named places where a process may die, so that tests can make it die exactly there
 sampling_masks.py  the token ids that top-k and top-p left to draw each token from
 stats_choice.py    which samples per-token statistics are kept of

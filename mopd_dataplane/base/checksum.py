@@ -1,4 +1,4 @@
-"""crc32c over arrays: the one checksum of payloads in the store and of records in the write-ahead log."""
+"""crc32c over arrays: the checksum of payload in the store and of records in the token log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def payload_crc(*arrays: NDArray[np.generic] | None) -> int:
 
 
 def _readable(buffer: bytes | NDArray[np.generic]) -> bytes | NDArray[np.uint8]:
-    """What the C extension reads without a copy: bytes, or a contiguous uint8 array."""
+    """The buffer in a form that the C extension reads without a copy: bytes, or a contiguous uint8 array."""
     if isinstance(buffer, bytes):
         return buffer
     return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8)

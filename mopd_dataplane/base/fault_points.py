@@ -1,6 +1,6 @@
 """Named places where a process may die, so that tests can make it die exactly there.
 
-Product code calls `checkpoint("commit.payload")` between two writes. It does nothing until a test process installs
+Product code calls `fault_point("commit.payload")` between two writes. It does nothing until a test process installs
 an observer; no environment variable, option or file can install one.
 """
 
@@ -12,7 +12,7 @@ _observer: Callable[[str], None] | None = None
 
 
 def fault_point(name: str) -> None:
-    """Tell the observer, if any, that the process has come to this place."""
+    """Tell the observer, if any, that the process has reached the fault point `name`."""
     if _observer is not None:
         _observer(name)
 

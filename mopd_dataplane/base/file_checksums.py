@@ -1,7 +1,7 @@
-"""Folders of files that nobody rewrites (policies, checkpoints, discriminators), and what each file was when written.
+"""Checksums of folders whose files are never rewritten: policies, checkpoints, discriminators.
 
-`checksums.json` beside the files names each with its bytes and crc32c; where a folder is weights, also with its sha256,
-which is what they are known by. It is written before the folder gets its name.
+`checksums.json` beside the files holds the size in bytes and the crc32c of each; for weights also the sha256, from
+which their digest is made. It is written before the folder gets its name.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Recorded(TypedDict):
 
 
 def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping[str, Recorded] | None = None) -> None:
-    """Record every file of a finished folder, before it is published. Not yet durable.
+    """Write `checksums.json` for every file of a finished folder, before it is published. Not yet durable.
 
-    identities: with their sha256. measured: of files that somebody has read already.
+    identities: also record their sha256. measured: records of files that were read already.
     """
     known = measured or {}
     files = {name: known.get(name) or measure_file(folder / name, identity=identities) for name in _names(folder)}

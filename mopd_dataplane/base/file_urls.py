@@ -1,10 +1,11 @@
-"""Files by path or by URL: every file that a user names, but for the store itself, is read and written through here.
+"""Files by path or by URL: every file that a user names, except the store itself, is read and written through this
+module.
 
 A URL is whatever fsspec opens: `hf://datasets/…`, `s3://`, `gs://`, `az://`, `https://` (reading only), `memory://`,
 and what its plug-ins add. S3, Google and Azure go through obstore where it is installed, so that a file and a store
 find their credentials in one place. Options of a protocol are fsspec's own: FSSPEC_S3='{"config": {…}}' in the
-environment, or a file under ~/.config/fsspec. Writing is as for local files (files.py): a name has its whole content,
-or nothing.
+environment, or a file under ~/.config/fsspec. Writing is atomic as for local files (files.py): a name has its whole
+content, or does not exist.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def suffix_of(place: Place) -> str:
 
 
 def is_file(place: Place) -> bool:
-    """Whether there is a file. Raises what read_file raises, but for a missing file."""
+    """Whether there is a file. Raises what read_file raises, except for a missing file."""
     if not is_url(place):
         return local_path(place).is_file()
     with _reached(place) as (system, path):
@@ -79,7 +80,7 @@ def is_file(place: Place) -> bool:
 
 
 def exists(place: Place) -> bool:
-    """Whether there is a file or a folder. Raises what read_file raises, but for a missing file."""
+    """Whether there is a file or a folder. Raises what read_file raises, except for a missing file."""
     if not is_url(place):
         return local_path(place).exists()
     with _reached(place) as (system, path):
@@ -98,8 +99,8 @@ def read_file(place: Place, most: int | None = None) -> bytes:
 
 @contextmanager
 def open_file(place: Place) -> Iterator[BinaryIO]:
-    """A file, open for reading in bytes and seekable; a URL's is downloaded first, since not every server knows byte
-    ranges and not every client knows lines. Raises what read_file raises."""
+    """A file, open for reading in bytes and seekable; one at a URL is downloaded first, since not every server supports
+    byte ranges. Raises what read_file raises."""
     if not is_url(place):
         path = local_path(place)
         if not path.is_file():
@@ -112,8 +113,8 @@ def open_file(place: Place) -> Iterator[BinaryIO]:
 
 
 def files_at(place: Place, suffixes: Iterable[str]) -> list[str]:
-    """The files with these suffixes that a place means: itself, those under a folder, or those that a pattern with `*`,
-    `?` or `[…]` fits; in the order of their names, numbers by value. Raises InputError when there is none.
+    """The files with these suffixes at a place: the file itself, those under a folder, or those that match a pattern
+    with `*`, `?` or `[…]`; sorted by name, numbers by value. Raises InputError when there is none.
     """
     wanted = tuple(suffixes)
     found = _remote_files(place) if is_url(place) else _local_files(str(local_path(place)))
@@ -222,7 +223,7 @@ def write_file(place: Place, content: bytes) -> None:
 
 
 def check_new(place: Place) -> None:
-    """Raise InputError where something is, or nothing can be written."""
+    """Raise InputError if the place is taken, or cannot be written to."""
     if is_url(place):
         _check_writable(place)
     if exists(place):

@@ -1,4 +1,5 @@
-"""Durable local files: written beside their place, synced, renamed, and the directory synced. And full disks."""
+"""Durable local files: written under another name, synced, renamed, and the directory synced; and detection of full
+disks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _MAKE_S = 3600.0
 
 
 def publish_file(target: Path, content: bytes) -> None:
-    """Replace a small file atomically and durably; processes that do so at once take turns.
+    """Replace a small file atomically and durably; processes that do so at the same time take turns.
 
     Raises InputError when something else than a file has the name, DeadlineError when another process does not come to
     an end.

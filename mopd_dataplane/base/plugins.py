@@ -1,4 +1,4 @@
-"""What a name in a job file or on the command line stands for: built in, installed by another package, or importable.
+"""Plug-ins by name, as a job file or the command line gives it: built in, installed by another package, or importable.
 
 A package offers a plug-in in its pyproject.toml:
 

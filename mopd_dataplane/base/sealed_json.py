@@ -1,4 +1,4 @@
-"""JSON objects that carry their own checksum: small files that say what a store, a snapshot or a checkpoint is.
+"""JSON objects that carry their own checksum: the small files that describe a store, a snapshot or a checkpoint.
 
 The key `crc32c` holds eight hex digits over the rest of the object in one fixed writing (keys sorted, no spaces), so a
 file may be laid out for people to read. A changed value, a missing key and a file that is no JSON are all damage.
@@ -22,7 +22,7 @@ def seal(value: Mapping[str, Any]) -> bytes:
 
 
 def seal_line(value: Mapping[str, Any]) -> str:
-    """The object with its checksum on one line, without the line's end."""
+    """The object with its checksum on one line, without a newline."""
     return json.dumps({**value, SEAL: _crc(value)})
 
 

@@ -1,4 +1,4 @@
-"""What must not be printed or kept: keys of the environment, and passwords inside URLs."""
+"""Removes secrets from what is printed or stored: values of secret environment variables, and passwords inside URLs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HIDDEN = "***"
 
 
 def redacted(text: str) -> str:
-    """The text without what the environment keeps secret, and without user names and passwords of URLs.
+    """The text without the values of secret environment variables, and without user names and passwords in URLs.
 
     >>> redacted("http://me:pass@host/v1 refused")
     'http://***@host/v1 refused'

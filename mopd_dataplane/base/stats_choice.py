@@ -1,4 +1,4 @@
-"""Which samples per-token statistics are kept of: scoring and training choose alike, by the row of the sample."""
+"""Which samples keep per-token statistics: scoring and training choose the same ones, by the row id of the sample."""
 
 from __future__ import annotations
 

@@ -4,28 +4,28 @@ synthetic.py     stores of any size, made through the public API
 plan.py          metadata → plan
 load.py          plan → batches in another process
 loaders.py       mopd's loader beside others
-peers.py         the others
+peers.py         other loaders on the same packs
 lance_take.py    Lance's own take, to measure the store's reader against
 trainer.py       a trainer process that only reads
 write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by
-commits.py       the life of a store under many small commits
-wal.py           the token log at work
-sample.py        what drawing a token costs
+commits.py       a store under many small commits: time, memory, files
+wal.py           speed of the token log
+sample.py        cost of drawing a token
 adapters.py      many teachers that are adapters on one base
-train_memory.py  what a trainer holds, beside what is computed
+train_memory.py  memory of a trainer, measured and computed
 step.py          one iteration of a real model, by its phases
-step_floor.py    what its work costs at least
+step_floor.py    the same work in plain transformers
 step_trl.py      the same iteration in TRL
 resume.py        how often a resume is exact
 length_bias.py   does an interruption make samples shorter?
 length_stats.py  statistics of that experiment
-packing.py       what packing costs and what it couples
+packing.py       density of packs, and how packing couples samples
 view.py          the viewer's server on a large store
 size.py          how large a run is: bytes, bandwidth, nodes, money
-gpu.py           what a GPU has to say: `make gpu`, and its page
+gpu.py           `make gpu`: measurements on a GPU, and their page
 gpu_parts.py     its parts, one a process
 gpu_step.py      the training step that one of them measures
-crowd.py         several processes at once, measured from outside
+crowd.py         several concurrent processes, measured from outside
 opened.py        which files are opened while a block runs
 """

@@ -1,6 +1,6 @@
-"""Many teachers that are adapters on one base: memory, loads, switches and time, and whether each says what it should.
+"""Many teachers that are adapters on one base: memory, loads, switches, time, and whether their log-probs are right.
 
-    python -m mopd_dataplane.bench.adapters BASE FOLDER COUNT RANK      what measure() starts, in a process of its own
+    python -m mopd_dataplane.bench.adapters BASE FOLDER COUNT RANK measure() starts this as a child process
 
 Adapters of random factors on every linear layer, written by peft. Two packs of random tokens are read by every teacher,
 teacher after teacher, as scoring orders its work. Memory is what the process holds beyond what it held before the base.

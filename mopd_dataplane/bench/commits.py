@@ -1,4 +1,4 @@
-"""The life of a store under many small commits: time of a commit and of an opening, memory, files and bytes on disk.
+"""A store under many small commits: time of a commit and of opening the store, memory, files and bytes on disk.
 
 python -m mopd_dataplane.bench.commits FOLDER --commits 2000
 """

@@ -1,4 +1,4 @@
-"""Several processes that do the same work at once, measured from outside: wall time, CPU seconds, memory.
+"""Several processes that do the same work concurrently, measured from outside: wall time, CPU seconds, memory.
 
 Each prints "ready" after a pass that warms it up, then makes a measured pass for every line on stdin and prints one
 JSON line for it, until stdin ends. CPU seconds and memory count every process below them too.

@@ -1,8 +1,8 @@
-"""What a GPU has to say: `make gpu`, part by part, each in a process of its own and with a time limit.
+"""Measurements on a GPU, `make gpu`: part by part, each in a process of its own and with a time limit.
 
     make gpu PYTHON=python3 PARTS=kernels,sampler,loader,engine,score,step,smollm2
 
-Parts are independent and in the order of their worth; the figures of each are written as it ends, and the page follows
+Parts are independent, the most important first; the figures of each are written as it ends, and the page is made
 from them. Nothing is installed: a package that is missing makes its part "not run". `kernels` and `sampler` need torch,
 triton and numpy only. With `--device cpu --small` the parts are rehearsed; their figures mean nothing.
 """
@@ -83,9 +83,10 @@ def render(raw: Path) -> str:
     """The page of the figures in a folder; a part without figures was never run."""
     lines = [
         "# On a GPU", "",
-        "`make gpu` writes this page: GPU figures of parts that have so far run on CPUs only. Each part is a process of",
-        "its own with at most four minutes; `make gpu PYTHON=… PARTS=kernels,sampler` runs some of them, in an",
-        "interpreter with torch and triton. Tests rehearse their steps on a CPU (`tests/unit/run/test_gpu_parts.py`).", "",
+        "`make gpu` writes this page: GPU figures of parts that have so far run on CPUs only. Each part is a process",
+        "of its own with at most four minutes; `make gpu PYTHON=… PARTS=kernels,sampler` runs some of them, in an",
+        "interpreter with torch and triton. Tests rehearse their steps on a CPU",
+        "(`tests/unit/run/test_gpu_parts.py`).", "",
     ]  # fmt: skip
     for name in PARTS:
         file = raw / f"{name}.json"

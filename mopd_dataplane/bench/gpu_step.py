@@ -30,7 +30,7 @@ TEACHER, PROMPT = "teacher", 4
 
 @dataclass(kw_only=True)
 class MemoryBatch:
-    """A step's packs, which nobody lends."""
+    """A step's packs in ordinary memory, with the interface of a batch of the loader."""
 
     stage: str
     window: int

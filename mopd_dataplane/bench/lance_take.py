@@ -1,4 +1,4 @@
-"""`take` of a Lance list column with nothing around it: what bench/peers.py measures a store's reader against."""
+"""Lance's `take` of a list column alone: the baseline of bench/peers.py for a store's reader."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@
 
 With interruptions at rate h per token, restarting with fresh noise accepts length l with density f(l) exp(-h l): the
 sample is tilted towards short. B and D must equal A token for token; C, E and G must come out short, F long, since
-replayed noise repeats what did not end the sample; H is another draw of the same law. The tilt
-that C shows must be the one the theory predicts (maximum-likelihood estimate within 20 % of h), at every dose, and the
-samples shorter the higher the dose.
+replayed noise repeats what did not end the sample; H is another draw from the same distribution. The tilt that C shows
+must be the one the theory predicts (maximum-likelihood estimate within 20 % of h), at every dose, and the samples
+shorter the higher the dose.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class _Bench:
 
 
 class _Killed(BaseException):
-    """Not an Exception: nothing may handle it, as nothing handles SIGKILL."""
+    """Simulated SIGKILL; not an Exception, so that no handler catches it."""
 
 
 class _Mortal(ToyEngine):

@@ -1,4 +1,5 @@
-"""What packing costs and what it couples: density by how much is packed at once, balance by ranks, mates in a pack.
+"""Density by the number of samples packed together, balance over ranks, and how samples that share a pack depend on
+each other.
 
     python -m mopd_dataplane.bench.packing --plot docs/images/packing.svg
 

@@ -71,7 +71,7 @@ def write_work(folder: Path, records: Sequence[Bytes], packs: Sequence[Sequence[
 
 
 def memmap(work: Work) -> Pass:
-    """torch DataLoader over a numpy memmap, written by hand for this very work: GROUP packs in one buffer."""
+    """torch DataLoader over a numpy memmap, written for this benchmark: GROUP packs in one buffer."""
     groups = [list(chain(*work.packs[i : i + GROUP])) for i in range(0, len(work.packs), GROUP)]
     return _data_loader(work.join, groups)
 

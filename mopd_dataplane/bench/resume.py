@@ -58,7 +58,7 @@ def measure(
 
 
 class _Killed(BaseException):
-    """Not an Exception: nothing may handle it, as nothing handles SIGKILL."""
+    """Simulated SIGKILL; not an Exception, so that no handler catches it."""
 
 
 class _InterruptedHf(HfEngine):

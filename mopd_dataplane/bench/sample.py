@@ -1,4 +1,4 @@
-"""What drawing tokens costs: every sampler on the same logits, in turn, in processor time.
+"""Processor time of drawing tokens: every sampler on the same logits, in turn.
 
 With a model, the logits are made by a decode step of that model's size, and each sampler's share of the step is given.
 """

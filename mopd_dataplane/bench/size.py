@@ -1,6 +1,7 @@
-"""How large a run is: bytes, requests, bandwidth, nodes and money, from what is sampled and what teachers say of it.
+"""Size of a run: bytes, requests, bandwidth, nodes and cost, from the tokens sampled and the signals stored.
 
-Arithmetic on measured constants; nothing is run. A test writes a real store and holds the bytes to what stands here.
+Arithmetic on measured constants; nothing is run. A test writes a real store and compares its bytes with these
+constants.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Workload:
     teacher_b: float = 32.0
     """Parameters of each teacher, in 10^9."""
     teachers_per_sample: float = 1.0
-    """How many judge a sample: 1 when domains are routed."""
+    """How many teachers score a sample: 1 when domains are routed."""
     hidden_size: int = 5120
     """Hidden size of the teachers."""
     fidelity: Fidelity = "hidden"
@@ -74,7 +75,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What it runs on: rates reached, not peaks, and prices in US dollars. Put your own in."""
+    """The hardware: rates that are reached, not peaks, and prices in US dollars; replace them with your own."""
 
     gpu_tflops: float = 990.0
     """Dense bf16 of one GPU (H100 SXM)."""
@@ -229,7 +230,7 @@ def ladder(fidelity: Fidelity, codec: str, topk: int) -> list[dict[str, Any]]:
 
 
 def human(count: float) -> str:
-    """Bytes for people, in powers of ten.
+    """A number of bytes with a unit, in powers of ten.
 
     >>> human(3.2e12)
     '3.2 TB'

@@ -1,7 +1,7 @@
-"""One iteration of jobs/smollm2, phase by phase: beside what its work costs at least, and beside another trainer.
+"""One iteration of jobs/smollm2, phase by phase, beside the same work in plain transformers and beside another trainer.
 
 Three parts, each in processes of its own, one after the other: the job as a user runs it; plain transformers doing the
-same work with nothing around it (step_floor.py); and TRL, where an interpreter has it (step_trl.py). All have the same
+same work (step_floor.py); and TRL, where an interpreter has it (step_trl.py). All have the same
 prompts, weights, dtype and number of threads; the job and TRL train on what they sampled themselves.
 """
 

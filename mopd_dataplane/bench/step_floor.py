@@ -1,4 +1,4 @@
-"""What the work of an iteration costs at least: plain transformers, nothing stored, nothing handed over.
+"""The least time for the work of an iteration: plain transformers in one process, with nothing stored.
 
     python step_floor.py WORK FOUND
 

@@ -1,4 +1,4 @@
-"""A store of any size, made through the public API: what measurements and loader tests read."""
+"""Makes a store of any size through the public API, for measurements and loader tests."""
 
 from __future__ import annotations
 

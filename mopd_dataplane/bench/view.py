@@ -1,4 +1,5 @@
-"""The viewer's server at work on a large store, asked over HTTP as the page asks: seconds, and its memory."""
+"""The viewer's server on a large store: seconds of the requests that the page makes over HTTP, and the server's
+memory."""
 
 from __future__ import annotations
 

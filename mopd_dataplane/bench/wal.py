@@ -1,4 +1,4 @@
-"""The token log at work: tokens per second, time to acknowledgement, and its share of decoding.
+"""Speed of the token log: tokens per second, time to acknowledgement, and its share of a decode step.
 
 The raw limit (large writes and one sync, same folder) is measured in the same run, and so is the decode step that the
 log is compared with: a real model on this machine with the same number of sequences.

@@ -1,4 +1,4 @@
-"""Commands that ask stores: SQL, one sample token by token, one HTML report, two policies held against each other."""
+"""Commands that read stores: SQL, one sample token by token, one HTML report, a comparison of two policies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def query(
         typer.Option("--limit", min=1, help="Rows to print; default: 50 on a terminal, all for --json and --csv."),
     ] = None,
 ) -> None:
-    """Ask the tables with SQL.
+    """Query the tables with SQL.
 
     Tables: prompts, samples, tokens, teachers, scores, rewards, plans, steps, token_stats, evals, events, labels, and
     signals_TEACHER_KIND.
@@ -80,8 +80,8 @@ def show(
 ) -> None:
     """Show one sample token by token: by its uid, or one worth seeing.
 
-    Tokens are coloured by teacher minus sampler log-prob: blue where the teacher liked the token more than the student
-    did, red where it liked it less. Also reward, policy versions, interruptions, signals and lineage.
+    Tokens are coloured by teacher minus sampler log-prob: blue where the teacher gives the token a higher probability,
+    red where a lower one. Also reward, policy versions, interruptions, signals and lineage.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.query.show import read_sample
@@ -144,7 +144,7 @@ def compare(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every figure.")] = False,
 ) -> None:
-    """Hold two policies against each other on the same held-out prompts.
+    """Compare two policies on the same held-out prompts.
 
     Two stores, two stages of one, or two versions. Answers are paired by prompt: difference of accuracy and of mean
     reward with 95 % intervals from a bootstrap over prompts, and McNemar's exact test.

@@ -81,7 +81,7 @@ class Flow(TyperGroup):
 
 @contextmanager
 def _usage_errors() -> Iterator[None]:
-    """Under `--json`, what the parser refuses is told as JSON like every other error."""
+    """Report errors of the parser as JSON under `--json`, like every other error."""
     try:
         yield
     except _UsageError as error:
@@ -164,7 +164,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Multi-teacher on-policy distillation: roll out, store, score, plan, train, ask.
+    """Multi-teacher on-policy distillation: roll out, store, score, plan, train, query.
 
     A JOB is one TOML file, or a folder with a job.toml. A STORE is the folder or URI that a job writes to.
     """

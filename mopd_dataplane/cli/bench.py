@@ -94,7 +94,7 @@ def commits(
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """The life of a store: time of a commit and of an opening, memory, files and bytes over many small commits."""
+    """Many small commits: time of a commit and of opening the store, memory, files and bytes."""
     from mopd_dataplane.bench.commits import measure
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-commits-") as scratch:
@@ -170,7 +170,7 @@ def step(
 ) -> None:
     """One iteration of the recipe smollm2, phase by phase: sampling, scoring, planning, training, and the rest.
 
-    Beside plain transformers doing the same work with nothing around it, and beside TRL's SDFTTrainer. Seconds are
+    Beside plain transformers doing the same work, and beside TRL's SDFTTrainer. Seconds are
     medians over all iterations but the first; processor time and peak memory are those of the whole run.
     """
     from mopd_dataplane.bench.step import measure
@@ -193,7 +193,7 @@ def adapters(
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Many teachers that are adapters on one base in memory: bytes held, loads, switches, time of a reading.
+    """Many teachers that are adapters on one base in memory: bytes held, loads, switches, time of a pass.
 
     Beside the base alone on the same text. Log-probs of some of them are compared with those of merged weights.
     """
@@ -314,11 +314,11 @@ def view(
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """What the page of `mopd view` asks of its server: first page, filter, sort, histogram, a long sample, a search.
+    """Times of the requests of `mopd view`: first page, filter, sort, histogram, a long sample, a search.
 
     Asked over HTTP: medians of five, the worst of several filters, sorts and columns, and the peak memory of the
     server, beside Lance's scan of one column. The store is made first, which is not timed and takes most of the time;
-    interrupted, the same command goes on with it. Its folder is removed at the end.
+    interrupted, the same command continues with it. Its folder is removed at the end.
     """
     from mopd_dataplane.bench.view import measure
 

@@ -1,4 +1,4 @@
-"""The command that has lm-eval judge a policy of a store."""
+"""The command that evaluates a policy of a store with lm-eval."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def evaluate(
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
-    """Judge a policy version with lm-eval's tasks.
+    """Evaluate a policy version with lm-eval's tasks.
 
-    Scores go to the store's `evals`, one row for each task and metric with its standard error; a task that was asked
-    before under the same settings is not asked again. Needs pip install 'mopd-dataplane[eval]'. A task may download its
-    questions.
+    Scores go to the store's `evals`, one row for each task and metric with its standard error; a task that was
+    evaluated before under the same settings is skipped. Needs pip install 'mopd-dataplane[eval]'. A task may download
+    its questions.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.integrations.lm_eval import EvalSettings, evaluate_policy

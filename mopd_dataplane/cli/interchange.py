@@ -1,4 +1,4 @@
-"""Rollouts of other frameworks in, samples out."""
+"""Commands that import rollouts of other frameworks and export samples."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def export(
         str | None, typer.Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")
     ] = None,
 ) -> None:
-    """Export samples with tokens, log-probs, prompts, rewards and what teachers said, in the form another tool reads.
+    """Export samples with tokens, log-probs, prompts, rewards and teachers' signals, in a form that another tool reads.
 
     `plain` is everything, and `mopd import plain` reads it back unchanged. `sft` has prompt and completion, `messages`
     a conversation, `tokens` the exact ids with labels and columns for each teacher, `traces` episodes of verifiers and

@@ -82,8 +82,8 @@ def run(
     """Run a whole job, or continue it where it stopped.
 
     Every stage in order: rollout, score, plan, train, evaluate; then the report. Safe to kill at any moment and to
-    repeat: finished work is kept, interrupted samples continue. With --stage, that stage only. What `mopd check` finds
-    is said first, and nothing is written when the job is certain to fail.
+    repeat: finished work is kept, interrupted samples continue. With --stage, that stage only. The findings of `mopd
+    check` are printed first, and nothing is written if the job is certain to fail.
     """
     loaded = load(job, set_, seed, store)
     if stage is not None:
@@ -143,11 +143,10 @@ def check(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at everything a job names before it is paid for; nothing is written, nothing trained.
+    """Check everything that a job names before you pay for a run; nothing is written or trained.
 
-    Models, prompts, verifiers and packages; templates on real prompts; tokens, memory and disk at most, and time at
-    given rates. What is certain to fail ends with exit code 2, what is estimated is said. `mopd run` does the same
-    first.
+    Models, prompts, verifiers and packages; templates on real prompts; upper bounds of tokens, memory and disk, and
+    time at given rates. Exit code 2 if the job is certain to fail. `mopd run` does the same first.
     """
     loaded = load(job, set_, seed, store)
     require(packages(loaded))
@@ -174,7 +173,8 @@ def check(
 
 
 def _rates(given: list[str], steps: Sequence[str]) -> dict[str, float]:
-    """Response tokens a second by step. Raises InputError for another step, and what is no number above 0."""
+    """Response tokens a second by step. Raises InputError for an unknown step, or a rate that is not a number above
+    0."""
     rates = {}
     for text in given:
         step, _, value = text.partition("=")
@@ -215,7 +215,7 @@ def score(
     store: StoreUri = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let each sample's teacher judge every token.
+    """Let each sample's teacher score every token.
 
     Only signals that are missing are computed; samples are never rewritten.
     """
@@ -230,7 +230,7 @@ def reward(
     store: StoreUri = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify answers: one outcome reward per sample that has none."""
+    """Verify answers: compute one outcome reward for each sample that has none."""
     one_stage("reward_stage", load(job, set_, seed, store), stage, as_json=as_json)
 
 
@@ -245,7 +245,7 @@ def plan(
     store: StoreUri = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide which samples are trained on, packed how, in which step.
+    """Decide which samples are trained on, in which packs and steps.
 
     A pure function of snapshot, seed and settings, recorded in the store before it is used.
     """

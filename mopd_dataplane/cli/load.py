@@ -1,4 +1,4 @@
-"""Commands of the loader."""
+"""The command that serves batches: `mopd load serve`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def serve(
 ) -> None:
     """Serve batches to the trainers of this node until interrupted; prints the socket.
 
-    Without it the first rank of a node starts a loader of its own, which ends with its trainers. A job says what its
-    objective needs; for a bare store the options do.
+    Without this command the first rank of a node starts a loader, which ends with its trainers. For a job, the stage's
+    objective decides what packs carry; for a store, the options do.
     """
     from mopd_dataplane.load.launch import start_server
     from mopd_dataplane.load.spec import LoadSpec

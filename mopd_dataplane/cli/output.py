@@ -1,4 +1,4 @@
-"""What a command prints: answers on stdout, everything else on stderr.
+"""Output of commands: answers on stdout, everything else on stderr.
 
 Data is never markup: model text passes through `visible`, and tables are built of plain Text.
 """

@@ -1,4 +1,4 @@
-"""Commands before the first run: which jobs there are, a copy of one to edit, and what each key of a job file means."""
+"""Commands for getting started: the recipes, a copy of one to edit, and the meaning of each key of a job file."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def init(
 ) -> None:
     """Write a commented job folder from a recipe, to be edited and run.
 
-    Beside the job file lies its JSON Schema, with which an editor completes and checks it.
+    Its JSON Schema is written beside the job file, so that editors complete and check keys.
     """
     from mopd_dataplane.job.recipes import copy_recipe
     from mopd_dataplane.job.reference import json_schema

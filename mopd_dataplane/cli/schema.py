@@ -21,8 +21,8 @@ def schema(
 ) -> None:
     """Say what the tables of a store hold, or what the columns of one mean.
 
-    Views and macros answer what is asked most: decoded responses, accuracy, teachers side by side. `mopd query STORE
-    "describe TABLE"` says the same of a table or view.
+    Views and macros answer common questions: decoded responses, accuracy, teachers side by side. `mopd query STORE
+    "describe TABLE"` lists the columns of a table or view too.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.store.describe import columns, relations

@@ -1,4 +1,4 @@
-"""Commands on a store itself: what is in it, whether it is sound, and housekeeping."""
+"""Commands on a store itself: contents, verification, compaction, copies, deletion and upgrade."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INFO_COLUMNS = ("rows", "bytes", "freeable_bytes", "files", "version")
 
 
 def info(store: StoreUri, as_json: AsJson = False) -> None:
-    """What a store holds: tables, rows, versions, bytes, and bytes that nothing needs any more."""
+    """Show what a store holds: tables, rows, versions, bytes, and bytes that can be freed."""
     from mopd_dataplane import open_store
 
     facts = plain(open_store(store).info())
@@ -57,7 +57,7 @@ def verify(
     """Audit a store row by row: counts, digests, references, payload checksums.
 
     Exit code 0 when it is sound, 1 when something is wrong. Nothing is changed. Rows left over by interrupted commits
-    are counted; nobody sees them and they are harmless.
+    are counted; no query returns them, and they are harmless.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.store.verify_apart import verify_apart
@@ -84,7 +84,7 @@ def compact(
 ) -> None:
     """Merge small files and drop versions no snapshot pins; no row changes.
 
-    Says for each table what was freed, and why the rest stays: which snapshot pins it, or which process reads it.
+    Prints for each table what was freed, and why the rest stays: which snapshot pins it, or which process reads it.
     """
     from mopd_dataplane import open_store
 
@@ -112,10 +112,11 @@ def upgrade(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Store of format 1; it is never changed.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make the store of today's format in.")],
 ) -> None:
-    """Copy a store of format 1 into today's format, with snapshots, plans, checkpoints and the token log.
+    """Copy a store of format 1 into a store of format 2, with snapshots, plans, checkpoints and the token log.
 
-    Samples keep their uids, rows and versions their numbers. Metadata and tokens are copied, hidden states and weights
-    are linked where the disk can. The copy is verified before it opens as a store. Killed, the same line goes on.
+    Samples keep their uids, rows their ids and versions their numbers. Metadata and tokens are copied, hidden states
+    and weights are hard-linked where possible. The copy is verified before it opens as a store. After a kill, the same
+    command continues.
     """
     from mopd_dataplane.run.upgrade import upgrade_store
 
@@ -131,12 +132,13 @@ def copy(
         str, typer.Option("--where", help="Only samples that fit: a predicate over samples, \"domain = 'math'\".")
     ] = "",
 ) -> None:
-    """Copy a store, or samples of it with everything that speaks of them, into a folder or onto an object store.
+    """Copy a store, or samples of it with everything that refers to them, into a folder or onto an object store.
 
-    A whole store is copied as it is, with snapshots, plans, checkpoints and the token log: an interrupted job goes on
-    in the copy. With --where, tokens, signals, rewards and labels go with their samples, and prompts whose samples all
-    stay behind stay behind too; rows are numbered anew, so plans, snapshots, checkpoints and the token log, which name
-    rows, stay behind. Every checksum is compared before the copy opens as a store. Killed, the same line goes on.
+    A whole store is copied as it is, with snapshots, plans, checkpoints and the token log: an interrupted job continues
+    in the copy. With --where, tokens, signals, rewards and labels are copied with their samples, and prompts without a
+    copied sample are left out; rows get new ids, so plans, snapshots, checkpoints and the token log, which name rows,
+    are left out too. Every checksum is compared before the copy opens as a store. After a kill, the same command
+    continues.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.run.whole_copy import copy_whole
@@ -159,11 +161,11 @@ def delete(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete samples with everything that speaks of them; `compact --now` then takes their bytes off the disk.
+    """Delete samples with everything that refers to them; `compact --now` then frees their bytes on disk.
 
-    A prompt goes when all its samples do, and its held-out answers with it. Where no sample fits, prompts without
-    samples go. Snapshots that hold one of them are given up. Plans stay and hold numbers only; which ones used the
-    samples, and which policies were trained on them, is said. Killed, the same line goes on.
+    A prompt is deleted with the last of its samples, and its held-out answers with it. If no sample matches, prompts
+    without samples are deleted. Snapshots that hold one of them are released. Plans stay, since they hold numbers only;
+    those that used the samples, and the policies trained on them, are listed. After a kill, the same command continues.
     """
     from mopd_dataplane import open_store
     from mopd_dataplane.errors import UnknownNameError

@@ -35,7 +35,7 @@ def teachers(
     store: StoreUri = None,
     as_json: AsJson = False,
 ) -> None:
-    """Which teacher suits which domain: all of them on the same answers of a stage.
+    """Compare teachers: all of them on the same answers of a stage, domain by domain.
 
     Mean teacher log-prob of the student's tokens, exact reverse KL, entropy, overlap of the likeliest tokens, how often
     a right answer is preferred to a wrong one, calibration on right answers, and whether following the teacher pushes

@@ -38,10 +38,9 @@ def view(
 ) -> None:
     """Open rollouts in a browser: every sample, every token, every teacher.
 
-    A server on this machine's loopback prints an address with a token in it; who has not got the token gets no answer.
-    The page filters a table of samples by histograms or SQL, shows all teachers over one text, the answers to a prompt
-    side by side, the life of a sample, the curves and the time of the run. It writes nothing but labels. Ctrl-C ends
-    it.
+    A server on this machine's loopback interface prints an address with a token; requests without it are refused. The
+    page filters a table of samples by histograms or SQL, shows all teachers over one text, the answers to a prompt side
+    by side, the history of a sample, and the curves and times of the run. It writes nothing but labels. Ctrl-C ends it.
     """
     if export is None and (where or order or sample):
         raise InputError(

@@ -1,9 +1,10 @@
-"""Other libraries on a store: trainers with the loader's batches and this project's objectives as loss, judges, tasks.
+"""Other libraries on a store: trainers with the loader's batches and this project's objectives as loss, and
+evaluations.
 
 planned_steps.py  the optimizer steps that a store has planned for a stage, as a dataset of torch
 store_loss.py     a declared objective as the loss of a step, forward pass by forward pass
 hf_trainer.py     StoreTrainer for Hugging Face's Trainer
 trl.py            StoreTrainer for TRL: an SFTTrainer, with its adapters, callbacks and model cards
-lm_eval.py        policies of a store judged by lm-eval
+lm_eval.py        policies of a store evaluated by lm-eval
 verifiers.py      tasksets of verifiers: prompts, tools and rewards of a domain
 """

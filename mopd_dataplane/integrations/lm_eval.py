@@ -1,7 +1,7 @@
-"""Policies of a store judged by lm-eval (lm-evaluation-harness): one row of `evals` for each task and metric.
+"""Policies of a store evaluated by lm-eval (lm-evaluation-harness): one row of `evals` for each task and metric.
 
-What lm-eval asks is no prompt of the store, so a row is a score of a whole task: `domain` is the task, `reward` the
-score, `stderr` its own standard error, `finish_reason` says `benchmark`.
+lm-eval's questions are not prompts of the store, so a row is the score of a whole task: `domain` is the task, `reward`
+the score, `stderr` its own standard error, `finish_reason` says `benchmark`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EvalSettings:
     device: str = "auto"
 
     def name(self, metric: str, sieve: str) -> str:
-        """How a score under these settings is told from others of the task."""
+        """Name of a score, which distinguishes it from scores of the task under other settings."""
         how = [metric, sieve, f"{'default' if self.shots is None else self.shots}-shot"]
         how += [f"first {self.limit}"] if self.limit else []
         return ", ".join([*how, *(["chat"] if self.chat_template else [])])

@@ -20,7 +20,8 @@ class PlannedSteps(IterableDataset[dict[str, LoadedBatch]]):
     """
 
     def __init__(self, store: Store, spec: LoadSpec, windows: Sequence[int] | None = None) -> None:
-        """windows: those to walk; None walks all that are planned now. Raises InputError where there are none."""
+        """windows: those to read; None reads all that are planned at this time. Raises InputError when there are
+        none."""
         planned = store.plans(spec.stage)
         chosen = list(planned if windows is None else windows)
         if not chosen or not set(chosen) <= set(planned):

@@ -1,4 +1,4 @@
-"""TRL on a store: train a model from what teachers said, full vocabulary included.
+"""TRL on a store: train a model on stored signals, full-vocabulary divergences included.
 
     from trl import SFTConfig
     from mopd_dataplane.integrations.trl import StoreTrainer

@@ -2,10 +2,10 @@
 
     source = "verifiers"    dataset = "my_taskset"    environment = "verifiers"    reward = "verifiers"
 
-verifiers drives a model itself, through a program that speaks to an HTTP server. A rollout of this project asks for one
-reply at a time, so what is used here is what a taskset is made of: tasks give prompts, the `@tool` methods of its
-toolsets answer, the `@stop` methods end a conversation, the `@reward` methods judge it. A task that needs more, such as
-a runtime, a state that its tools share, or a second model as user, is refused by name.
+verifiers itself drives a model through a program that talks to an HTTP server. A rollout of this project asks for one
+reply at a time, so only the parts of a taskset are used: its tasks give prompts, the `@tool` methods of its toolsets
+answer, the `@stop` methods end a conversation, and the `@reward` methods score it. A task that needs more, such as a
+runtime, a state that its tools share, or a second model as user, is refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Other frameworks' rollouts in, samples out.
+"""Import of other frameworks' rollouts, and export of samples.
 
 row_files.py       JSONL, Parquet and Arrow files as fields with their place
 rows.py            Row, what every format comes down to, and the messages in it
@@ -11,6 +11,6 @@ importer.py        Row -> samples, prompts, rewards and signals; all is checked 
 teachers_in.py     the teachers of imported signals, and their LM heads
 signal_entries.py  signals as entries of an exported row, and back
 exporter.py        samples of a store -> a Parquet, JSONL or Arrow file, or a folder of Hugging Face datasets
-export_forms.py    what a row of an export is: all there is, text, messages, exact tokens
+export_forms.py    the forms of an exported row: everything, text, messages, exact tokens
 export_traces.py   samples as episodes of verifiers and prime-rl
 """

@@ -1,6 +1,6 @@
-"""What a row of an export is: the forms that other tools read.
+"""The forms of an exported row, each for tools that read it.
 
-plain     everything that is known of a sample; `mopd import plain` reads it back
+plain     everything that is stored of a sample; `mopd import plain` reads it back
 sft       prompt and completion as text: TRL, Unsloth, Axolotl
 messages  a conversation of one question and its answer: TRL, Unsloth, Axolotl's chat_template
 tokens    input_ids, labels and completion_mask, with one column a teacher: the exact tokens

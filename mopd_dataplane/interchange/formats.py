@@ -1,4 +1,4 @@
-"""What each format calls things: its fields, as rows that no longer say where they come from.
+"""Readers of each format: they turn its fields into Row, which is the same for all formats.
 
 verl        rollout_data_dir/<step>.jsonl: input, output, gts, score, step (text only)
 trl         completions/completions_<step>.parquet: prompt, completion, step, one column a reward (text or messages)

@@ -1,4 +1,4 @@
-"""Rows of another framework into a store: checked first, all of them, then written; twice is the same as once."""
+"""Imports rows of another framework into a store: all rows are checked, then written; importing twice adds nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPLIT = "import"
 
 @dataclass(frozen=True, kw_only=True)
 class ImportSettings:
-    """What the rows do not say themselves; what a plain row says wins.
+    """Values for what the rows do not state; a value that a plain row states takes precedence.
 
     Example: ImportSettings(format="verl", stage="student", domain="math").
     """
@@ -93,12 +93,12 @@ def import_rollouts(
     *,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> ImportReport:
-    """Import a file, all .jsonl and .parquet files of a folder, or those a pattern fits; a path or a URL.
+    """Import a file, all .jsonl and .parquet files of a folder, or those that match a pattern; a path or a URL.
 
-    store: or the place of one, which is made there once every row is checked.
+    store: a store, or the path or URI of one, which is created once every row is checked.
     Every row is read and checked before anything is written, so a malformed one leaves the store as it was. uids
     follow from the content: the same rows again add nothing, and a killed import continues when it is repeated.
-    Raises UnknownNameError for a format that nobody offers, InputError naming file and row: not JSON, a field of
+    Raises UnknownNameError for an unknown format, InputError naming file and row: not JSON, a field of
     another type, ids outside the vocabulary, impossible log-probs, no stage or domain, a uid that names other content,
     a teacher of that name that the store has scored with.
     """
@@ -435,7 +435,8 @@ def _joined(messages: Messages) -> str:
 def _uid(
     stage: str, row: Row, tokens: np.ndarray, logprobs: np.ndarray | None, mask: np.ndarray, seen: dict[str, int]
 ) -> str:
-    """128-bit identity of content; equal rows of one import are told apart by how many came before."""
+    """128-bit identity of the content; `seen` counts equal rows of one import, so that each has an identity of its
+    own."""
     whole = hashlib.blake2b(f"{stage}\0{row.iteration}".encode(), digest_size=16, person=b"mopd-import")
     for array in (tokens, mask, *(() if logprobs is None else (logprobs,))):
         whole.update(array.tobytes() + b"\0")

@@ -1,4 +1,4 @@
-"""JSONL, Parquet and Arrow files, row by row, each with its place; and what a field may hold."""
+"""JSONL, Parquet and Arrow files, row by row, each with its position; and checks of a field's type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every format comes down to: one response, with as much as its source recorded; and the messages in it."""
+"""Row, into which every format is read: one response, with as much as its source recorded, and its messages."""
 
 from __future__ import annotations
 

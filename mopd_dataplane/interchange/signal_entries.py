@@ -1,6 +1,6 @@
-"""What teachers said of a sample, as entries of an exported row and back.
+"""Teachers' signals of a sample, as entries of an exported row and back.
 
-An entry stands alone: it names its teacher with every digest, so that a row may be copied from file to file.
+An entry is complete in itself: it names its teacher with every digest, so that a row may be copied from file to file.
 """
 
 from __future__ import annotations

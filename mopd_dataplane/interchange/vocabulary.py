@@ -1,4 +1,4 @@
-"""Text as the model to train reads it: what an import makes of rows that come without token ids."""
+"""The tokenizer of the model to train, with which an import tokenises rows that come without token ids."""
 
 from __future__ import annotations
 

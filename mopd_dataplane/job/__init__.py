@@ -11,5 +11,5 @@ place.py        where a key stands in its file
 recipes.py      jobs that come with the package, and copies of them
 reference.py    every key with type, default, unit, meaning and example: docs/job.md, JSON Schema
 examples.py     those examples and units
-check.py        what one section says of another
+check.py        checks across sections
 """

@@ -1,4 +1,4 @@
-"""What one section of a job says of another: names that exist, in their order, and settings that go together."""
+"""Checks across the sections of a job: names exist and come in order, and settings are compatible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_references(job: Job, where: str) -> None:
-    """Raise JobFileError, naming file and key, for the first thing that does not fit the rest of the job."""
+    """Raise JobFileError, naming file and key, for the first setting that contradicts the rest of the job."""
     known_starts = {"init"}
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):

@@ -1,11 +1,11 @@
 """One TOML file is one whole run.
 
-`load_job(path)` returns a frozen, fully checked `Job`, or raises JobFileError naming the file, the key, what is
-allowed and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the
-top level are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]`
-keys of its own for the stages that name it: exact and sampled gradients want other batches and learning rates.
-`extends = { job = "../quickstart", stages = ["base"] }` takes over another job's tables and the stages it lists;
-`domains` lists the domains, where not all are wanted.
+`load_job(path)` returns a frozen, fully checked `Job`, or raises JobFileError naming the file, the key, what is allowed
+and the nearest match, before any work starts. Tables `[rollout]`, `[score]`, `[plan]` and `[train]` at the top level
+are defaults; a stage may override single keys of them. An objective may bring `[plan]` and `[train]` keys of its own
+for the stages that name it: exact and sampled gradients want other batches and learning rates. `extends = { job =
+"../quickstart", stages = ["base"] }` reuses another job's tables and the stages it lists; `domains` lists the domains,
+where not all are wanted.
 """
 
 from __future__ import annotations
@@ -71,17 +71,19 @@ class Stage(Section):
     train: Train = Train()
     """Keys of `[train]` that differ in this stage."""
     concurrent: bool = False
-    """Rollout, scoring and training run at once, each in a process of its own; `plan.max_staleness` bounds how far."""
+    """Rollout, scoring and training run concurrently, each in a process of its own; `plan.max_staleness` bounds the
+    staleness."""
     discriminator: Discriminator | None = None
     """Where the outcome rewards that are trained on come from, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
-        """Whose samples a window covers: one iteration of rollouts, or None for all reference or imported data."""
+        """The iteration whose samples a window covers; None for reference or imported data, which one window covers
+        whole."""
         return window if self.data == "rollout" else None
 
     @property
     def verifier(self) -> str:
-        """Whose rewards are trained on; empty for the domains' verifiers."""
+        """Name of the verifier whose rewards are trained on; empty for the domains' verifiers."""
         return "discriminator" if self.discriminator else ""
 
 
@@ -101,13 +103,13 @@ class Job(Section):
     single_writer: bool = False
     """Promise that one process writes: needed on an object store that ignores If-None-Match."""
     seed: int = Field(default=0, ge=0)
-    """Draws everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
+    """Seed of everything that is random: initial weights, prompts of an iteration, samples, shuffles."""
     student: Student
     """The policy that is trained."""
     domains: dict[Name, Domain]
     """Prompts and verifiers, one table a domain."""
     teachers: dict[Name, Teacher] = Field(default_factory=dict)
-    """Who judges, one table a teacher."""
+    """The models that score the student's tokens, one table a teacher."""
     routing: dict[str, str] = Field(default_factory=dict)
     """Teacher of each domain, or of one effort mode of it (`domain/effort`)."""
     engine: Engine = Engine()
@@ -117,7 +119,7 @@ class Job(Section):
     load: Load = Load()
     """The shared-memory ring between disk and trainer."""
     retain: Retain = Retain()
-    """How long hidden states live."""
+    """How long hidden states are kept."""
     scale: Scale = Scale()
     """How many processes share the work."""
     objectives: dict[str, Objective] = Field(default_factory=dict)
@@ -145,7 +147,7 @@ class Job(Section):
         return stage.domains or tuple(self.domains)
 
     def teacher_of(self, stage: Stage, domain: str, effort: str = "") -> str:
-        """Teacher that judges a domain in a stage; raises JobFileError when no rule covers it."""
+        """Teacher that scores a domain in a stage; raises JobFileError when no rule covers it."""
         routing = stage.routing or self.routing
         for key in (f"{domain}/{effort}", domain):
             if key in routing:
@@ -161,11 +163,11 @@ class Job(Section):
         return tuple(self.teachers[teacher].blend) or (teacher,)
 
     def sampler_of(self, stage: Stage, who: str, domain: str, effort: str = "") -> str:
-        """Who `rollout.policy` or `rollout.rest` means for a domain's prompts: `self`, `reference`, or a teacher."""
+        """The sampler that `rollout.policy` or `rollout.rest` names for a domain: `self`, `reference`, or a teacher."""
         return self.teacher_of(stage, domain, effort) if who == "routed" else who
 
     def teachers_of(self, stage: Stage) -> tuple[str, ...]:
-        """Teachers that judge some domain of a stage, in order of first use; empty when no signal is needed."""
+        """Teachers that score some domain of a stage, in order of first use; empty when no signal is needed."""
         if not (self.objective(stage).signals or stage.score.signals):
             return ()
         names = [self.teacher_of(stage, d, self.domains[d].effort) for d in self.domains_of(stage)]

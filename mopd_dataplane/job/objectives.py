@@ -35,7 +35,7 @@ class Term(Section):
     """
 
     recorded: ClassVar[tuple[str, ...]] = ()
-    """What it reads of what is recorded of some samples only (fields.RECORDS)."""
+    """Optional records that it reads (fields.RECORDS), such as sampling masks."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names under which it reports means over trained tokens."""
 
@@ -57,7 +57,7 @@ class Term(Section):
 
     @property
     def needs_head(self) -> bool:
-        """Whether a micro-batch is judged through its teacher's LM head."""
+        """Whether the loss of a micro-batch needs its teacher's LM head."""
         return "hidden" in self.signals
 
     def token_loss(
@@ -212,7 +212,7 @@ class EntropyTerm(Term):
     """Entropy bonus: minus the entropy of the student's next-token distribution, over the whole vocabulary."""
 
     weight: float = 0.01
-    """How much of the entropy, in nat, is subtracted from the loss."""
+    """Factor of the entropy, in nat, that is subtracted from the loss."""
 
 
 class Objective(Section):
@@ -279,7 +279,7 @@ class Objective(Section):
 
     @property
     def recorded(self) -> tuple[str, ...]:
-        """What packs carry of what is recorded of some samples only (fields.RECORDS)."""
+        """Optional records that packs must carry (fields.RECORDS)."""
         return tuple(dict.fromkeys(record for term in self.active for record in term.recorded))
 
     @property

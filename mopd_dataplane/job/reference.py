@@ -147,7 +147,7 @@ def _section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A JSON Schema as a reader of TOML says it."""
+    """The type of a JSON Schema in the words of TOML."""
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(_type(one) for one in schema["anyOf"] if one.get("type") != "null"))
     if "enum" in schema or "const" in schema:

@@ -1,7 +1,6 @@
 """The sections of a job file: what each table may hold, with its default and its meaning.
 
-Every section is frozen and closed to unknown keys. `job.py` puts them together to a Job and checks what one section
-says of another.
+Every section is frozen and closed to unknown keys. `job.py` combines them into a Job; check.py compares them.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Domain(Section):
     teacher_context: str = ""
     """Privileged text that only the teacher sees; the placeholders of `template`, such as `{answer}`, are available."""
     environment: str = ""
-    """What answers the policy after its turn: `command`, `verifiers` or `package.module:Name`. Empty for one turn."""
+    """What replies after the policy's turn: `command`, `verifiers` or `package.module:Name`. Empty for one turn."""
     environment_args: dict[str, Any] = {}
     """Its arguments."""
     reply_template: str = "\n{reply}\n"
@@ -126,12 +125,12 @@ class Teacher(Section):
     reverse KL to it is the weighted sum of reverse KLs to them; a negative weight leads away from its teacher (ExOPD).
     They must fit in memory together (score.max_resident)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the pass that judges."""
+    """Precision of the scoring pass."""
     prompt_template: str = ""
     """How the teacher reads the prompt; default: the student's template. `{context}` is the privileged text."""
     quantisation: Quantisation = "none"
-    """How the weights that judge are rounded (score/quantise.py): never the LM head, nor a teacher's own sampling. What
-    it does to the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
+    """How the weights are quantised for scoring (score/quantise.py): never the LM head, and not when the teacher
+    samples. Its effect on the signal is measured before the first signal is stored. Only for `score.engine = "hf"`."""
     url: ServerUrl = ""
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
 
@@ -165,9 +164,9 @@ class Engine(Section):
     device: Device = "auto"
     """Where `hf` decodes, `cuda:1` say; auto takes the machine's accelerator, else the CPU. vLLM finds its own."""
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Weights of the sampling policy; default: the student's. Another one than the trainer's is a real mismatch."""
+    """Weights of the sampling policy; default: the student's. Unlike the trainer's, it causes a mismatch."""
     noise: Literal["keyed", "seeded"] = "keyed"
-    """keyed draws with this package's noise, the same at every resume; seeded leaves drawing to vLLM."""
+    """`keyed` draws with this package's noise, the same at every resume; `seeded` lets vLLM draw."""
     url: ServerUrl = ""
     """vLLM: base URL of a running OpenAI-compatible server, e.g. `http://127.0.0.1:8000/v1`; empty starts vLLM here."""
     reload: bool = False
@@ -203,13 +202,13 @@ class Wal(Section):
     group_commit_ms: float = Field(default=5.0, ge=0)
     """How long records wait for one another before one sync makes them all durable."""
     segment_bytes: int = Field(default=64 << 20, ge=4096)
-    """Size at which the log goes on in a new file."""
+    """Size at which the log continues in a new file."""
     durability: Literal["durable", "process"] = "durable"
-    """durable syncs, and says so where the file system cannot promise it; process leaves syncing to the kernel."""
+    """`durable` syncs, and reports where the file system cannot promise it; `process` leaves syncing to the kernel."""
     full_disk_wait_s: float = Field(default=3600.0, ge=0)
     """How long generation pauses for space before the run stops with its state kept."""
     kv_bytes: int = Field(default=1 << 30, ge=0)
-    """Largest key/value cache a graceful stop saves beside the log, so that samples go on bit by bit; 0 saves none."""
+    """Largest key/value cache a graceful stop saves beside the log, so that samples continue exactly; 0 saves none."""
 
 
 class Rollout(Section):
@@ -260,10 +259,10 @@ class Rollout(Section):
 
 
 class Score(Section):
-    """How teachers judge."""
+    """How teachers score."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """What runs the teachers."""
+    """What runs the teachers: transformers or vLLM."""
     reads: Literal["states", "extract_hidden_states", "prompt_logprobs"] = "states"
     """What vLLM is asked for: hidden states, which every signal follows from (`states`: a pooling model;
     `extract_hidden_states`: a generating model started here), or log-probs of the text (a generating model): no hidden
@@ -282,15 +281,16 @@ class Score(Section):
     wrote the token (Rethinking OPD, arXiv 2604.13016). Text that the stage's policy did not write counts as its
     start's."""
     signals: dict[str, str] = {}
-    """More kinds of signals to store: a name, and an entry point of `mopd.signals` or `package.module:Name`. What an
-    objective needs is computed anyhow, where an entry point has its name."""
+    """More kinds of signals to store: a name, and an entry point of `mopd.signals` or `package.module:Name`. A kind
+    that an objective needs is computed without this, if an entry point has its name."""
     max_resident: int = Field(default=1, ge=1)
     """Teachers held in memory at once."""
     stats: Literal["off", "sampled", "full"] = "sampled"
     """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
-    eight, or of all. Not of a teacher that only says log-probs."""
+    eight, or of all. Not of a teacher that gives log-probs only."""
     device: Device = "auto"
-    """Where `hf` runs teachers, signals follow from what vLLM says, a discriminator reads, an evaluation is scored."""
+    """Device on which `hf` runs teachers, and on which signals from vLLM's states, a discriminator and the reverse KL
+    of an evaluation are computed."""
 
     @model_validator(mode="after")
     def _precision_is_the_teachers(self) -> Score:
@@ -327,10 +327,10 @@ class Plan(Section):
     mixture: dict[str, Weight] = {}
     """Domain weights in samples, fixed or as `[[step, weight], …]`; default: as sampled."""
     max_staleness: int = Field(default=0, ge=0)
-    """Largest allowed age in policy versions, for streaming; 0 is no bound."""
+    """Largest allowed age in policy versions, in a concurrent stage; 0 is no bound."""
     stale: Literal["wait", "drop"] = "wait"
-    """Streaming: `wait` holds training back while samples in flight would get older than max_staleness, `drop` leaves
-    out those that did."""
+    """Concurrent stages: `wait` holds training back while samples in flight would become older than max_staleness,
+    `drop` leaves out those that did."""
 
     @model_validator(mode="after")
     def _one_batch_rule(self) -> Plan:
@@ -373,7 +373,7 @@ class Scale(Section):
 
 
 class Discriminator(Section):
-    """A critic that tells a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
+    """Distinguishes a teacher's text from the student's; its score is the reward (GAD, arXiv 2511.10643)."""
 
     text: str = "reference"
     """The teacher's text: `reference` for the stored answers, or an earlier stage whose samples it is."""
@@ -382,22 +382,22 @@ class Discriminator(Section):
     batch_pairs: int = Field(default=32, ge=1)
     """Pairs of a teacher's and a student's text in one step."""
     epochs: int = Field(default=1, ge=1)
-    """Passes over each window's pairs, before the window is judged."""
+    """Passes over each window's pairs, before the window is scored."""
     warmup_epochs: int = Field(default=0, ge=0)
-    """Further passes over the first window's."""
+    """Further passes over the first window's pairs."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest norm of its gradient; a larger one is scaled down."""
 
 
 class Retain(Section):
-    """How long hidden states live (by far the most bytes of a store), and per-token statistics. 0 keeps for ever."""
+    """How long hidden states (most bytes of a store) and per-token statistics are kept; 0 is without limit."""
 
     hidden_passes: int = Field(default=0, ge=0)
     """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""
     hidden_versions: int = Field(default=0, ge=0)
     """Freed once the newest policy is more than this many versions newer than the one that began the sample."""
     stats_versions: int = Field(default=0, ge=0)
-    """Per-token statistics are freed in the same way, their means stay; 0 keeps them for ever."""
+    """Per-token statistics are freed in the same way, while their means stay; 0 keeps them without limit."""
 
 
 class Load(Section):
@@ -461,14 +461,14 @@ class Train(Section):
     """Most tokens in one forward pass: packs are cut between samples, a longer sample goes alone. 0 cuts nothing. Never
     changes the loss."""
     checkpoint_steps: int = Field(default=50, ge=1)
-    """Optimizer steps between checkpoints inside a window; one is also written behind every window. A kill costs the
-    steps since the last: at most so many, or those of a window."""
+    """Optimizer steps between checkpoints inside a window; one is also written after every window. A kill costs the
+    steps since the last one."""
     freeze_head: bool = False
     """Train everything but the LM head."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     dropout: bool = False
-    """Train with the dropout that the model's config names. Off, training, sampling and scoring see one policy."""
+    """Train with the config's dropout. If off, training, sampling and scoring see the same policy."""
     keep: bool = True
     """Whether the trainer stays, with weights and optimizer state on its device, between two windows. False gives the
     device to sampling and scoring: it ends after each at a checkpoint, and continues from there."""

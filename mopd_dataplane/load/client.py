@@ -1,4 +1,4 @@
-"""What a trainer holds: batches of packs that lie in shared memory.
+"""The trainer's side of the loader: batches of packs in shared memory.
 
     client = LoaderClient(socket, rank=0, world_size=1)
     for batch in client.batches("student", window=0):
@@ -109,7 +109,8 @@ class LoaderClient:
             yield self._batch
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
-        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; no steps: the log is closed."""
+        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps mean that the log is
+        closed."""
         self._check_stage(stage)
         return self._ask({"op": "plan", "window": window})
 

@@ -1,4 +1,4 @@
-"""Who is owed which pack, and who reads it.
+"""Which trainer gets which pack, and which one reads it.
 
 A *consumer group* is one data-parallel rank: the packs it will be asked for, in order. Its *consumers* are trainer
 processes: one, or several where the ranks of a tensor- or context-parallel group read the same packs.
@@ -21,7 +21,7 @@ from mopd_dataplane.load.source import WindowSource
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One pack owed to one group."""
+    """One pack that one group will read."""
 
     prefetch: PrefetchDepth
     """How many packs to keep ready for the group."""
@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class ConsumerGroup:
-    """What one data-parallel rank will read. items: owed and not yet claimed by all, in order."""
+    """What one data-parallel rank will read. items: packs that not all of its consumers have claimed, in order."""
 
     rank: int
     ranks: int

@@ -68,7 +68,7 @@ def start_server(
 ) -> LoaderProcess:
     """Start a loader and wait until it listens on `socket`.
 
-    Raises what the loader raised when it could not start, EngineError when it died without a word, DeadlineError
+    Raises what the loader raised when it could not start, EngineError when it died without a message, DeadlineError
     when it is not ready in time.
     """
     path = Path(socket)

@@ -95,7 +95,7 @@ class Loader:
             return Consumer(self._joined, group)
 
     def open(self, consumer: Consumer, window: int, step: int, beat: Beat) -> tuple[int, int]:
-        """Point a consumer at a step of a window once that is planned: (the window's steps, stage steps before it).
+        """Move a consumer to a step of a window once that is planned: (the window's steps, stage steps before it).
 
         Packs that were read ahead are kept when they are the ones asked for.
         """
@@ -215,7 +215,7 @@ class Loader:
             }
 
     def retired(self, slots: set[int]) -> set[int]:
-        """Those of these slots that are no more; a trainer that maps one keeps its memory from the machine."""
+        """The slots among these that were given back; a trainer should unmap them, to free their memory."""
         with self._changed:
             return slots - self._ring.ids
 
@@ -424,7 +424,7 @@ class Loader:
         return packs
 
     def _owed(self, group: ConsumerGroup) -> Iterator[Item]:
-        """Items of a group in order, those of later steps appended as they are asked for."""
+        """Items of a group in order; those of later steps are made as the iteration reaches them."""
         place = 0
         while place < len(group.items) or (place < AHEAD_PACKS and self._extend(group)):
             if place < len(group.items):
@@ -482,7 +482,7 @@ class Loader:
         self._hand_out(filled)
 
     def _refuse(self, item: Item, error: MopdError) -> None:
-        """An item cannot be filled; whoever asks for it is told why."""
+        """Record that an item cannot be filled; the trainer that asks for it gets the error."""
         with self._changed:
             assert item.slot is not None
             self._ring.release(item.slot)

@@ -1,4 +1,4 @@
-"""Payload of the packs that come next, from which they are filled.
+"""Payload of the next packs, from which their slots are filled.
 
 The loader looks up the samples of many packs at once, in the order they are stored. Where files allow it, their lists
 then go from the file straight into the slot; else they were read together, because Lance reads neighbouring rows far

@@ -1,4 +1,4 @@
-"""Shared memory that CUDA knows: the device reads it while the host goes on.
+"""Shared memory registered with CUDA, so that copies to the device run while the host continues.
 
 CUDA copies from ordinary memory through a buffer of its own, and the host waits. Registered once for its whole life, a
 slot is read by the device directly. Slots are mapped read-only here, which CUDA must be told.

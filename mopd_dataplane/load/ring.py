@@ -1,4 +1,4 @@
-"""Slots of shared memory.
+"""The ring: slots of shared memory, each for one pack.
 
 Each slot is one memfd: it has no name, so nothing is left behind when every process that holds it is gone, however it
 died. Its pages are allocated when the slot is made, so that a machine without room says so instead of killing a

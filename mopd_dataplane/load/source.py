@@ -121,7 +121,7 @@ class WindowSource:
 
     @cached_property
     def _sums(self) -> list[dict[str, int]]:
-        """[packs] tokens, trained tokens, spans of one policy version, and values of each ragged field."""
+        """For each pack: tokens, trained tokens, version spans, and values of each ragged field."""
         counts = {"token": self.lengths, "trained": self.loss_tokens, "span": self._version_spans, **self._counts}
         starts = self.plan.pack_starts[:-1]
         sums = np.stack([np.add.reduceat(count, starts) for count in counts.values()], axis=1).tolist()

@@ -1,4 +1,4 @@
-"""What a loader process is told: which signals a pack carries, and how much shared memory it may take."""
+"""LoadSpec, the settings of a loader process: what packs carry, and how much shared memory it may take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mopd_dataplane.job.sections import Load, Section
 
 
 class LoadSpec(Section):
-    """One loader process."""
+    """Settings of one loader process: which windows it serves, what their packs carry, and its bounds."""
 
     stage: str
     """Stage whose plan windows are served."""
@@ -26,12 +26,12 @@ class LoadSpec(Section):
     rewards: bool = False
     """Whether packs carry outcome rewards and group-relative advantages."""
     recorded: tuple[str, ...] = ()
-    """What packs carry of what is recorded of some samples only (fields.RECORDS: sampling_mask, experts), where a
-    sample of the window has it."""
+    """Optional records that packs carry where a sample of the window has them (fields.RECORDS: sampling_mask,
+    experts)."""
     reward_std: bool = False
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
-    """Whose rewards; may be empty when only one verifier rewarded these samples."""
+    """Name of the verifier whose rewards are used; may be empty when only one rewarded these samples."""
     slots: int = Field(default=4, ge=2)
     """Fewest packs kept ready ahead of each rank."""
     slot_bytes: int = Field(default=0, ge=0)
@@ -53,9 +53,10 @@ class LoadSpec(Section):
     def for_stage(
         cls, stage: str, load: Load, objective: Objective, *, topk_source: str = "", verifier: str = ""
     ) -> LoadSpec:
-        """What a stage's objective needs, under the job's [load] settings.
+        """The spec for a stage: what its objective needs, under the job's [load] settings.
 
-        topk_source: the stage's `score.topk_source`. verifier: whose rewards, where a stage has several.
+        topk_source: the stage's `score.topk_source`. verifier: name of the one whose rewards are used, if there are
+        several.
         """
         gradient = objective.policy_gradient
         return cls(

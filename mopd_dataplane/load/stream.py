@@ -31,7 +31,7 @@ from mopd_dataplane.load.spec import LoadSpec
 class BatchStream:
     """An iterable of batches with `state_dict` and `load_state_dict`, like PyTorch's stateful loaders.
 
-    Iterating starts at the current place and moves it: a second loop goes on where the first was left.
+    Iterating starts at the current position and moves it: a second loop continues where the first one stopped.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class BatchStream:
     ) -> None:
         """Connect to the node's loader, starting it when this is the node's first rank and none serves yet.
 
-        windows: those to walk, in order; None walks all that are planned, waits for more, and ends where the plan log
-        is closed. rank, world_size: of data parallelism; by default what torchrun says (RANK, WORLD_SIZE), else alone.
+        windows: those to read, in order; None reads all that are planned, waits for more, and ends where the plan log
+        is closed. rank, world_size: of data parallelism; by default torchrun's (RANK, WORLD_SIZE), else 0 of 1.
         socket: of a loader started by hand; by default found from store and spec. pin: see LoaderClient.
         patience_s: longest wait for a window that is still being planned.
         Raises what the loader refuses with, DeadlineError when none answers.
@@ -81,7 +81,7 @@ class BatchStream:
             raise
 
     def __iter__(self) -> Iterator[LoadedBatch]:
-        """Batches from the current place on. Asking for the next one releases the last."""
+        """Batches from the current position on. Asking for the next one releases the last."""
         for window in self._windows_left():
             if self._windows is None and self._client.plan(self._stage, window)["steps"] == 0:
                 return
@@ -98,7 +98,7 @@ class BatchStream:
         return {"window": self._window, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved place. Raises InputError for a window that this stream does not walk."""
+        """Continue from a saved position. Raises InputError for a window that this stream does not read."""
         window, step = int(state["window"]), int(state["step"])
         if self._windows and window not in [*self._windows, self._windows[-1] + 1]:
             raise InputError(f"the saved place is in window {window}, this stream walks {self._windows}")
@@ -133,7 +133,7 @@ class BatchStream:
 
 
 def socket_of(store: str | Path, spec: LoadSpec) -> Path:
-    """Where the loader of a store and a spec listens on this node when nobody says otherwise: a folder of this user."""
+    """Default path of the socket of the loader for a store and a spec on this node, in a folder of this user."""
     local = "://" not in str(store)
     where = str(Path(store).resolve()) if local else str(store)
     name = hashlib.blake2b(f"{where}\0{spec.model_dump_json()}".encode(), digest_size=8, person=b"mopd-sock")

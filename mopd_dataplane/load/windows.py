@@ -17,7 +17,7 @@ PROBE_S = 0.2
 """Pause between looks for a window that is not planned yet."""
 
 Beat = Callable[[str], None]
-"""Tells the waiting trainer why it waits; raises when the trainer is gone."""
+"""Called with the reason while a trainer waits; tells it, and raises when the trainer is gone."""
 
 
 class Windows:

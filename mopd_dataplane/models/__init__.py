@@ -2,12 +2,12 @@
 
 adapter_files.py    adapter folders, and the base that each belongs on
 adapters.py         LoRA adapters in a transformers model: put in, switched, written, merged
-devices.py          which device a model goes to, and its memory back
-families.py         what is known of common model families without their files
+devices.py          which device a model goes to, and freeing its memory
+families.py         chat formats and sizes of common model families, known without their files
 hf.py               Hugging Face models and tokenizers: loading, saving, digests, the pass that stops before the LM head
 hub.py              models by their Hugging Face name
 initial_weights.py  the model a job starts from, made once
-router_replay.py    which experts each token was sent to: read while decoding, followed again in training
+router_replay.py    which experts each token was sent to: recorded while decoding, replayed in training
 tiny.py             tiny random models with another model's architecture and tokenizer
 vllm_local.py       vLLM on this machine, its core in a process of its own
 vllm_server.py      a running vLLM server by its URL

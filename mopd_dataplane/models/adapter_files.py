@@ -27,7 +27,7 @@ _SETTINGS = (
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform",
     "layers_pattern", "fan_in_fan_out", "use_rslora", "use_dora",
 )  # fmt: skip
-"""Keys of adapter_config.json that say what the weights compute."""
+"""Keys of adapter_config.json on which the computed function depends."""
 _FOREIGN = (
     "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication", "lora_bias", "use_bdlora",
     "use_qalora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
@@ -89,8 +89,8 @@ def named_base(folder: str | Path) -> Base:
 def base_folder(folder: str | Path) -> Path:
     """Folder of the whole model that an adapter belongs on; one of the hub is downloaded unless the cache has it.
 
-    A place is looked for from the adapter's folder first, then from the working directory, then on the hub. Raises
-    UnknownNameError when it is nowhere, MismatchError when it is an adapter itself.
+    A relative path is resolved from the adapter's folder first, then from the working directory; then the hub is asked.
+    Raises UnknownNameError when it is nowhere, MismatchError when it is an adapter itself.
     """
     base = named_base(folder)
     found = Path(folder) / base.place
@@ -125,7 +125,7 @@ def touches_head(folder: str | Path) -> bool:
 
 
 def settings_digest(folder: str | Path) -> str:
-    """sha256 over the settings of an adapter that say what its weights compute; where its base lies is none of them."""
+    """sha256 over the settings on which an adapter's function depends; the path of its base is not one of them."""
     config = read_adapter_config(folder)
     targets = config.get("target_modules")
     config["target_modules"] = sorted(targets) if isinstance(targets, list) else targets

@@ -1,4 +1,4 @@
-"""LoRA adapters in a transformers model, through peft: put in, switched, taken out as a folder, merged.
+"""LoRA adapters in a transformers model, through peft: added, switched, saved as a folder, merged.
 
 A linear map W of the base becomes W + s B A with A [r, in], B [out, r] and s = alpha / r (LoRA, arXiv 2106.09685);
 rank-stabilised adapters (arXiv 2312.03732) have s = alpha / sqrt(r), DoRA (arXiv 2402.09353) scales rows of the sum.
@@ -45,7 +45,7 @@ _PREFIX = "base_model.model."
 
 
 def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
-    """Freeze a model and put in a new adapter that changes nothing yet (B = 0); its factors are float32 and trainable.
+    """Freeze a model and add a new adapter that changes nothing yet (B = 0); its factors are float32 and trainable.
 
     Raises MismatchError when a target is missing, or is what the kernels read as one matrix: the LM head.
     """
@@ -121,9 +121,9 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
 
 
 def replace_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Attach the adapter of a folder in the place of the one that acts, in the same base.
+    """Replace the active adapter by that of a folder, in the same base.
 
-    Raises MismatchError as `attach` does; the one before then acts on.
+    Raises MismatchError as `attach` does; the previous one then stays active.
     """
     from peft.functional import delete_adapter
 
@@ -141,7 +141,7 @@ def replace_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 def activate(model: PreTrainedModel, name: str | None) -> None:
-    """Let one adapter of a model act, or none; nothing of the model is trainable afterwards."""
+    """Make one adapter of a model active, or none; nothing of the model is trainable afterwards."""
     from peft.functional import set_adapter
 
     for layer in _layers(model):
@@ -164,7 +164,7 @@ def merge(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def head_delta(head: Any) -> torch.Tensor | None:
-    """[V, D] what the active adapter adds to an LM head; None when it leaves it alone."""
+    """[V, D] what the active adapter adds to an LM head; None when it does not change it."""
     if not _is_adapted(head) or head.disable_adapters:
         return None
     active = [name for name in head.active_adapters if name in head.lora_A]

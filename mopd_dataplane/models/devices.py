@@ -1,4 +1,4 @@
-"""Which device models are put on, and giving its memory back."""
+"""Chooses the device of a model, and frees its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of common model families without their files: enough for a tiny model that stands in for one.
+"""Common model families, as far as they are known without their files: enough for a tiny stand-in model.
 
 Vocabulary sizes are those of `config.json`, which may be larger than the tokenizer's.
 """
@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 @dataclass(frozen=True)
 class Family:
-    """A model type, its vocabulary, and how it is spoken to."""
+    """A model type, its vocabulary, and its chat format."""
 
     model_type: str
     """What transformers calls the architecture."""
@@ -67,11 +67,11 @@ FAMILIES = {
 }  # fmt: skip
 """By a part of the models' names, in small letters and without punctuation."""
 USUAL = "qwen3"
-"""The family of a model whose name says none."""
+"""The family assumed for a model whose name suggests none."""
 
 
 def family_of(place: str) -> str:
-    """The family that a model's name says; empty when it says none.
+    """The family that a model's name suggests; empty when it suggests none.
 
     >>> family_of("meta-llama/Llama-3.2-1B"), family_of("models/Qwen2.5-7B-Instruct"), family_of("models/student")
     ('llama3', 'qwen2', '')

@@ -45,8 +45,8 @@ def file_digest(path: Path) -> str:
 
 
 def weights_digest(folder: str | Path) -> str:
-    """sha256 over the safetensors files and the config of a model folder, 64 hex digits; of an adapter, over its
-    factors, what its settings make of them, and its base's digest.
+    """sha256 over the safetensors files and the config of a model folder, 64 hex digits; for an adapter, over its
+    factors, the settings that scale them, and its base's digest.
 
     A folder that this package wrote is checked, and its recorded sums are used; any other is read once per process.
     Raises UnknownNameError without weights, DamagedError when a file is not as it was written.
@@ -94,10 +94,10 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Tokenizer of a local model folder; never asks the network.
+    """Tokenizer of a local model folder; uses no network.
 
-    Folders whose files beside the weights are the same, such as the versions of a policy, share one object: leave it as
-    it is.
+    Folders whose files beside the weights are the same, such as the versions of a policy, share one object: do not
+    change it.
     """
     _require_sound(folder)  # before seconds are spent on an import
     from transformers import AutoTokenizer
@@ -120,7 +120,7 @@ def tokenizer_folder(folder: str | Path) -> Path:
 
 
 def check_model_folder(folder: str | Path) -> None:
-    """Look at a model folder without reading its weights.
+    """Check a model folder without reading its weights.
 
     Raises UnknownNameError when there is no config or no weights, InputError when the config is not one that
     transformers reads without running code of the folder.
@@ -211,7 +211,7 @@ def load_merged(folder: str | Path, *, dtype: str = "float32", device: str = "cp
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' progress bars out of ours, and its hub client off the network."""
+    """Turn off transformers' progress bars and its hub client's network access."""
     from transformers.utils import logging
 
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,4 +1,4 @@
-"""Models by their Hugging Face name: downloaded once to the hub's own cache, and then a folder like any other.
+"""Models by their Hugging Face name: downloaded once to the hub's own cache, and read from that folder.
 
 A model may also lie behind a URL that fsspec opens, as `s3://bucket/model`, and is kept in the user's cache folder.
 A name is what huggingface.co calls a repository, as `Qwen/Qwen3-0.6B`; a path that exists is a folder and never a name.
@@ -49,7 +49,7 @@ def model_folder(place: str, revision: str = "", *, weights: bool = True) -> Pat
 
 
 def commit_of(place: str, revision: str = "") -> str:
-    """Commit that a hub name stands for now, 40 hex digits; empty for a folder. Raises what model_folder raises."""
+    """The present commit of a hub name, 40 hex digits; empty for a folder. Raises what model_folder raises."""
     return model_folder(place, revision).name if is_hub_name(place) else ""
 
 

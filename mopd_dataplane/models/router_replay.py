@@ -1,4 +1,4 @@
-"""Which experts a mixture of experts sends each token to: read while it decodes, and followed again in training.
+"""Which experts a mixture of experts sends each token to: recorded while it decodes, and replayed in training.
 
 transformers' routers choose with one `topk` over their experts and weigh with the scores at the chosen places. That
 call is what is watched, or answered with recorded ids: scores, normalisation and gradients stay the router's own.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NONE = -1
-"""In place of expert ids that were not recorded: the router chooses itself."""
+"""Stands for expert ids that were not recorded: there the router chooses."""
 
 
 class Routing:
@@ -32,7 +32,7 @@ class Routing:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routing | None:
-        """Take over a model's routers; None when it has none of the kind that says its top-k."""
+        """Wrap a model's routers; None when it has none whose top-k can be observed."""
         found = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter") and hasattr(m, "weight")]
         return cls(found) if found else None
 

@@ -1,6 +1,6 @@
 """Tiny random models with another model's architecture and tokenizer, for a rehearsal on a CPU.
 
-The vocabulary keeps its size, so that whatever is as wide as it is wide here too; everything else shrinks.
+The vocabulary keeps its size, so that everything as wide as the vocabulary stays so; all other sizes shrink.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SIZES = {
 """Largest values of a tiny model's config; vLLM on a CPU computes heads of 32 or more."""
 _LAYERS = ("num_hidden_layers", "n_layer")
 _LEFT_OUT = ("quantization_config", "rope_scaling", "_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""What weights that are small and random cannot follow, or have no use for."""
+"""Keys of a config that small random weights cannot follow, or have no use for."""
 
 
 def tiny_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a model of the same type that a CPU computes in no time.
+    """The config of a model of the same type, small enough for a CPU.
 
     >>> tiny_config({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "vocab_size": 128256})
     {'model_type': 'llama', 'hidden_size': 64, 'num_hidden_layers': 2, 'vocab_size': 128256}

@@ -1,4 +1,4 @@
-"""vLLM on this machine: is it installed, and a running engine whose core is a process of its own."""
+"""vLLM on this machine: whether it is installed, and starting an engine whose core is a process of its own."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def can_sleep() -> bool:
 
 
 def _report_death(core: Any) -> None:
-    """Wake whoever waits for an answer of vLLM's process once that process is gone.
+    """Wake the caller that waits for an answer of vLLM's process once that process is gone.
 
     vLLM's synchronous client notices the death and leaves its waiting caller asleep.
     """
@@ -110,7 +110,7 @@ def _environment(threads: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Whatever vLLM raises means that it is not to be trusted further."""
+    """Turn whatever vLLM raises into an EngineError: the engine is not used again."""
     try:
         yield
     except EngineError:

@@ -1,6 +1,6 @@
 """A running vLLM server by its URL: what it serves, which weights it has, and plain requests.
 
-The API key comes from the environment variable VLLM_API_KEY and goes nowhere but into the request header.
+The API key comes from the environment variable VLLM_API_KEY and is sent in the request header only.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class VllmServer:
     def serve(self, folder: Path, digest: str, *, reload: bool) -> None:
         """Make sure that the server has the weights of a policy folder.
 
-        It has when its weight version is the policy's digest, or when it was started with that folder and nobody has
-        named a version since. Otherwise, with `reload`, it is told to load them. Raises MismatchError.
+        It has them if its weight version is the policy's digest, or if it was started with that folder and no version
+        was set afterwards. Otherwise, with `reload`, it is told to load them. Raises MismatchError.
         """
         version = self._weight_version()
         if version == digest or (version in _UNKNOWN and Path(self.folder).resolve() == folder.resolve()):
@@ -101,7 +101,8 @@ class VllmServer:
         return str(answer.json()["weight_version"]) if answer.status_code == httpx2.codes.OK else None
 
     def _reload(self, folder: Path, digest: str) -> None:
-        """New weights in place, no cached prefix of the old ones, and their name last: it vouches for both."""
+        """Load new weights in place, drop cached prefixes of the old ones, and set the version last, so that it implies
+        both."""
         base = self.url.removesuffix("/v1")
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
         self._answered("POST", f"{base}/update_weight_version", {"new_version": "loading"})

@@ -1,14 +1,14 @@
 """METADATA → PLAN: pure functions on arrays that decide which samples make up which step, in which packs.
 
 plan.py              from metadata columns to a plan window: select, shuffle, batch, pack, order, balance, digest
-columns.py           what the planner sees of a sample: one array per column
+columns.py           the planner's metadata of samples: one array per column
 select.py            which samples can be trained on, and why the others cannot
 shuffle.py           seeded permutations that are the same on every machine
 mixture.py           domain weights over steps
 batches.py           one epoch: samples become packs, packs become steps
 packing.py           best-fit-decreasing on the histogram of lengths
 balance.py           cost of a pack; a step's packs dealt to data-parallel ranks
-follow.py            windows while samples and signals are still being written
+follow.py            windows of a stage whose samples and signals are still being written
 group_advantages.py  outcome rewards and their advantage over their group
-memory.py            memory of a large plan, used again inside it
+memory.py            reuse of freed memory inside a large plan
 """

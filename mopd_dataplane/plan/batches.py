@@ -3,7 +3,7 @@
     batches then packs   cut the order into steps, pack inside each step            (plan.strict_batches)
     packs then batches   pack the whole epoch, deal shuffled packs to steps
 
-Nothing here knows of ranks or of what a pack costs.
+Ranks and the cost of a pack play no part here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Units:
-    """What is shuffled as one: a sample, or a whole group.
+    """The units of shuffling: samples, or whole groups.
 
     Group u holds members[starts[u]:starts[u + 1]]; both are None where every sample is its own unit.
     """

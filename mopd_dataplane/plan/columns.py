@@ -1,4 +1,4 @@
-"""What the planner sees of a sample: a handful of numbers, one array per column."""
+"""The planner's metadata of samples: a few numbers each, one array per column."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ EFFORT_COLUMN = "effort"
 class Columns:
     """Planner columns, all [n] and aligned; about 40 bytes a sample.
 
-    Samples stand in the order in which their generations were admitted, whatever order they finished or were committed
-    in: a run that was killed and continued plans what an uninterrupted run plans.
+    Samples are in the order in which their generation was admitted, not in which they finished or were committed, so
+    that a run that was killed and continued plans what an uninterrupted run plans.
 
     Example: three samples, the second still waiting for its teacher:
     Columns(sample_rows=[0, 1, 2], total_len=[9, 7, 12], …, has_signals=[True, False, True], …).
@@ -61,7 +61,7 @@ class Columns:
     has_reward: NDArray[np.bool_]
     """The reward the objective needs is visible."""
     abandoned: NDArray[np.bool_]
-    """The generation was given up on purpose (a recorded, content-blind decision)."""
+    """The generation was given up, for a recorded reason that does not depend on its content."""
     domain_names: tuple[str, ...]
 
     def __post_init__(self) -> None:

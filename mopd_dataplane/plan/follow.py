@@ -1,9 +1,9 @@
 """Plan windows while samples and their signals are still being written.
 
 `next_window` is a pure function: from what is visible now it returns the next window, or a reason to wait. A window is
-a fixed amount of work (one batch) taken in the order in which generations were admitted, and it waits for
-the members it is due: the first finishers are never taken instead, so short samples gain nothing by being early, and
-when the planner looks does not change what it plans. Every window lets the trainer publish one policy version.
+a fixed amount of work (one batch) taken in the order in which generations were admitted, and it waits until all of its
+samples are finished. Later samples never take their place, so short samples gain nothing by finishing early, and the
+result does not depend on when the planner looks. Every window lets the trainer publish one policy version.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from mopd_dataplane.records import PlanWindow, Snapshot
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What to do now: record and train `window`, or wait. Either way record `dropped` as settled.
+    """The planner's decision: record and train `window`, or wait. Either way record `dropped` as settled.
 
-    A window without steps closes the log: nothing will follow.
+    A window without steps closes the log: no window follows.
     """
 
     window: PlanWindow | None = None
@@ -55,17 +55,15 @@ def next_window(
 ) -> Decision:
     """The next window of a growing store.
 
-    columns: every sample of the stage that is visible. settled_rows: rows planned or dropped before.
-    admission: [n] ordinal of each sample, counted from 0 without gaps in the order generations were admitted; default:
-    the order of their rows, which is the order in which they finished.
-    oldest_in_flight: oldest policy version of generations that are not visible yet; None when there are none.
-    finished: the producers have ended; what is left is planned, what still lacks a signal is dropped on record.
-    training: how the window would be trained; its policy_version is the version that would start it.
-    With `stale = "drop"`, samples over `max_staleness` are dropped. With "wait" nothing is dropped: the trainer waits
-    while one more version would push unfinished work over the bound.
-    With a mixture, the window waits until every weighed domain has its share; at the end, what no share is left for is
-    dropped on record.
-    Raises InputError as build_window does.
+    columns: every sample of the stage that is visible. settled_rows: rows planned or dropped before. admission: [n]
+    ordinal of each sample, counted from 0 without gaps in the order generations were admitted; default: the order of
+    their rows, which is the order in which they finished. oldest_in_flight: oldest policy version of generations that
+    are not visible yet; None when there are none. finished: the producers have ended; the remaining samples are
+    planned, those that still lack a signal dropped and recorded. training: how the window would be trained; its
+    policy_version is the version that would start it. With `stale = "drop"`, samples over `max_staleness` are dropped.
+    With "wait" nothing is dropped: the trainer waits while one more version would make unfinished samples older than
+    the bound. With a mixture, the window waits until every weighted domain has its share; at the end, samples beyond a
+    domain's share are dropped and recorded. Raises InputError as build_window does.
     """
     policy_version, group_size = training.policy_version or 0, training.group_size
     choose = _Chooser(settings, group_size, training.first_step, philox_key(seed, "mixture", stage, window))
@@ -137,7 +135,7 @@ def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWi
 def _drops(
     columns: Columns, open_work: NDArray[np.bool_], settings: sections.Plan, policy_version: int
 ) -> list[tuple[str, NDArray[np.bool_]]]:
-    """Open samples that can never be trained on, each under its first reason."""
+    """Samples without a decision that can never be trained on, each under its first reason."""
     found = []
     left = open_work.copy()
     for reason, fails in unusable(columns, settings, policy_version).items():

@@ -1,4 +1,4 @@
-"""Memory of a large plan, used again inside it."""
+"""Keeps memory that a large plan frees, for use in the same plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ USUAL_TRIM_BYTES = 64 << 20
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Arrays that are freed inside make room for the next ones, and go back to the kernel at the end.
+    """Inside the block, the memory of freed arrays is used for new ones; at its end it is returned to the kernel.
 
-    A plan of millions of samples takes and frees arrays of tens of megabytes. glibc returns each to the kernel at once,
-    which clears every page before it hands it out again: a sixth of the planner's time. Without glibc nothing changes.
+    A plan of millions of samples takes and frees arrays of tens of megabytes. glibc returns each to the kernel
+    immediately, which clears every page before it is used again: a sixth of the planner's time. Without glibc nothing
+    changes.
     """
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):

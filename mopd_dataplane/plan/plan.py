@@ -1,7 +1,7 @@
 """From metadata columns to a plan window: select, shuffle, batch, pack, order by teacher, balance, digest.
 
-A window is a pure function of (columns, settings, seed, stage, window, epochs) and knows nothing of ranks. The batches
-of an epoch are made in batches.py.
+A window is a pure function of (columns, settings, seed, stage, window, epochs), independent of ranks. The batches of an
+epoch are made in batches.py.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def build_window(
 def recorded_settings(
     settings: sections.Plan, epochs: int, group_size: int, policy_version: int | None
 ) -> dict[str, Any]:
-    """What a window depends on; the number of ranks is left out, because it does not."""
+    """The settings that a window depends on, for its record; the number of ranks is not one of them."""
     bound = policy_version if settings.max_staleness else None
     return {
         **settings.model_dump(mode="json"),
@@ -145,7 +145,7 @@ def recorded_weights(
 
 
 def plan_digest(plan: PlanWindow) -> str:
-    """32 hex digits over everything in the window but its statistics."""
+    """32 hex digits over everything in the window except its statistics."""
     head = {
         "stage": plan.stage,
         "window": plan.window,

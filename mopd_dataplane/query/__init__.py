@@ -2,7 +2,7 @@
 
 show.py           one sample, token by token: what is shown
 show_terminal.py  one sample on a terminal: how it is shown
-pick.py           which sample is worth seeing
+pick.py           which sample to show when no uid is given
 lineage.py        what led to a sample or a step, and what used it
 report.py         the HTML page
 compare.py        two policies on the same held-out prompts
@@ -13,6 +13,6 @@ run_curves.py     curves over iterations and steps, which the viewer draws too
 answers.py        held-out answers of every policy, prompt by prompt
 statistics.py     shares, paired differences and recovery, with their intervals
 plots.py          its plots, inline SVG
-text.py           text for people: model output made harmless, numbers made readable
-job.py            what a store remembers of the job that made it
+text.py           text for display: control characters shown as marks, numbers with units
+job.py            the job.json that a store keeps
 """

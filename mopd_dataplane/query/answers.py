@@ -17,7 +17,7 @@ Values = NDArray[np.float64]
 Policy = tuple[str, int]
 """(stage, version)"""
 SPLITS = ("eval", "tune")
-"""Which held-out prompts figures are of; the first of these that anything was answered of."""
+"""Splits that figures may be of: the first one that has answers is used."""
 
 _QUERY = """
     select policy, policy_version, domain, prompt_id, correct, reward, coalesce(split, 'eval') as split
@@ -28,7 +28,7 @@ _QUERY = """
 
 @dataclass(frozen=True)
 class Answers:
-    """What one policy made of the held-out prompts."""
+    """One policy's results on the held-out prompts."""
 
     prompts: dict[str, tuple[str, ...]]
     """Domain -> prompt ids, in rising order."""

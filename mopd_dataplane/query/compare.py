@@ -1,4 +1,4 @@
-"""Two policies on the same held-out prompts: of two stores, two stages or two versions. What differs, and how surely.
+"""Compares two policies on the same held-out prompts, of two stores, two stages or two versions, with intervals.
 
 A policy is written STORE, STORE#STAGE or STORE#STAGE@VERSION; without a stage the last that was evaluated, without a
 version its newest. Answers are paired by prompt; prompts that only one policy answered, or that read differently in the
@@ -27,7 +27,7 @@ class ComparedDomain:
     """Name of a domain, or `mean` over all that are compared, each weighing the same."""
     prompts: int
     a: Estimate | None
-    """Accuracy of A; None where the reward is no verifier."""
+    """Accuracy of A; None where the reward does not say what is right."""
     b: Estimate | None
     accuracy: Difference | None
     """B minus A in accuracy."""

@@ -1,4 +1,4 @@
-"""What a store remembers of the job that made it: the job.json beside its tables, when there is one."""
+"""The job that made a store: the job.json beside its tables, if there is one."""
 
 from __future__ import annotations
 

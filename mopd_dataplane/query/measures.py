@@ -144,7 +144,7 @@ class Measures:
 
 
 def measure(store: Store) -> Measures:
-    """Ask a store for the numbers of a report, at its present snapshot."""
+    """The numbers of a report, read from a store at its newest snapshot."""
     snapshot = store.snapshot()
     counts = " union all ".join(
         f'select {literal(name)} as name, count(*) as n from "{sql_name(name)}"' for name in snapshot.versions

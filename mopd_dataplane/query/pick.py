@@ -1,4 +1,4 @@
-"""Which sample to look at, when no uid was given."""
+"""Chooses the sample to show when no uid was given."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _DEFAULT: tuple[Pick, ...] = ("disagreement", "worst", "newest")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picked:
-    """A sample, and what it stands out by."""
+    """A sample, and why it was chosen."""
 
     uid: str
     why: str
@@ -52,11 +52,10 @@ class Picked:
 def pick_sample(store: Store, by: Pick | None = None, *, domain: str | None = None) -> Picked:
     """A sample worth seeing, of one domain or of all.
 
-    by: `worst` has the lowest reward; `disagreement` has teachers that differ most, from one another where several
-    judged it, else from who wrote it; `random` any. None: disagreement in the iteration that was sampled last, which
-    says most of the student as it is; where no teacher has judged that, the first of disagreement, worst and newest
-    that the store has anything for.
-    Raises UnknownNameError when there is no such sample.
+    by: `worst` has the lowest reward; `disagreement` the largest difference between its teachers, or between its
+    teacher and the sampler if only one scored it; `random` is any. None: disagreement in the newest iteration, which
+    shows the student as it is; if no teacher has scored that, the first of disagreement, worst and newest for which the
+    store has a sample. Raises UnknownNameError when there is no such sample.
     """
     if domain is not None:
         known = store.sql("select distinct domain from samples")["domain"].to_pylist()

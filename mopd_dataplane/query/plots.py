@@ -1,4 +1,4 @@
-"""The plots of a report: inline SVG in one look, readable on light and dark, with words for those who cannot see them.
+"""The plots of a report: inline SVG in one style, readable on light and dark, each with an alternative text.
 
 Colours are drawn as placeholders and leave as CSS variables, so that the page's theme decides them. Text stays text.
 """

@@ -42,7 +42,7 @@ _ANSWERS = f"""
 
 @dataclass(frozen=True, kw_only=True)
 class Excerpts:
-    """Samples and answers to read: what the numbers are made of."""
+    """Samples and answers to read beside the numbers."""
 
     samples: list[SampleView]
     answers: list[dict[str, Any]]

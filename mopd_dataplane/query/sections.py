@@ -88,8 +88,8 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
 
 
 def seesaw(measures: Measures) -> Section:
-    """Domain × policy: what share of the held-out prompts every policy's newest version answers entirely right, what of
-    its teachers' lead a student has recovered, and the mean reward."""
+    """Domain × policy: accuracy of every policy's newest version, the share of its teachers' lead that a student has
+    recovered, and the mean reward."""
     title = "Accuracy by domain and policy"
     rows = measures.accuracy
     if not rows:
@@ -320,7 +320,7 @@ def samples(measures: Measures) -> Section:
 
 
 def staleness(measures: Measures) -> Section:
-    """How many policy versions lay between sampling and training."""
+    """Policy versions between sampling and training."""
     title = "Staleness"
     if not measures.steps:
         return Section(key="staleness", title=title, empty="No training step is recorded.")
@@ -377,7 +377,7 @@ def cost(measures: Measures) -> Section:
 
 
 def facts(measures: Measures) -> Section:
-    """Where the numbers come from."""
+    """The store, snapshot and row counts that the numbers come from."""
     names = sorted(measures.rows, key=lambda name: (list(TABLES).index(name) if name in TABLES else len(TABLES), name))
     body = [_plain(name, count(measures.rows[name]), str(measures.snapshot.versions[name])) for name in names]
     text = f"Every number on this page was read from {measures.uri} at snapshot {measures.snapshot.digest}."

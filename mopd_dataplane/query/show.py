@@ -1,4 +1,4 @@
-"""One sample, token by token: what the sampler said, what the teacher said, and what became of it."""
+"""One sample, token by token: log-probs of sampler and teacher, and the sample's lineage."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def read_sample(
 
 
 def strength(log_ratio: float | None) -> int:
-    """Colour class of a token: 0 is neutral, up to +4 the teacher liked it more, down to −4 less.
+    """Colour class of a token: 0 is neutral; up to +4 the teacher's log-prob is higher, down to −4 lower.
 
     >>> strength(0.05), strength(0.7), strength(-9.0), strength(None)
     (0, 2, -4, 0)

@@ -1,4 +1,4 @@
-"""A sample on a terminal: coloured where there is colour, and said in words and numbers where there is not."""
+"""A sample on a terminal: with colours where the terminal has them, else with words and numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STYLES = {
     -4: "white on #b2182b", -3: "black on #d6604d", -2: "black on #f4a582", -1: "black on #fddbc7", 0: "",
     1: "black on #d1e5f0", 2: "black on #92c5de", 3: "black on #4393c3", 4: "white on #2166ac",
 }  # fmt: skip
-"""Diverging red (teacher liked the token less) to blue (more)."""
+"""Diverging from red (the teacher's log-prob is lower) to blue (higher)."""
 NOT_TRAINED = "dim italic"
 STRONGEST = 8
 
@@ -72,7 +72,7 @@ def _response(view: SampleView) -> Panel:
 
 
 def _compared(view: SampleView, token: Token) -> float | None:
-    """What a token is coloured by: log-ratio, or where nobody told the sampler's log-probs, the teacher's alone."""
+    """The value that colours a token: the log-ratio, or the teacher's log-prob if the sampler's is not known."""
     return token.log_ratio if view.has_sampler_logprobs else token.teacher_logprob
 
 

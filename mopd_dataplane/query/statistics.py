@@ -1,4 +1,4 @@
-"""Shares, means and differences with their uncertainty: what every table and page of this package says of answers.
+"""Shares, means and differences with their intervals, for every table and page of this package.
 
 | question | function | method |
 |---|---|---|
@@ -9,8 +9,9 @@
 | what is the mean over runs | `over_runs` | Student's t |
 
 Intervals are of 95 %. Prompts are the unit that is drawn: answers of several policies to one prompt are dependent, so a
-bootstrap draws prompts and keeps what every policy said of them together. Domains are strata: prompts are drawn within
-their domain, and a figure over several domains weighs each domain alike. The same input gives the same figures.
+bootstrap draws prompts and keeps the answers of all policies to a prompt together. Domains are strata: prompts are
+drawn within their domain, and a figure over several domains weighs each domain alike. The same input gives the same
+figures.
 """
 
 from __future__ import annotations
@@ -66,12 +67,13 @@ class Difference:
     """Prompts that A alone answered right; None where there is no right and wrong."""
     only_b: int | None = None
     p: float | None = None
-    """Exact McNemar: how likely so uneven a split is if both are right equally often. None without right and wrong."""
+    """Exact McNemar test: probability of a split at least as uneven if both are right equally often. None without right
+    and wrong."""
 
     @property
     def found(self) -> bool:
-        """Whether the interval leaves 0 out and, of right and wrong, McNemar's test agrees: of a handful of prompts the
-        bootstrap alone is too sure."""
+        """Whether the interval excludes 0 and, for right and wrong, McNemar's test agrees: for a handful of prompts the
+        bootstrap alone is too narrow."""
         return (self.low > 0 or self.high < 0) and (self.p is None or self.p <= 1 - LEVEL)
 
 
@@ -168,7 +170,7 @@ def recover(
 ) -> Recovery:
     """(student - base) / (teacher - base) of the mean over domains; each: domain -> [N] right or wrong, by prompt.
 
-    A lead that is not told from 0 gives no value: the ratio of two noises says nothing.
+    A lead that cannot be distinguished from 0 gives no value: the ratio would be noise.
     """
     lead = compare(base, teacher, binary=True)
     compare(base, student, binary=True)

@@ -1,4 +1,4 @@
-"""Text for people: model output made harmless, numbers made readable."""
+"""Text for display: control characters of model output shown as marks, numbers with units."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def size(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Wall time with the precision a person wants.
+    """Wall time in two units at most.
 
     >>> duration(0.0123), duration(7.25), duration(125), duration(7260)
     ('12 ms', '7.2 s', '2 min 5 s', '2 h 1 min')

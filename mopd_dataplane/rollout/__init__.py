@@ -6,10 +6,10 @@ partial_sample.py  a sample being written
 mask_buffers.py    sampling masks of a step, and of a sample being written
 stop_strings.py    stop strings, matched over the whole response as it grows
 policy_update.py   which policy version writes which token when weights change
-committer.py       finished samples into the store, off the decode path
+committer.py       commits finished samples to the store, in a thread of its own
 interrupt.py       Ctrl-C and SIGTERM end a rollout between two steps
-rollout_report.py  what one call of run_rollout did
+rollout_report.py  counts and rates of one call of run_rollout
 engines/           what generates: Hugging Face, vLLM here, a vLLM server
 log/               the token log
-tools/             commands that a sample runs in the world
+tools/             environments, and the commands that they run
 """

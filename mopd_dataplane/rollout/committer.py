@@ -1,4 +1,4 @@
-"""Finished samples into the store, off the decode path.
+"""Commits finished samples to the store, in a thread of its own.
 
     FINISH durable  ->  commit(samples)  ->  their handles come back, and the runner logs COMMIT
 

@@ -1,14 +1,14 @@
 """Generation engines, and how each draws a token.
 
-engine.py             what an engine must do; the runner knows nothing else about it
+engine.py             Engine, the protocol between the runner and any engine
 kinds.py              which engines there are, what each can do, and how it is opened
 hf.py                 the Hugging Face engine: batched decoding with continuous refill
 decoder.py            one model that decodes rows side by side
 kv_cache.py           keys and values, one row per live sequence
 kv_file.py            keys and values in one safetensors file, from a graceful stop to the next start
 vllm.py               vLLM on this machine
-vllm_server.py        a team's own vLLM server, by its URL
-streaming.py          what engines that run on their own have in common
+vllm_server.py        a running vLLM server, by its URL
+streaming.py          common base of the engines that run in another process
 token_streams.py      their tokens, kept as they arrive and handed to the loop one a slot
 completions.py        many streaming completions of one server at a time
 sampling.py           a token as a pure function of (logits, sample key, position); the samplers by name
@@ -17,5 +17,5 @@ gumbel.py             the sampler of logs that name none
 philox.py             the random numbers of a key and a position
 vllm_sampler.py       sampling.py as a logits processor inside vLLM
 sampler_arguments.py  what a vLLM request carries for it
-call_timeout.py       an engine that never answers is noticed
+call_timeout.py       a deadline for each call of an engine
 """

@@ -1,4 +1,4 @@
-"""An engine that never answers is noticed: a thread beside it looks at the clock.
+"""A deadline for each call of an engine, watched by a thread.
 
 The engine computes on the caller's thread, as scoring and everything else of a process does. torch keeps a pool of
 OpenMP threads for every thread that computes; two pools on the same cores put each other to sleep, and cost a decode

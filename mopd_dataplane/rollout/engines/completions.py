@@ -1,4 +1,4 @@
-"""Many streaming completions of one server at a time: a thread runs them, a queue has what they say."""
+"""Many concurrent streaming completions of one server: a thread runs them, a queue holds their chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DATA, _DONE = "data: ", "[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a stream said; without tokens and without an error, it has ended."""
+    """Part of a stream: tokens or an error; if it has neither, the stream has ended."""
 
     name: str
     token_ids: list[int]

@@ -1,4 +1,4 @@
-"""What a generation engine must do. The runner knows nothing else about it.
+"""The protocol of a generation engine: all that the runner uses of it.
 
 An engine holds up to `slots` requests. It never sees prompts, groups, the log or the store, so any server that can
 decode token ids with per-token log-probs and position-keyed noise fits behind this protocol.
@@ -23,7 +23,7 @@ GOING, STOP, LENGTH = 0, 1, 2
 """Values of StepOutput.finished."""
 FINISH_REASON = {STOP: "stop", LENGTH: "length"}
 RESCORED = 16
-"""Tokens of a resumed prefix that the engine scores again, newest last."""
+"""How many of the newest tokens of a resumed prefix the engine scores again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +47,9 @@ class Request:
     stop: tuple[str, ...] = ()
     """Stop strings, matched over the whole response text."""
     sampling_mask: bool = False
-    """Whether the engine says which tokens it kept to draw from."""
+    """Whether the engine must report the sampling mask of each token."""
     experts: bool = False
-    """Whether the engine says which experts each token it read went to."""
+    """Whether the engine must report the experts of each token that it read."""
 
     def digest(self) -> str:
         """128 bits over everything that decoding depends on: the token ids so far, the noise key, the settings."""
@@ -157,7 +157,7 @@ class Engine(Protocol):
 
 
 def check_step(output: StepOutput, vocab_size: int) -> None:
-    """Refuse what no sampler can say: a NaN, a positive log-prob, a token outside the vocabulary.
+    """Raise EngineError for what no sampler can return: a NaN, a positive log-prob, a token outside the vocabulary.
 
     Such a row means garbage logits, so the whole step is refused and the engine is not trusted further.
     """

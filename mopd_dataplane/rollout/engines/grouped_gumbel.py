@@ -3,14 +3,14 @@
     group     = argmax_g( log Q(g) + G(key, p, g) ),        Q(g) = sum of q over the group's tokens
     token[p]  = argmax_v in group( log q(v) + G(key, p, v) )
 
-The product of the two choices is q exactly, and it takes V / size + size noise values a token in place of V: one
-exponential an entry is what is left. A group is `size` neighbouring ids, and the size follows from V alone.
+The product of the two choices is q exactly, and takes V / size + size noise values a token in place of V; what remains
+per entry is one exponential. A group is `size` neighbouring ids, and the size follows from V alone.
 
 A small change of the logits flips a token only where two noisy scores nearly tie, at both choices: as often as
 Gumbel-max over all tokens does. An inverse CDF flips wherever one of its V boundaries moves (decision 0012).
 
-u comes from Philox4x32-10 (philox.py); numbers 0 … of a position belong to the groups, those behind them to the places
-inside the group that won: only one group is ever looked into, so its places may be numbered like any other's.
+u comes from Philox4x32-10 (philox.py); numbers 0 … of a position belong to the groups, the following ones to the tokens
+inside the group that won. Only one group is ever searched, so the tokens of every group may use the same numbers.
 """
 
 from __future__ import annotations

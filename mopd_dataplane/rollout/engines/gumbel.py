@@ -1,4 +1,4 @@
-"""Sampler `gumbel/1`: Gumbel-max over the whole vocabulary. It continues the logs that were written with it.
+"""Sampler `gumbel/1`: Gumbel-max over the whole vocabulary. Kept to continue logs that were written with it.
 
     token[p] = argmax_v( log q(v) + G(key, p, v) ),   G = -log(-log u)
 

@@ -3,12 +3,12 @@
 Live sequences occupy rows 0 .. n - 1 of a SlotCache. A step feeds each row its last token, so prompts are prefilled up
 to their last token but one, and the last prompt token takes the same path as every generated one.
 
-A sample's noise depends on (key, position) only. Its logits depend on batch mates through nothing but the rounding of
-differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
+A sample's noise depends on (key, position) only. Its logits depend on the rest of the batch only through the rounding
+of differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
 two candidates are tied to that precision.
 
-With a partner every token is drawn from the mixture of both models' sampling distributions, and its log-prob is the
-mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543): ratios to the sampler stay what they are.
+With a partner model, every token is drawn from the mixture of both models' sampling distributions, and its log-prob is
+the mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543), so ratios to the sampler stay right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PREFILL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Partner:
-    """A second model that every token is drawn with."""
+    """A second model, a teacher, that is mixed into every draw."""
 
     folder: Path
     share: float
@@ -82,7 +82,7 @@ class HfEngine:
     def load_policy(self, folder: Path, version: int) -> None:
         """Swap the weights; every slot must be free. Keys and values of the old weights are dropped with them.
 
-        An adapter on the base that is here takes the place of the one before; the base is not read again.
+        An adapter on the base that is loaded replaces the previous one; the base is not read again.
         """
         if getattr(self, "_requests", None):
             raise EngineError(f"{len(self._requests)} slots are still live; release them before loading another policy")
@@ -236,7 +236,7 @@ class HfEngine:
         return [decoder.forward(last, columns) for decoder in self._decoders]
 
     def _routes(self) -> Routes | None:
-        """Experts of what the rows that ask have read since they last said; the newest pass was their step."""
+        """Experts of the tokens that the asking rows have read since their last report, up to the newest pass."""
         if not any(request.experts for request in self._requests):
             return None
         stepped = self._decoders[0].routes()

@@ -1,4 +1,4 @@
-"""Which engines there are: what each can do, and how it is opened. Importing this loads none of them.
+"""The kinds of engines: what each can do, and how it is opened. Importing this module loads none of them.
 
 Another package offers one as an entry point of `mopd.engines`, or it is named `package.module:Name` as `engine.kind`.
 """
@@ -23,11 +23,11 @@ class EngineKind(ABC):
     """A kind of engine; made without arguments. Its attributes say what a job may ask of it."""
 
     records: tuple[str, ...] = ()
-    """What of `rollout.record` it tells of every token."""
+    """Values of `rollout.record` that it supports."""
     mixes: bool = False
     """Whether it draws from two models (`rollout.teacher_mix`)."""
     stays: bool = False
-    """Whether it takes long to start, so that a run keeps it from policy to policy (`engine.keep`)."""
+    """Whether it takes long to start, so that a run keeps it between policies (`engine.keep`)."""
     here: bool = False
     """Whether it decodes in this process, on `engine.device`."""
     settings: tuple[str, ...] = ("options",)

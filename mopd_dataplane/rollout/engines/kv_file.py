@@ -1,7 +1,7 @@
 """Keys and values of live sequences in one safetensors file, from a graceful stop to the next start.
 
-A file is a shortcut, never the truth: the log has every token, and a prefix can always be read again. So it is used
-only when it is whole (crc32c over every tensor) and of the same weights, tokenizer, build and tokens, and it needs no
+A file is only a cache: the log has every token, and a prefix can always be read again. So it is used only when its
+checksum (crc32c over every tensor) is right and weights, tokenizer, build and tokens are the same, and it needs no
 sync.
 """
 

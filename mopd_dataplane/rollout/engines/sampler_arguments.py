@@ -1,4 +1,4 @@
-"""What a vLLM request carries for the keyed sampler: whose noise, from which position, over which distribution.
+"""The arguments of a vLLM request for the keyed sampler: the noise key, the first position, the distribution.
 
 It travels in `SamplingParams.extra_args`, which a server fills from a completion request's `vllm_xargs`, so it is one
 flat dictionary of JSON numbers, strings and lists. vLLM itself is asked for the greedy choice.
@@ -20,7 +20,7 @@ _KEY = "mopd_sample_key"
 
 @dataclass(frozen=True, slots=True)
 class SamplerArguments:
-    """Orders for the sampler, for one request."""
+    """The sampler's arguments for one request."""
 
     key: int
     """See sampling.sample_key."""
@@ -36,7 +36,7 @@ class SamplerArguments:
 
     @classmethod
     def of(cls, request: Request, again: Sequence[int]) -> SamplerArguments:
-        """Orders to go on behind a request's prefix, its newest tokens `again` drawn once more."""
+        """Arguments to continue after a request's prefix, with its newest tokens `again` drawn once more."""
         first = len(request.prefix_ids) - len(again)
         settings = (request.sampler, request.temperature, request.top_p, request.top_k)
         return cls(request.key, first, tuple(again), *settings)

@@ -2,14 +2,14 @@
 
 q is the sampling distribution: softmax(logits / temperature), cut to the top k, then to the nucleus of mass top_p,
 renormalised. The noise comes from a counter-based generator at counter (position, number), so it has no state: a
-resumed sample meets the noise it would have met, and a sample does not depend on its batch mates.
+resumed sample gets the same noise, and a sample does not depend on the rest of its batch.
 
-How noise and distribution make a token is a sampler's, and a sampler has a name and a version. Each sample says which
-one draws it (in the token log, and in `samples.sampler`) and keeps it to its end: new samples get SAMPLER, a log is
-continued with the sampler that it was begun with.
+A sampler turns noise and distribution into a token, and has a name and a version. Each sample records its sampler (in
+the token log, and in `samples.sampler`) and keeps it to its end: new samples get SAMPLER, a log is continued with the
+sampler that it was begun with.
 
 The log-prob reported is log q(token): what an importance ratio needs. At temperature 0 the token is argmax(logits) and
-the log-prob is that of the model at temperature 1 (the point mass itself would always say 0).
+the log-prob is that of the model at temperature 1 (under the point mass itself it would always be 0).
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def sample_key(uid: str) -> int:
 
 
 def sampler(name: str) -> type[Distribution]:
-    """The sampler of that name, or the one of new samples: a name of another build is drawn statistically (Engine)."""
+    """The sampler of that name; for a name of another build, the sampler of new samples, so that the resume is
+    statistical."""
     return SAMPLERS.get(name, SAMPLERS[SAMPLER])
 
 

@@ -1,4 +1,4 @@
-"""What engines that run on their own have in common: requests go out, tokens come back when they come.
+"""Common base of the engines that run in another process: they send requests and receive tokens as these arrive.
 
 admit ──_send──▶ the engine ──_listen──▶ Streams ──step──▶ the loop, one token a slot
                               a slot that ends, or is released ──_cancel──▶ the engine
@@ -45,7 +45,7 @@ class StreamingEngine(ABC):
         self._streams = Streams(slots, self.tokenizer, stop_ids(folder, self.tokenizer))
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
-        """See Engine.admit. Other live slots go on meanwhile; their tokens are kept for the steps that follow."""
+        """See Engine.admit. Other live slots continue meanwhile; their tokens are kept for the following steps."""
         again = RESCORED if self.samplers else 0
         opened = []
         for slot, request in requests:
@@ -77,7 +77,7 @@ class StreamingEngine(ABC):
             raise EngineError(f"{len(self._streams)} slots are still live; release them before loading another policy")
 
     def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
-        """The engine's keys and values are out of reach: nothing is saved, prefixes are read again."""
+        """Saves nothing, because the engine's keys and values cannot be read; prefixes are read again."""
         return 0
 
     def restore(self, file: Path, requests: Sequence[Request]) -> list[tuple[str, float]]:
@@ -110,6 +110,6 @@ def tokens_to_draw(stream: Stream) -> int:
 
 
 def native_seed(request: Request) -> int:
-    """Seed of an engine's own generator: other noise for every prefix, so that no resume repeats what it has seen."""
+    """Seed of an engine's own generator: other noise for every prefix, so that a resume does not repeat noise."""
     text = f"{request.key:032x}:{len(request.prefix_ids)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

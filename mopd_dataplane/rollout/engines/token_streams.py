@@ -1,4 +1,4 @@
-"""Tokens of an engine that runs on its own: they are kept as they arrive, and handed to the loop one a slot and step.
+"""Tokens of an engine in another process: kept as they arrive, and handed to the loop one per slot and step.
 
 An engine that cannot score a prefix draws the newest RESCORED prefix tokens again (see sampler_arguments.py): what
 arrives first for such a slot is the self-check of the resume, what follows is new.
@@ -30,13 +30,13 @@ class Stream:
     request: Request
     stops: StopText | None
     again: tuple[int, ...]
-    """Prefix tokens that the engine draws again before it goes on."""
+    """Prefix tokens that the engine draws again before it continues."""
     position: int
     """Response position of the next token that is handed out."""
     rescored: list[float] = field(default_factory=list)
     arrived: deque[tuple[int, float]] = field(default_factory=deque)
     ended: bool = False
-    """The engine will say no more of it."""
+    """The engine sends no more tokens of it."""
     heard_s: float = field(default_factory=time.monotonic)
 
     @property

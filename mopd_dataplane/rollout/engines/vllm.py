@@ -4,7 +4,7 @@
                        same ones again at a resume
     noise = "seeded"   vLLM's own sampler, seeded per sample; faster for large vocabularies; a resume draws afresh
 
-A resumed sample is read again up to its newest RESCORED tokens. Those the keyed sampler says again, so their log-probs
+A resumed sample is read again up to its newest RESCORED tokens. The keyed sampler draws those again, so their log-probs
 come from the same decode path, distribution and rounding as the ones in the log. A seeded sample is not compared: its
 resume is statistical whatever the logits are.
 """
@@ -109,7 +109,7 @@ class VllmEngine(StreamingEngine):
         return output
 
     def _listen(self) -> None:
-        """Take what vLLM's next iteration has to say."""
+        """Take the tokens of vLLM's next iteration."""
         with answering():
             for answer in self._engine.step():
                 completion = answer.outputs[0]

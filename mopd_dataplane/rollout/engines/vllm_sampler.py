@@ -1,12 +1,13 @@
 """vLLM's sampler as a pure function of (logits, sample key, position): the one of sampling.py, as a logits processor.
 
-Runs inside vLLM. The processor chooses the token itself and leaves vLLM no choice: in a row that carries a ticket only
-the chosen token keeps a finite value, and that value is its log-prob. vLLM, asked for the greedy token and for
+Runs inside vLLM. The processor itself chooses the token: in a row whose request carries SamplerArguments only the
+chosen token keeps a finite value, and that value is its log-prob. vLLM, asked for the greedy token and for
 `logprobs_mode = "processed_logits"`, returns both as they are. A server takes it with
 
     --logits-processors mopd_dataplane.rollout.engines.vllm_sampler:KeyedSampler --logprobs-mode processed_logits
 
-Rows without a ticket are left alone. Logits that are not finite come back as a NaN log-prob, which the client refuses.
+Rows without SamplerArguments are left alone. Logits that are not finite come back as a NaN log-prob, which the client
+refuses.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Refuse half a ticket before the request enters the batch."""
+        """Refuse incomplete SamplerArguments before the request enters the batch."""
         SamplerArguments.read(sampling_params.extra_args)
 
     def is_argmax_invariant(self) -> bool:

@@ -1,7 +1,7 @@
-"""The engine of a team's own vLLM server, reached by its URL: one streaming completion per live slot.
+"""The engine of a running vLLM server, reached by its URL: one streaming completion per live slot.
 
-With `noise = "keyed"` the server must run this package's sampler (see vllm_sampler.py); that is tried at the start,
-never assumed. With `noise = "seeded"` any vLLM server will do: it draws with its own generator, seeded per sample.
+With `noise = "keyed"` the server must run this package's sampler (see vllm_sampler.py), which is tested at the start.
+With `noise = "seeded"` any vLLM server can be used: it draws with its own generator, seeded per sample.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ServerEngine(StreamingEngine):
         self._completions = Completions(self._server.url, self._server.headers, most=slots)
 
     def _check_sampler(self, noise: Noise) -> None:
-        """Have the server draw two tokens and look at what it says of them."""
+        """Have the server draw two tokens and check which sampler and which log-probs it uses."""
         if noise == "seeded":
             # The only token left by top_k = 1 has log-prob 0, unless the server reports the softmax before the cut.
             self._cuts_reported = self._said_at_once(_probe(top_k=1), ())[1] == 0
@@ -99,7 +99,7 @@ class ServerEngine(StreamingEngine):
         self._completions.start(stream.name, body)
 
     def _check(self, request: Request) -> None:
-        """Raise MismatchError when the server cannot say the log-probs of this sampling."""
+        """Raise MismatchError when the server cannot report the log-probs of this sampling distribution."""
         plain = request.temperature in (0, 1) and request.top_p == 1 and request.top_k == 0
         if not plain and not self._cuts_reported:
             raise MismatchError(
@@ -116,7 +116,7 @@ class ServerEngine(StreamingEngine):
             self._completions.stop(name)
 
     def _listen(self) -> None:
-        """Take the next thing that some stream says. Raises EngineError when a stream broke, DeadlineError."""
+        """Take the next chunk of any stream. Raises EngineError when a stream broke, DeadlineError."""
         try:
             chunk = self._completions.said.get(timeout=call_timeout.DEADLINE_S)
         except queue.Empty:
@@ -142,7 +142,7 @@ class ServerEngine(StreamingEngine):
         self.policy_version, self.policy_digest = version, digest
 
     def close(self) -> None:
-        """Leave the server; it goes on."""
+        """Close the connections; the server keeps running."""
         self._completions.close()
         self._server.close()
 

@@ -1,13 +1,13 @@
-"""The token log: every token is on disk before anybody relies on it.
+"""The token log: every token is on disk before anything depends on it.
 
 wal.py           the log of one engine replica: append, wait until durable, rotate, retire
-log_records.py   what the log says, one class per record kind
+log_records.py   the records, one class per kind
 framing.py       records and segments as bytes
 segment_file.py  the file behind one segment
-flusher.py       group commit: one thread syncs for everybody
-filesystem.py    acknowledgement levels, and which of them a file system can keep
+flusher.py       group commit: one thread syncs for all callers
+filesystem.py    acknowledgement levels, and which of them a file system supports
 ownership.py     one writer per log
-recovery.py      from the bytes of a dead process to the ledger it had
-ledger.py        the records replayed: live state and recovered state are one thing
-remote_copy.py   what is asked of whoever keeps a copy of the log on an object store
+recovery.py      rebuilds the ledger from the log of a dead process
+ledger.py        the state that replaying records gives, in a live and in a recovered process
+remote_copy.py   the protocol of a copy of the log on an object store
 """

@@ -1,4 +1,4 @@
-"""The acknowledgement levels, and which of them a file system can keep its word on.
+"""The acknowledgement levels, and the highest that a file system can promise.
 
 logged      write() returned: survives the death of the process, not of the machine
 durable     fdatasync() returned: survives power loss, if the disk honours flushes
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 Level = Literal["logged", "durable", "committed"]
-"""How far something has been acknowledged; each level includes those before it."""
+"""Level to which something is acknowledged; each level includes those before it."""
 
 SYNCING = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "bcachefs"})
 """Local file systems whose fsync reaches the disk. Everything else (tmpfs, overlay, NFS, FUSE, 9p …) keeps its data

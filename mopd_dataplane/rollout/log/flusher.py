@@ -1,7 +1,7 @@
-"""Group commit: one thread syncs for everybody, off the decode path.
+"""Group commit: one thread syncs for all callers, off the decode path.
 
-Appends only move `written`; the thread syncs at most once per window and moves `synced` behind it. Somebody who waits
-for a record makes the sync start at once.
+Appends only move `written`; the thread syncs at most once per interval and then moves `synced`. A caller that waits for
+a record makes the sync start immediately.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Flusher:
     """Watermarks of a log, and the thread that moves them.
 
     sync() puts everything written on disk; state_watermark() writes a SYNC record unless somebody is appending.
-    Exceptions of either are kept as `failure` and raised to everyone who waits or asks.
+    Exceptions of either are kept as `failure` and raised in every caller.
     """
 
     def __init__(self, window_s: float, sync: Callable[[], None], state_watermark: Callable[[], None]) -> None:
@@ -94,7 +94,7 @@ class Flusher:
             raise self.failure
 
     def fail(self, failure: ResourceError) -> None:
-        """The log is dead: wake everyone who waits for it."""
+        """Mark the log as dead, and wake all callers that wait for it."""
         with self._changed:
             self.failure = failure
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What the token log says: one class per record kind, each with its bytes.
+"""Records of the token log: one class per kind, each with its encoding.
 
 A sample is named by a handle, a number that is unique in one writer's log. Text fields travel as JSON, per-token
 fields as little-endian columns; log-probs as float32 bits, so what is read back is what was sampled, bit for bit.
@@ -100,7 +100,7 @@ _SUPPORT_IDS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class SamplingMask:
-    """Sampling masks of tokens in a STEP or TOKENS record behind this one; without that record they say nothing.
+    """Sampling masks of tokens in a STEP or TOKENS record that follows; without that record they are ignored.
 
     ordinals: which of its sample's own tokens (environment tokens do not count) each set is of.
     """
@@ -146,7 +146,7 @@ _ROUTED_IDS = 1 << 17
 class Routed:
     """Experts that n tokens went to when they were read, those of one sample side by side.
 
-    What is known is known: the same position again, after a resume, says nothing new.
+    The first record of a position counts; after a resume a repeated position is ignored.
     """
 
     kind: ClassVar[int] = 15
@@ -198,7 +198,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A run of tokens of one sample: what an environment said (mask 0), or a prefix carried by a checkpoint."""
+    """A run of tokens of one sample: an environment's reply (mask 0), or a prefix carried by a checkpoint."""
 
     kind: ClassVar[int] = 4
     handle: int
@@ -274,12 +274,13 @@ class Commit:
 
 
 ABANDON_REASONS = ("tool_in_doubt", "tool_diverged")
-"""Why a sample may be given up. None of them looks at what the sample says or how long it is."""
+"""Reasons for which a sample may be given up. None depends on its content or length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """The sample is given up for a reason that is blind to its content; FINISH follows, and it is committed as such."""
+    """The sample is given up for a reason that does not depend on its content; FINISH follows, and it is committed as
+    abandoned."""
 
     kind: ClassVar[int] = 8
     handle: int
@@ -296,7 +297,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """The sample's call of that ordinal: without a result the intent to dispatch it, with one what came of it."""
+    """The sample's call of that ordinal: without a result the intent to run it, with one its result."""
 
     kind: ClassVar[int] = 13
     handle: int
@@ -347,7 +348,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """First record of an epoch: where the log before it ends. Bytes behind that place are void for ever.
+    """First record of an epoch: where the log of earlier epochs ends. Bytes after that position are ignored.
 
     epoch 0 means that there was no log before.
     """

@@ -1,8 +1,8 @@
 """One writer per log: a lock for as long as the process lives, and an epoch number that is never used twice.
 
 The lock is flock, which the kernel drops at the death of the process, however it dies. (POSIX record locks are dropped
-by an unrelated close() of the same file.) The epoch is claimed with O_EXCL, so even where locks do not hold, two
-writers never share a file, and the older one notices.
+by an unrelated close() of the same file.) The epoch is claimed with O_EXCL, so even where locks do not work, two
+writers never share a file, and the older one finds out.
 """
 
 from __future__ import annotations

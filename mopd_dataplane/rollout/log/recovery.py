@@ -1,11 +1,11 @@
-"""From the bytes that a dead process left to the ledger it had.
+"""Recovery: rebuilds the ledger of a dead process from the bytes of its log.
 
 Recovery reads and never writes, so a second crash in the middle of it changes nothing. It finds the newest segment
 with a complete checkpoint (a BASE record), replays it, and then decides what the first unreadable record means:
 
-  * no readable record states a watermark at or above it: it was never promised. The log is cut there, at one point
-    for every sample alike; what follows is void even where it parses, so there are no holes.
-  * some record does: promised bytes are damaged. DamagedError; nothing is rewritten.
+      * no readable record states a watermark at or above it: it was never acknowledged as durable. The log is cut
+        there, at one point for all samples; what follows is ignored even where it parses, so there are no holes.
+    * some record does: durable bytes are damaged. DamagedError; nothing is rewritten.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recovered:
 
 
 def recover(home: Path) -> Recovered:
-    """Read the log of one writer. Raises DamagedError when bytes that were promised are not what was written."""
+    """Read the log of one writer. Raises DamagedError when durable bytes are not what was written."""
     epochs = epoch_folders(home)
     unbased: list[Segment] = []
     for epoch in sorted(epochs, reverse=True):
@@ -126,7 +126,7 @@ def _check_tail(segment: Segment, *, promised_from: int | None = None) -> None:
 
 
 def _check_never_based(segments: list[Segment]) -> None:
-    """Without any checkpoint, the only innocent log is one whose very first spec was interrupted."""
+    """Raise DamagedError unless a log without any checkpoint is one whose very first record was interrupted."""
     for segment in segments:
         _check_tail(segment, promised_from=segment.header.first_lsn)
         fence = log_records.Fence.decode(segment.records[0].body) if segment.records else log_records.Fence(0, 0, 0)

@@ -1,4 +1,4 @@
-"""What a token log asks of whoever keeps a copy of it on an object store, so that another node can continue it."""
+"""The protocol of a copy of a token log on an object store, from which another node can continue it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class LogCopy(Protocol):
     """The copy of one writer's log."""
 
     def fetch(self, folder: Path) -> int:
-        """Bring a local log up to date when the copy is of a later epoch; the newest epoch claimed by anybody."""
+        """Bring a local log up to date when the copy is of a later epoch; returns the newest claimed epoch."""
 
     def claim(self, epoch: int) -> None:
         """Claim an epoch for this process. Raises ResourceError when another node was quicker."""
@@ -23,11 +23,11 @@ class NoCopy:
     """A log that stays on its node."""
 
     def fetch(self, folder: Path) -> int:
-        """Nobody else has claimed anything."""
+        """0: there are no other claims."""
         return 0
 
     def claim(self, epoch: int) -> None:
-        """Nobody else claims."""
+        """Nothing to do: no other node claims epochs."""
 
     def ship(self, folder: Path, epoch: int) -> None:
-        """Nowhere to copy it to."""
+        """Nothing to do: there is no copy."""

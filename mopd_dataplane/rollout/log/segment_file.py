@@ -21,7 +21,8 @@ class SegmentFile:
     """Append-only file.
 
     A full disk pauses creation and `write` until there is space again, for at most `full_disk_wait_s`. A failed sync is
-    final: after it the kernel may call lost pages clean, so a second try would lie. Both raise ResourceError.
+    final: after it the kernel may report lost pages as clean, so a second sync proves nothing. Both raise
+    ResourceError.
     """
 
     def __init__(

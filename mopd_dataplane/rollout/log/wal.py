@@ -1,4 +1,4 @@
-"""The token log of one engine replica: what is appended here survives the process that wrote it.
+"""The token log of one engine replica: appended records survive the process that wrote them.
 
     log, recovered = TokenLog.open(folder, settings)     # takes the lock, recovers, starts a new epoch
     lsn = log.append(message)                            # `logged`: survives SIGKILL
@@ -61,7 +61,7 @@ def _recovered_or_unclaimed(folder: Path, epoch: int, accept: Callable[[Ledger],
 
 
 class TokenLog:
-    """Writer of one log; `open` is the way to get one."""
+    """Writer of one log, made by `open`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class TokenLog:
         """Become the writer of a log: lock, recover, start the next epoch with a fence and a checkpoint.
 
         accept: sees what was recovered and may refuse it by raising; the log is then left as it was found.
-        notice: told in one line when the disk is full and when it no longer is.
+        notice: called with one line when the disk fills up, and when there is space again.
         copy: keeps a copy elsewhere, from which a log that another node left is fetched first.
         Raises ResourceError when another process holds the log or the disk is full, DamagedError from recovery.
         """
@@ -173,7 +173,7 @@ class TokenLog:
         return lsn
 
     def wait_durable(self, lsn: int) -> None:
-        """Return when a record is `durable`; at once where the settings leave syncing to the kernel.
+        """Return when a record is `durable`; immediately if the settings leave syncing to the kernel.
 
         Raises ResourceError when the log is dead, DeadlineError when the disk does not answer.
         """
@@ -195,7 +195,8 @@ class TokenLog:
                 raise
 
     def ship(self) -> None:
-        """Bring the copy elsewhere up to date; when that fails the log goes on without, and says so.
+        """Bring the copy on the object store up to date; when that fails the log continues without it, and reports
+        that.
 
         Raises ResourceError when another node has taken the log over.
         """
@@ -219,7 +220,7 @@ class TokenLog:
             os.close(self._lock)
 
     def abort(self) -> None:
-        """Let go without writing another byte, as a dying process would."""
+        """Release the log without writing another byte, as a dying process would."""
         self._flusher.stop()
         self._file.close()
         os.close(self._lock)
@@ -290,7 +291,7 @@ class TokenLog:
         fault_point("wal.synced")
 
     def _check_not_fenced(self) -> None:
-        """Where locks do not hold, a newer writer may have taken over: its fence has made our bytes void."""
+        """Raise ResourceError if a newer writer has fenced this one, which locks cannot always prevent."""
         mine, next_one = claim_file(self.folder, self.epoch), claim_file(self.folder, self.epoch + 1)
         if next_one.exists() or not mine.exists():
             raise ResourceError(
