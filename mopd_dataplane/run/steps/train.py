@@ -296,8 +296,8 @@ def rising_kl(values: Sequence[float]) -> str:
         return ""
     return (
         f"reverse KL rose from {before:.3f} to {after:.3f} nat per token over the first {len(known)} steps: the "
-        "student moves away from its teachers. Lower train.learning_rate (a tenth is a good next try); the nearer the "
-        "teacher, the smaller the rate it wants"
+        "student moves away from its teachers. If it does not come back in the next iterations, lower "
+        "train.learning_rate (a tenth is a good next try); the nearer the teacher, the smaller the rate it wants"
     )
 
 
