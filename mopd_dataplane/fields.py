@@ -161,7 +161,6 @@ REFERENCE = "reference_logprobs"
 DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
 """Types that a slot may hold."""
 BY_NAME = {field.name: field for field in FIELDS}
-BY_PACK = {field.pack: field for field in FIELDS}
 GUEST = re.compile("[a-z][a-z0-9_]{0,23}")
 """Names that a kind of signal of another package may have."""
 GUEST_COLUMN = "values"

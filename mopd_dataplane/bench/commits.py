@@ -1,12 +1,7 @@
-"""A store under many small commits: time of a commit and of opening the store, memory, files and bytes on disk.
-
-python -m mopd_dataplane.bench.commits FOLDER --commits 2000
-"""
+"""A store under many small commits: time of a commit and of opening the store, memory, files and bytes on disk."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -95,16 +90,3 @@ def _size(store: Store, name: str) -> dict[str, float]:
     files = [file for file in root.rglob("*") if file.is_file()]
     arrow = store.dataset(name).to_table().nbytes
     return {"disk_by_arrow": sum(file.stat().st_size for file in files) / arrow, "files": len(files)}
-
-
-def main() -> None:
-    """Print the figures as JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--commits", type=int, default=2000)
-    given = parser.parse_args()
-    print(json.dumps(measure(given.folder, given.commits), indent=1))
-
-
-if __name__ == "__main__":
-    main()

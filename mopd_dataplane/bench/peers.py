@@ -243,7 +243,6 @@ PEERS: dict[str, Callable[[Work], Pass]] = {
     "ray": ray,
     "transferqueue": transferqueue,
 }
-HAND_ROLLED = ("memmap", "memmap-plain")
 
 
 def _data_loader(read: Callable[[Sequence[int]], Bytes], packs: Sequence[Sequence[int]], context: str = "") -> Pass:

@@ -42,16 +42,14 @@ _STEPS = 256
 _HISTOGRAM_MS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
-def measure(
-    folder: Path | None = None, *, sequences: int = 64, seconds: float = 3.0, group_commit_ms: float = 5.0
-) -> dict[str, Any]:
+def measure(folder: Path | None = None, *, sequences: int = 64, seconds: float = 3.0) -> dict[str, Any]:
     """Measure the log in a folder (default: the current one). The folder is left as it was.
 
     Returns tokens_per_s (unthrottled, group commit), ack_p50_ms and ack_p99_ms (append to durable by group commit, at
     50 steps/s), wait_p50_ms and wait_p99_ms (append to durable when somebody waits), share_of_decode (log time over
     decode time at `sequences`), raw_write_bytes_per_s, and what they were measured on.
     """
-    settings = sections.Wal(group_commit_ms=group_commit_ms)
+    settings = sections.Wal()
     with tempfile.TemporaryDirectory(dir=folder or Path.cwd(), prefix=".bench-wal-") as scratch:
         home = Path(scratch)
         raw = _raw_write(home / "raw", _RAW_BYTES)
@@ -77,7 +75,7 @@ def measure(
         "raw_write_bytes_per_s": raw,
         "fdatasync_ms": {f"< {top}": int(n) for top, n in zip([*_HISTOGRAM_MS, "inf"], counts, strict=True)},
         "sequences": sequences,
-        "group_commit_ms": group_commit_ms,
+        "group_commit_ms": settings.group_commit_ms,
         "filesystem": mount.kind,
         "mount_options": mount.options,
         "level": level,

@@ -1,12 +1,7 @@
-"""Figures of the write path: payload bytes per second beside the raw disk, and commit time by table size.
-
-python -m mopd_dataplane.bench.write FOLDER --rows 10000 1000000 10000000
-"""
+"""Figures of the write path: payload bytes per second beside the raw disk, and commit time by table size."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -222,16 +217,3 @@ def bench_sample(number: int, response: int) -> Sample:
         finish_reason="stop",
         tokenizer="bench",
     )
-
-
-def main() -> None:
-    """Print the figures as one JSON object."""
-    parser = argparse.ArgumentParser(description="Measure the write path of the store.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 1_000_000])
-    options = parser.parse_args()
-    print(json.dumps(write_figures(options.folder, options.rows)))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,10 +17,10 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from mopd_dataplane.base.file_urls import Place, is_file, read_file, suffix_of
-from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.check import check_references
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
+from mopd_dataplane.job.parse import problem_text
 from mopd_dataplane.job.place import line_of
 from mopd_dataplane.job.read import STAGE_TABLES, child, read_job, with_stage_defaults
 from mopd_dataplane.job.sections import (
@@ -224,10 +224,7 @@ def _explain(error: ValidationError, raw: dict[str, Any], whole: dict[str, Any],
             wanted = f": write it there, or [{table}] for all stages; mopd help {table} lists its keys" if table else ""
             lines[f"{at}: missing key `{path}`{wanted}"] = None
         else:
-            found = problem.get("input")
-            hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password
-            shown = "" if hidden else f", found {redacted(repr(found))}"
-            lines[f"{at}: `{path}`: {problem['msg'].removeprefix('Value error, ')}{shown}"] = None
+            lines[f"{at}: `{path}`: {problem_text(problem)}"] = None
     shown_lines = list(lines)[:_MOST_PROBLEMS]
     if len(lines) > len(shown_lines):
         shown_lines.append(f"{where}: and {len(lines) - len(shown_lines):,} more")

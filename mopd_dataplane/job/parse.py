@@ -1,15 +1,31 @@
-"""A section that another process wrote as JSON, read back and checked."""
+"""What pydantic says of a section in words, and sections that another process wrote as JSON, read back and checked."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.sections import Section
 
 Parsed = TypeVar("Parsed", bound=Section)
+
+
+def problem_text(problem: Mapping[str, Any]) -> str:
+    """What is wrong with a value, and the value where it is short and no secret."""
+    found = problem.get("input")
+    hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password
+    return problem["msg"].removeprefix("Value error, ") + ("" if hidden else f", found {redacted(repr(found))}")
+
+
+def problems_text(error: ValidationError, most: int = 20) -> str:
+    """Every problem by its key, in one line."""
+    found = error.errors()
+    said = [f"{'.'.join(map(str, one['loc'])) or 'all of it'}: {problem_text(one)}" for one in found[:most]]
+    return "; ".join([*said, *[f"and {len(found) - most:,} more"] * (len(found) > most)])
 
 
 def parse_section(kind: type[Parsed], text: str, what: str) -> Parsed:
@@ -17,5 +33,4 @@ def parse_section(kind: type[Parsed], text: str, what: str) -> Parsed:
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, p['loc'])) or 'all of it'}: {p['msg']}" for p in error.errors())
-        raise InputError(f"{what}: {problems}") from None
+        raise InputError(f"{what}: {problems_text(error)}") from None

@@ -18,21 +18,17 @@ LINEAR_COST = 24_576.0
 """Linear over quadratic FLOPs of a transformer layer, 6 D for hidden size D = 4096 (24 D^2 L over 4 D L^2)."""
 
 
-def pack_costs(
-    lengths: NDArray[np.integer], pack_starts: NDArray[np.int64], linear_cost: float = LINEAR_COST
-) -> NDArray[np.float64]:
+def pack_costs(lengths: NDArray[np.integer], pack_starts: NDArray[np.int64]) -> NDArray[np.float64]:
     """[packs] work of each pack; lengths: [samples] tokens of the samples in pack order."""
     size = lengths.astype(np.int64)
     tokens = np.add.reduceat(size, pack_starts[:-1])
     size *= size
-    return work_of(tokens, np.add.reduceat(size, pack_starts[:-1]), linear_cost)
+    return work_of(tokens, np.add.reduceat(size, pack_starts[:-1]))
 
 
-def work_of(
-    tokens: NDArray[np.int64], squares: NDArray[np.int64], linear_cost: float = LINEAR_COST
-) -> NDArray[np.float64]:
-    """[packs] sum over the sequences of a pack of linear_cost * L + L^2; tokens, squares: its sums of L and of L^2."""
-    return np.asarray(linear_cost * tokens + squares, dtype=np.float64)
+def work_of(tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[packs] sum over the sequences of a pack of LINEAR_COST * L + L^2; tokens, squares: its sums of L and of L^2."""
+    return np.asarray(LINEAR_COST * tokens + squares, dtype=np.float64)
 
 
 def deal(plan: PlanWindow, step: int, ranks: int, costs: NDArray[np.float64]) -> list[list[int]]:

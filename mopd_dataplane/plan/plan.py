@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.schedules import Weight, weight_at
-from mopd_dataplane.plan.balance import LINEAR_COST, straggler_ratio, work_of
+from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.select import Selection, select
@@ -46,8 +46,6 @@ class Training:
     """Steps of the stage before this window, where scheduled weights stand."""
     teacher_weights: Mapping[str, Weight] = field(default_factory=dict)
     """Weights of the objective; they change no batch and are recorded with it."""
-    linear_cost: float = LINEAR_COST
-    """See balance.pack_costs."""
     ranks: int = 1
     """Data-parallel ranks that the balance is reported for."""
 
@@ -84,7 +82,7 @@ def build_window(
             chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch),
             first_step=training.first_step + steps, left_out=left_out,
         )  # fmt: skip
-        made.append(_arrange(layout, chosen, steps, training.linear_cost))
+        made.append(_arrange(layout, chosen, steps))
         steps += len(layout.step_starts) - 1
     del layout
     rows = np.concatenate([part.rows for part in made]) if epochs > 1 else made[0].rows
@@ -187,10 +185,10 @@ class _Epoch:
     loss_tokens: int
 
 
-def _arrange(layout: Layout, chosen: Columns, steps_before: int, linear_cost: float) -> _Epoch:
+def _arrange(layout: Layout, chosen: Columns, steps_before: int) -> _Epoch:
     """steps_before: steps of the window before this epoch."""
     packed = layout.packs
-    costs = work_of(packed.tokens, packed.squares, linear_cost)
+    costs = work_of(packed.tokens, packed.squares)
     packs = _order_by_teacher(layout, costs, steps_before)
     samples, pack_starts = packed.gather(packs)
     unused, _ = packed.gather(np.setdiff1d(np.arange(len(packed)), packs, assume_unique=True))

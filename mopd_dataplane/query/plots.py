@@ -75,9 +75,7 @@ class Line:
     """Ends of an interval about each y, drawn as a band; empty: none."""
 
 
-def line_plot(
-    key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False, log: bool = False
-) -> Plot:
+def line_plot(key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False) -> Plot:
     """Lines over whole-numbered x. share: y is a share, shown in percent. `key` makes ids unique on the page."""
     from matplotlib.ticker import MaxNLocator
 
@@ -94,8 +92,6 @@ def line_plot(
             axes.axhline(line.level, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
     if share:
         _percent_axis(axes)
-    elif log:
-        axes.set_yscale("log")
     else:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set(xlabel=x, ylabel=y)

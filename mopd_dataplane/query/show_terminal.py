@@ -101,13 +101,8 @@ def _legend(view: SampleView) -> Text:
 
 
 def _strongest(view: SampleView) -> Table:
-    table = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title="where teacher and sampler differ most" if view.has_sampler_logprobs else "least likely for its teacher",
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
+    table = _titled(
+        "where teacher and sampler differ most" if view.has_sampler_logprobs else "least likely for its teacher"
     )
     for name, justify in (("position", "right"), ("token", "left"), ("sampler", "right"), ("teacher", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
@@ -143,14 +138,7 @@ def _lineage(view: SampleView) -> list[RenderableType]:
     if not view.scores:
         signals: Table | Text = Text("signals: none; no teacher has scored this sample")
     else:
-        signals = Table(
-            box=SIMPLE_HEAD,
-            pad_edge=False,
-            title="signals",
-            title_justify="left",
-            title_style="bold",
-            header_style="dim",
-        )
+        signals = _titled("signals")
         for name in ("teacher", "kind", "codec", "positions", "bytes", "reverse KL,\nnat/token"):
             signals.add_column(name, justify="left" if name in ("teacher", "kind", "codec") else "right")
         for row in view.scores:
@@ -158,14 +146,7 @@ def _lineage(view: SampleView) -> list[RenderableType]:
             signals.add_row(*(Text(one_line(v)) for v in [row["teacher"], row["kind"], row["codec"], *figures]))
     if not view.uses:
         return [signals, Text("trained on: not yet planned")]
-    uses = Table(
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        title="trained on",
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-    )
+    uses = _titled("trained on")
     for name in ("stage", "window", "plan", "pack", "step", "from version"):
         uses.add_column(name, justify="left" if name in ("stage", "plan") else "right")
     for row in view.uses:

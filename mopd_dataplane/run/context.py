@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from mopd_dataplane.errors import MismatchError, UnknownNameError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.models.hf import load_tokenizer, tokenizer_digest, tokenizer_folder
 from mopd_dataplane.models.hub import commit_of, is_hub_name
 from mopd_dataplane.records import Prompt
@@ -207,10 +208,9 @@ def _known_job(content: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         return Job.model_validate(content).model_dump(mode="json")
     except ValidationError as error:
-        keys = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors()[:3])
         raise MismatchError(
-            f"{where} holds a job that this version cannot read ({keys}); continue with the version that made the "
-            "store, or give another store (--store runs/NAME)"
+            f"{where} holds a job that this version cannot read ({problems_text(error, most=3)}); continue with the "
+            "version that made the store, or give another store (--store runs/NAME)"
         ) from None
 
 

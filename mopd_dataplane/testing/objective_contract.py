@@ -52,7 +52,7 @@ def check_objective(objective: Objective) -> None:
     parts = zip(packs, (slice(None, cut), slice(cut, None)), strict=True)
     with torch.no_grad():
         apart = sum(float(_computed(loss, hidden[part], head, build([pack]), totals)[0]) for pack, part in parts)
-    gap = abs(apart - float(value))
+    gap = abs(apart - float(value.detach()))
     assert gap <= TOLERANCE, f"two micro-batches lose {apart:g}, one with both of them {float(value):g}"
 
 

@@ -11,7 +11,7 @@ import struct
 import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +20,6 @@ from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.records import FORMAT_1_NAMES
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
-
-
-class RecordBody(Protocol):
-    """A record body."""
-
-    kind: ClassVar[int]
-
-    def encode(self) -> bytes:
-        """Bytes of the body."""
-
 
 _TEXT_FIELDS = tuple(name for name in SampleSpec.__slots__ if name != "prompt_ids")
 
