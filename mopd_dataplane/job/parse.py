@@ -18,7 +18,7 @@ def problem_text(problem: Mapping[str, Any]) -> str:
     """What is wrong with a value, and the value where it is short and no secret."""
     found = problem.get("input")
     hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password
-    return problem["msg"].removeprefix("Value error, ") + ("" if hidden else f", found {redacted(repr(found))}")
+    return str(problem["msg"]).removeprefix("Value error, ") + ("" if hidden else f", found {redacted(repr(found))}")
 
 
 def problems_text(error: ValidationError, most: int = 20) -> str:
