@@ -54,7 +54,7 @@ _FREE = -1
 
 
 class RolloutLoop:
-    """Decodes until its work is done or somebody asks to stop."""
+    """Decodes until its work is done or a stop is requested."""
 
     def __init__(
         self,
@@ -97,11 +97,11 @@ class RolloutLoop:
 
     @property
     def stopped(self) -> bool:
-        """Somebody has asked to stop."""
+        """Whether a stop was requested."""
         return self._stopping()
 
     def settle(self, already: Collection[str]) -> None:
-        """Deal with recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
+        """Handle recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
         partials = self._ledger.partials
         stored = tuple(handle for handle, partial in partials.items() if partial.spec.uid in already)
         if stored:
@@ -206,7 +206,7 @@ class RolloutLoop:
         return handle
 
     def _change_policy(self) -> None:
-        """Take up the newer policy when `pin` or `span` lets it: drop every key and value, read every prefix again."""
+        """Load the newer policy when `pin` or `span` allows it: drop every key and value, read every prefix again."""
         live = self._live()
         in_flight = live or any(isinstance(item, int) for item in self._work)
         if self._weights.pins and in_flight:
@@ -228,7 +228,7 @@ class RolloutLoop:
             self._say(log_records.Span(handle, len(partial), self._engine.policy_version, self._engine.policy_digest))
 
     def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
-        """Whether the sample goes on as if never interrupted, and the gap.
+        """Whether the sample's resume is exact, and the largest difference of log-probs.
 
         The engine's policy must give its newest tokens the log-prob bits that were logged, and draw with its noise.
         """
@@ -239,7 +239,7 @@ class RolloutLoop:
         return same and partial.spec.sampler in self._engine.samplers, gap
 
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
-        """Record how an interrupted sample goes on."""
+        """Record how an interrupted sample continues."""
         self._interrupted.discard(handle)
         self._say(log_records.Resume(handle, exact, drift))
         self._report.resumed += 1
@@ -265,7 +265,7 @@ class RolloutLoop:
             self._turn_ended(int(handles[row]))
 
     def _say_kept(self, output: StepOutput, handles: NDArray[np.uint32]) -> None:
-        """Record what the step's tokens were drawn from, for the samples that ask."""
+        """Record the sampling masks of the step's tokens, for the samples that ask."""
         asked = self._asks[output.slots]
         check_kept(output, asked)
         if output.masks is None or not asked.any():

@@ -12,7 +12,7 @@ from mopd_dataplane.base.sampling_masks import SamplingMasks
 
 
 def sampling_masks_of(inside: NDArray[np.bool_], asked: NDArray[np.bool_]) -> SamplingMasks:
-    """Kept sets of the rows that were asked for [B], of a distribution that has the tokens `inside` [B, V]."""
+    """Sampling masks of the rows that are `asked` for [B]; inside [B, V]: the tokens that each row may draw."""
     kept = inside & asked[:, None]
     sizes = kept.sum(axis=1, dtype=np.int32)
     uncut = sizes == inside.shape[1]

@@ -1,4 +1,4 @@
-"""A sample being written."""
+"""A sample that is being written: its specification, and its response so far."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mopd_dataplane.rollout.tools.sandbox import Call
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSpec:
-    """Everything that is known of a sample before its first token; a resume needs nothing else."""
+    """The specification of a sample before its first token; a resume needs nothing else."""
 
     uid: str
     prompt_id: str

@@ -1,7 +1,7 @@
-"""Which policy version writes which token: what happens to samples in flight when the weights change.
+"""What happens to samples in flight when the weights change: which policy version samples their next token.
 
     pin    they finish on the version they began with; new samples begin on the new one
-    span   they go on with the new version from the next token; the log records where, for every sample
+    span   they continue with the new version from the next token; the log records where, for every sample
 
 Either way no key or value of the old weights is read by the new ones, and no sample is given up.
 """

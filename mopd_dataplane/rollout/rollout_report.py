@@ -1,4 +1,4 @@
-"""What one call of run_rollout did."""
+"""RolloutReport: counts and rates of one call of run_rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RolloutReport:
     stage: str
     iteration: int
     level: Level = "durable"
-    """Level the log could promise of every token, `durable` or `logged`; `samples` are `committed`."""
+    """Level that the log can promise for tokens, `durable` or `logged`; `samples` are `committed`."""
     filesystem: str = ""
     """Kind of the file system under the log."""
     samples: int = 0

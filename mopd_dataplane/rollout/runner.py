@@ -1,9 +1,9 @@
-"""run_rollout: prompts in, samples in the store, every token in the log on the way.
+"""run_rollout samples prompts into the store, and logs every token as it is decoded.
 
     recover the log -> continue what is unfinished, oldest first -> admit new samples in order -> decode
 
 Nothing leaves the process before it is durable, and a sample is finished only when its FINISH record is: after a crash
-every sample is cut at the same point of the log, whatever it says and however long it is, and continues from there.
+every sample is cut at the same point of the log, whatever its content and length, and continues from there.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run_rollout(
     once by uid. already: uids that the store has. progress(done, **facts) is called a few times a second, and with
     `notice=` when something stands still. policies(version): folder of a policy version, to finish samples on the
     policy they began with (`weight_change = "pin"`). published(): the newest policy version and its folder, asked again
-    and again; a newer one than the engine's is taken up as `weight_change` says. environment: what answers when the
+    and again; a newer one than the engine's is taken up as `weight_change` says. environment: gives the reply when the
     policy ends a turn; it may run commands in the sandbox (see sandbox.py).
 
     The log's segments are deleted when everything is committed. Samples that it holds of an earlier iteration are
@@ -85,7 +85,7 @@ def run_rollout(
     Raises before anything is written: InputError (a stage or writer that is no name), PromptError (no prompts, a prompt
     over the budget), MismatchError (another tokenizer). Later: MismatchError (a pinned policy that is gone),
     EngineError, DeadlineError, ResourceError, DamagedError. On Ctrl-C or SIGTERM keys and values are saved
-    (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to go on.
+    (`wal.kv_bytes`), the log is closed cleanly, and KeyboardInterrupt says how to continue.
     """
     _check_names(task.stage, task.writer)
     specs = _sample_specs(engine, prompts, task)

@@ -1,4 +1,4 @@
-"""What a job says of adapters, before anything is made: they fit their base, their rank, and a learning rate of theirs.
+"""Checks of a job's adapters before anything is made: that they fit their base, their rank, and their learning rate.
 
 Learning rates: the best one for an adapter is about ten times the best one for the weights themselves, at every rank
 (Schulman et al., LoRA Without Regret, Thinking Machines Lab 2025), and falls with the model's width; tinker-cookbook
@@ -6,7 +6,7 @@ puts both at
 
     full(D) = 5e-5 · (2000 / D)^0.781        adapter(D) = 10 · full(D)        D: hidden size
 
-A rate that is nearer (by ratio) to the other kind's is worth a question.
+A rate that is nearer (by ratio) to the other kind's is reported.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def adapter_parameters(job: Job, lora: Lora) -> int:
 
 
 def rate_problem(stage: Stage, hidden: int, *, pretrained: bool) -> str:
-    """What to ask about a stage's learning rate for a model of that hidden size; empty when it is of its own kind.
+    """A question about a stage's learning rate for a model of that hidden size; empty when the rate suits its kind.
 
-    pretrained: weights that start at random are trained with higher rates than full(D), so those are not judged.
+    pretrained: random weights are trained with higher rates than full(D), so their rates are not checked.
     """
     rate, full = stage.train.learning_rate, 5e-5 * (2000 / hidden) ** 0.781
     between = full * ADAPTER_RATE**0.5
@@ -89,7 +89,7 @@ def rate_problem(stage: Stage, hidden: int, *, pretrained: bool) -> str:
 
 
 def _of_its_start(job: Job, stage: Stage) -> str:
-    """Why a stage cannot go on with the adapter that it starts from; empty when it can, or starts from weights."""
+    """Why a stage cannot continue the adapter that it starts from; empty when it can, or starts from weights."""
     mine = stage.train.lora
     if stage.start == "init":
         try:

@@ -1,4 +1,4 @@
-"""A stage whose rollout, scoring and training run at once, each in a process of its own (see follow.py)."""
+"""A stage whose rollout, scoring and training run concurrently, each in a process of its own (see follow.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_S = 60.0
 
 
 def run_concurrent(run: Run, stage: Stage) -> None:
-    """Run every part of a stage to its end; on an error or an interruption all of them stop politely.
+    """Run every part of a stage to its end; on an error or an interruption all of them are stopped gracefully.
 
     Each continues where it stopped, so the same call continues after any kill. Raises the error of the first part that
     failed.

@@ -46,10 +46,10 @@ class Fleet(Protocol):
     """Engine replicas and teachers in processes of their own (see run/ray/)."""
 
     def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """What generate.roll_out does, shared out over engine replicas."""
+        """Sample a part as steps.rollout.roll_out does, divided over engine replicas."""
 
     def judge(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """What judge.judge does, for every task, on one worker a teacher; `done` is told of each."""
+        """Score every task as steps.score.judge does, on one worker per teacher; `done` is called with each result."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Run:
     policies: Policies
     progress: Progress
     fleet: Fleet | None = None
-    """Who rolls out and scores, when it is not this process."""
+    """The workers that roll out and score, if that is not this process."""
 
     @cached_property
     def engines(self) -> Engines:

@@ -1,7 +1,7 @@
-"""Samples and prompts out of a store for good: out of its tables, its snapshots and its token logs.
+"""Deletes samples and prompts from a store: from its tables, its snapshots and its token logs.
 
-Their bytes leave the disk when the versions that held them are dropped (`mopd store compact --now`). Policies stay, and
-it is said which of them were trained on them.
+Their bytes leave the disk when the versions that held them are dropped (`mopd store compact --now`). Policies stay;
+those that were trained on the samples are listed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What a deletion takes away, and what has used it."""
+    """What a deletion removes, and what has used it."""
 
     samples: int
     prompts: int
@@ -59,10 +59,10 @@ class Preview:
 
 
 def preview(store: Store, where: str) -> tuple[Chosen, Preview]:
-    """What deleting the samples that fit a predicate would take away.
+    """What deleting the samples that match a predicate would remove.
 
-    where: a predicate over `samples`; a prompt goes when all its samples do. Where no sample fits, prompts without
-    samples. Raises InputError for a predicate that is none, UnknownNameError when nothing fits.
+    where: a predicate over `samples`; a prompt is removed with the last of its samples. If no sample matches, prompts
+    without samples are. Raises InputError for an invalid predicate, UnknownNameError when nothing matches.
     """
     chosen = choose(store, where)
     if not chosen.uids and not chosen.prompts:
@@ -130,7 +130,7 @@ def _logs(store: Store) -> list[str]:
 
 
 def _clean_log(store: Store, name: str, deletion: Deletion) -> int:
-    """Write a token log anew without what was deleted; how many unfinished samples of deleted prompts it had.
+    """Rewrite a token log without what was deleted; returns how many unfinished samples of deleted prompts it had.
 
     Samples that are in the store go from it too, as they do when the run goes on.
     """

@@ -22,7 +22,7 @@ Answer = Callable[[Turn], list[int] | None]
 def environments_of(
     job: Job, domains: Sequence[str], tokenizer: PreTrainedTokenizerBase, decode: Callable[[list[int]], str]
 ) -> Answer | None:
-    """What answers the policy in some domains; None where every conversation has one turn.
+    """The environments of some domains as one function; None where every conversation has one turn.
 
     Raises UnknownNameError or InputError for an environment that cannot be made, PromptError for a chat template that
     cannot write its replies.

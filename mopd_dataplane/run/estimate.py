@@ -1,7 +1,7 @@
-"""What a job will take, before it is paid for: tokens, memory, disk, and what its models will read.
+"""Estimates what a job takes, before the real run: tokens, memory and disk, and shows prompts as its models read them.
 
-Everything here is an upper bound from the job file, model configs and prompts: every answer as long as it may be. What
-does not fit becomes an uncertain finding with the key that changes it; activations are not counted.
+Everything here is an upper bound from the job file, model configs and prompts, with every answer at its full length.
+What does not fit becomes an uncertain finding with the key that changes it; activations are not counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKEN_BYTES = 13
 
 @dataclass
 class Estimate:
-    """What a job will take. Values are for people; `findings` says what does not fit."""
+    """Estimates of a job, formatted for display; `findings` lists what does not fit."""
 
     models: dict[str, str] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class _Shape:
 
 
 def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, float] = MappingProxyType({})) -> Estimate:
-    """What a job will take. Loads no weights, writes nothing.
+    """Estimate what a job takes. Loads no weights, writes nothing.
 
     prompts: of the domains whose prompts are known. rates: response tokens a second of some of RATED.
 

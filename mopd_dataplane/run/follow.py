@@ -1,11 +1,11 @@
-"""Rollout, score and train at once, each in a process of its own that follows the store.
+"""Concurrent rollout, score and train, each in a process of its own that follows the store.
 
     mopd rollout JOB --follow    samples every iteration with the newest published policy
-    mopd score JOB --follow      judges samples as they become visible
+        mopd score JOB --follow      scores samples as they become visible
     mopd train JOB --follow      plans windows as signals become visible, trains, publishes
 
-They meet in the store only. A producer that is ahead is held back between iterations, never inside one; a trainer that
-is ahead waits. Each records that it has ended, and each can be killed and started again.
+They communicate through the store only. A producer that is ahead is held back between iterations, never inside one; a
+trainer that is ahead waits. Each records that it has ended, and each can be killed and started again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mopd_dataplane.run.steps.train import Training
 
 POLL_S = 0.5
 PATIENCE_S = 7 * 86400.0
-"""How long one part waits for another in which nothing moves."""
+"""How long one process waits for another that makes no progress."""
 
 
 class StallTimeout:
@@ -54,7 +54,7 @@ class StallTimeout:
 
 
 def rollout_follow(run: Run, stage: Stage) -> int:
-    """Every iteration of a stage, sampled by the newest policy there is at any moment. Returns samples stored."""
+    """Sample every iteration of a stage, always with the newest policy. Returns the number of samples stored."""
     if stage.discriminator:
         raise InputError(
             f"stage {stage.name!r} has a discriminator, which learns between rollout and training; run it without "
@@ -68,7 +68,7 @@ def rollout_follow(run: Run, stage: Stage) -> int:
 
 
 def score_follow(run: Run, stage: Stage) -> dict[str, float]:
-    """Judge and verify samples as they become visible, until the rollouts have ended."""
+    """Score and verify samples as they become visible, until the rollouts have ended."""
     register_teachers(run, stage)
     counts = {"signals": 0.0, "rewards": 0.0}
     stall = StallTimeout(f"mopd rollout JOB --stage {stage.name} --follow")

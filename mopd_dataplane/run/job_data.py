@@ -1,4 +1,4 @@
-"""What a job works on: the prompts of its domains, and reference answers as samples."""
+"""The data of a job: prompts of its domains, and reference answers as samples."""
 
 from __future__ import annotations
 

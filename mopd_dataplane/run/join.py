@@ -1,7 +1,7 @@
-"""The nodes besides the first: they do nothing but train, beside the first node's ranks.
+"""The nodes besides the first: they only train, together with the first node's ranks.
 
-They see the first node's work in the shared store: a plan for the next window says that training begins, the last
-policy version, or of an overlapped stage the window that closes its plan log, that it is over. See docs/ranks.md.
+They follow the first node's work in the shared store: training begins when there is a plan for the next window, and is
+over with the last policy version, or in a concurrent stage with the window that closes its plan log. See docs/ranks.md.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mopd_dataplane.run.steps.train import Training
 def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
     """Take part in the training of every stage, or of one.
 
-    Raises DeadlineError when the first node does nothing for days, InputError when the store is not shared, and what
-    training raises.
+    Raises DeadlineError when the first node makes no progress for days, InputError when the store is not shared, and
+    what training raises.
     """
     if "://" in job.store:
         raise InputError(f"store {job.store}: several nodes train from a folder that all of them see")

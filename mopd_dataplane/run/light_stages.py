@@ -1,4 +1,4 @@
-"""The stages that run no model, and need no torch: reward and plan."""
+"""The steps that run no model and need no torch: reward and plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which engine a job samples with. One that takes long to start is kept, unless told otherwise (`engine.keep`), and
-given policy after policy."""
+"""Opens the engine that a job samples with. One that takes long to start is kept and loads one policy after another,
+unless `engine.keep` is false."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Engines:
 
 
 def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | None = None) -> Engine:
-    """A new engine as the job wants it, with this policy. Raises MismatchError, EngineError."""
+    """A new engine with the job's settings and this policy. Raises MismatchError, EngineError."""
     settings = job.engine
     return engine_kind(settings.kind).open(
         folder, version, settings, dtype=settings.dtype or job.student.dtype, partner=partner

@@ -77,7 +77,7 @@ def run_stage(run: Run, stage: Stage) -> None:
 
 
 def _evaluate_start(run: Run, stage: Stage) -> None:
-    """What a stage starts from is its first point of comparison, also on domains that came after it was trained."""
+    """Evaluate the policy that a stage starts from, also on domains that were added after it was trained."""
     if stage.start != "init":
         start = run.job.stage(stage.start)
         evaluate(run, start, run.policies.latest(start))

@@ -1,4 +1,4 @@
-"""Which folder holds which policy: `policies/<stage>/v<version>`, version 0 being where the stage starts."""
+"""Folders of policies: `policies/<stage>/v<version>`, where version 0 is what the stage starts from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Everything a job names, looked at before anything is made.
+"""Checks everything that a job names, before anything is made.
 
     findings, prompts = preflight(job)
-    refuse(job, findings)              raises for what is certain; what is estimated is for people to read
+    refuse(job, findings) raises for what is certain to fail; estimates are only printed
 
 Only what is missing is checked: a student that was made and prompts that a store holds are not looked at again.
 """
@@ -52,7 +52,7 @@ class Finding:
 
 
 class Checked(NamedTuple):
-    """What a look at a job gave."""
+    """Result of the checks of a job."""
 
     findings: list[Finding]
     prompts: dict[str, list[Prompt]]
@@ -60,8 +60,8 @@ class Checked(NamedTuple):
 
 
 def preflight(job: Job) -> Checked:
-    """Look at everything a job names. Nothing is written; the network is asked for a store on an object
-    store, and for models of the hub that its cache lacks."""
+    """Check everything that a job names. Nothing is written; the network is used for a store on an object store, and
+    for models of the hub that its cache lacks."""
     look = _Look(job)
     store = look.at("store", lambda: Store.find(job.store))
     _domains(look, store)
@@ -84,7 +84,7 @@ def refuse(job: Job, findings: list[Finding]) -> None:
 
 @dataclass
 class _Look:
-    """A job, and what was found so far."""
+    """A job under check, and the findings so far."""
 
     job: Job
     findings: list[Finding] = field(default_factory=list)
@@ -93,7 +93,7 @@ class _Look:
     """The student's, where it can be known before the student is made."""
 
     def at(self, key: str, action: Callable[[], T]) -> T | None:
-        """What an action returns; None, and a finding, when it raises an error of this package."""
+        """Run an action and return its result; on an error of this package record a finding and return None."""
         try:
             return action()
         except MopdError as error:

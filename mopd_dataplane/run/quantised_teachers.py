@@ -1,4 +1,4 @@
-"""Teachers with quantised weights in a run: no two precisions under one name, and what rounding does is on record."""
+"""Teachers with quantised weights in a run: one precision per name, and the effect of quantisation is recorded."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def check_precision(run: Run, teachers: Iterable[str]) -> None:
 
 
 def record_rounding(run: Run, stage: Stage, pool: TeacherPool, work: Iterable[tuple[str, Rows]]) -> None:
-    """Measure what rounding does to each quantised teacher, once, before its first signal is stored.
+    """Measure the effect of quantisation on each quantised teacher, once, before its first signal is stored.
 
-    work: teachers and rows of `samples` that they are about to judge.
+    work: teachers and the rows of `samples` that they will score.
     """
     measured = run.store.table("events", ["event_id"], filter="kind = 'quantisation'")["event_id"].to_pylist()
     for teacher, rows in work:

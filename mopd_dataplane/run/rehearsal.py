@@ -1,10 +1,11 @@
-"""A job, rehearsed: every stage from end to end in a store of its own, with tiny random models, few prompts and tokens.
+"""Rehearsal of a job: every stage from end to end in a store of its own, with tiny random models, few prompts and
+tokens.
 
     rehearsal = rehearse(job)         a job that runs on a CPU in under two minutes, and what it leaves out
     run_job(rehearsal.job)
 
-What the job says otherwise stays: stages, objectives, routing, templates, codecs, corrections, schedules. A rehearsal
-shows that the parts of a job go together; it says nothing of what comes out.
+All other settings stay: stages, objectives, routing, templates, codecs, corrections, schedules. A rehearsal shows that
+the parts of a job work together; it says nothing about the results.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ BYTES_PER_TOKEN = 8
 
 @dataclass
 class Rehearsal:
-    """A job made small, and what that took. Values are for people."""
+    """The small version of a job, and what differs from the job. Values are formatted for display."""
 
     job: Job
     folder: Path
@@ -53,7 +54,7 @@ class Rehearsal:
     replaced: dict[str, str] = field(default_factory=dict)
     """Parts for which something else stands in, by key."""
     never_run: dict[str, str] = field(default_factory=dict)
-    """What the job will meet for the first time when it is paid for."""
+    """Parts that only the real run will execute."""
     reads_bytes: bool = False
     """Whether no tokenizer was here, so that texts have a token for every byte."""
 
@@ -65,8 +66,8 @@ class Rehearsal:
 def rehearse(job: Job) -> Rehearsal:
     """Make the small job: writes its models, and prompts where the job's own are not here, to a new folder.
 
-    Nothing of the job's own store is touched. Raises InputError when the folder is not a rehearsal's, JobFileError when
-    the job does not go together, and whatever a model raises that is here and cannot be used.
+    The job's own store is not changed. Raises InputError when the folder is not a rehearsal's, JobFileError when
+    settings of the job contradict each other, and the error of a model that is present but cannot be used.
     """
     folder = _new_folder(job)
     small = Rehearsal(job, folder)

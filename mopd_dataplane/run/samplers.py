@@ -1,4 +1,4 @@
-"""Who answers each prompt of an iteration: the student, a teacher, both together, or the stored answer."""
+"""What answers each prompt of an iteration: the student, a teacher, a mixture of both, or the stored answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mopd_dataplane.records import Prompt
 
 @dataclass(frozen=True)
 class Sampler:
-    """A way to write samples, with token logs of its own."""
+    """What answers some prompts, with token logs of its own."""
 
     policy: str
     """`self`, the name of a teacher, or `reference`."""
     mixed_in: str = ""
-    """Teacher that every token is drawn with."""
+    """Teacher that is mixed into every draw; empty for none."""
 
     @property
     def writers(self) -> str:

@@ -1,4 +1,4 @@
-"""Samples of one stage, by their place in `samples`."""
+"""Samples of one stage, by their row ids in `samples`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mopd_dataplane.store.dataset import Store
 
 Rows = NDArray[np.int64]
 CHUNK = 512
-"""Samples read, judged and committed together: what a kill can cost."""
+"""Samples read, scored and committed together: the most work that a kill can lose."""
 
 
 def scan_stage(

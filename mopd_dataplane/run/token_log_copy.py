@@ -2,10 +2,10 @@
 
     wal/<stage>/<writer>/shipped.json        epoch, and the files of the newest complete copy
     wal/<stage>/<writer>/<copy>/...          segments, and the keys and values a graceful stop saved
-    wal/<stage>/<writer>/epoch/<n>.json      claims: whoever holds the highest may ship
+    wal/<stage>/<writer>/epoch/<n>.json      claims: only the node with the highest may copy its log
 
-The copy of a later epoch replaces a local log: another node went on from there. Samples are exactly once by uid
-whatever two nodes do at once; the claims only stop the older one early.
+The copy of a later epoch replaces a local log, because another node continued from it. Samples are exactly once by uid
+even if two nodes run at the same time; the claims only stop the older one early.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StoredLog:
         self._name = f"wal/{stage}/{writer}"
 
     def fetch(self, folder: Path) -> int:
-        """Replace a local log of an earlier epoch by the copy; the newest epoch that anybody has claimed."""
+        """Replace a local log of an earlier epoch by the copy; returns the newest claimed epoch."""
         listing = self._listing()
         if listing["epoch"] > max(epoch_folders(folder), default=0) and listing["files"]:
             staging = folder / ".fetched"
@@ -61,7 +61,7 @@ class StoredLog:
             raise ResourceError(f"another node has just taken the log {self._name} in epoch {epoch}; run again")
 
     def ship(self, folder: Path, epoch: int) -> None:
-        """Copy what the log holds now. Raises ResourceError when a later epoch is claimed."""
+        """Copy the log as it is. Raises ResourceError when a later epoch is claimed."""
         if (newest := self._claimed()) > epoch:
             raise ResourceError(
                 f"another node took over the log {self._name} with epoch {newest}, this one has {epoch} and stops; "

@@ -1,6 +1,6 @@
 """A whole store of format 1 copied into one of format 2: its tables, and everything that lies beside them.
 
-The source is never changed. Killed anywhere, the same call goes on; the target opens as a store when it is whole.
+The source is never changed. After a kill the same call continues; the target opens as a store when it is complete.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _carry_checkpoints(old: Path, root: Path) -> None:
 
 
 def _checkpoint(staging: Path) -> None:
-    """state.json as it is now; the shards are what it said. Raises DamagedError."""
+    """Write state.json in the form of format 2, after checking the shards against it. Raises DamagedError."""
     state = json.loads((staging / "state.json").read_text())
     for name, digest in state.pop("digests").items():
         if (found := file_digest(staging / name)) != digest:
@@ -151,7 +151,7 @@ def _checkpoint(staging: Path) -> None:
 
 
 def _carry_job(old: Path, root: Path) -> None:
-    """The job that the store remembers, under today's keys. One that cannot be read stays as it is, and is refused
+    """Copy the store's job.json under the keys of format 2. One that cannot be read is copied unchanged, and refused
     with the reason when a job opens the store."""
     if not (old / "job.json").is_file():
         return
@@ -171,7 +171,7 @@ def _carry_job(old: Path, root: Path) -> None:
 
 
 def _rename(table: Any, names: dict[str, str]) -> None:
-    """Give keys of a table their names of today."""
+    """Rename keys of a table to those of format 2."""
     if isinstance(table, dict):
         for old in names.keys() & table.keys():
             table[names[old]] = table.pop(old)
@@ -183,7 +183,7 @@ def _carry_heads(old: Path, root: Path) -> None:
 
 
 def _carry_log(old: Path, root: Path) -> None:
-    """The token log byte by byte: it has checksums of its own, and its readers know the names of format 1."""
+    """Copy the token log byte by byte: it has checksums of its own, and its readers know the names of format 1."""
     copy_log_folder(old / "wal", root / "wal")
 
 

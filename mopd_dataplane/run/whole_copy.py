@@ -1,11 +1,11 @@
-"""A whole store at another place, in a folder or on an object store: a job that was interrupted continues in it.
+"""Copies a whole store to a folder or an object store; an interrupted job continues in the copy.
 
     token log, checkpoints    first, so that the tables have whatever they name
     tables, snapshots         as they are: rows keep their ids, versions their numbers
     weights, heads, the job,
     what was deleted          last, so that whatever the tables name is there
 
-Every checksum is compared at the end, before the copy opens as a store. Killed anywhere, the same call goes on.
+Every checksum is compared at the end, before the copy opens as a store. After a kill the same call continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The local folder of a job, and how it agrees with a store on an object store.
+"""The local folder of a job, and its exchange with a store on an object store.
 
 In a folder store both are the same folder, and nothing is moved. On an object store, what is written in place (token
 log, checkpoints, policies while they are saved) is written here first and published there whole; what is missing here
-is fetched. So any node with the job file and the credentials can go on where another one stopped.
+is fetched. So any node with the job file and the credentials can continue where another one stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Teachers that are adapters on one base: the base is in memory once, the adapters beside it, one acts at a time."""
+"""Teachers that are adapters on one base: the base is loaded once, with all adapters, of which one is active at a
+time."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class AdaptedBase:
         return AdapterReader(self, teacher)
 
     def act(self, teacher: str) -> None:
-        """Let a teacher's adapter act from now on."""
+        """Make a teacher's adapter the active one."""
         if teacher != self._acting:
             adapters.activate(self.model, self._names[teacher])
             self._acting = teacher
@@ -54,7 +55,7 @@ class AdaptedBase:
 
 
 class AdapterReader(HfReader):
-    """One of the teachers on a base; its adapter acts whenever it is asked."""
+    """One of the teachers on a base; its adapter is made active for each call."""
 
     def __init__(self, base: AdaptedBase, teacher: str) -> None:
         super().__init__(base.model)
@@ -62,7 +63,7 @@ class AdapterReader(HfReader):
         self._teacher = teacher
 
     def act(self) -> None:
-        """Let this teacher's adapter act in `model` from now on."""
+        """Make this teacher's adapter the active one in `model`."""
         self._base.act(self._teacher)
 
     @property

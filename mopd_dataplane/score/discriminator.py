@@ -1,4 +1,4 @@
-"""A discriminator: tells a teacher's text from a student's, and so rewards what reads like the teacher (GAD).
+"""A discriminator between a teacher's text and a student's, whose score rewards text like the teacher's (GAD).
 
     loss = mean over pairs of  -log sigma(D(prompt, teacher text) - D(prompt, student text))        Bradley-Terry
 
@@ -41,7 +41,8 @@ class Pair:
 
 
 class Discriminator:
-    """A critic and its optimizer; a version on disk continues bit by bit on one machine's CPU.
+    """A scalar head on a policy's body, and its optimizer; a saved version continues with the same bits on one
+    machine's CPU.
 
     policy: folder whose body it starts from. seed: of the head's first weights.
     """

@@ -1,4 +1,4 @@
-"""What a teacher reads: a sample, and the same behind the prompt as the teacher is shown it.
+"""The input of a teacher: a sample, and its response after the prompt as the teacher reads it.
 
 Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens.
 """
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scorable:
-    """What a teacher needs to know of a sample."""
+    """The fields of a sample that scoring needs."""
 
     uid: str
     sample_row: int
@@ -34,7 +34,7 @@ class Scorable:
 
 @dataclass(frozen=True, slots=True)
 class ModelInput:
-    """A sample behind the prompt as a model reads it."""
+    """A sample's response after the prompt as a model reads it."""
 
     sample: Scorable
     tokens: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""What rounding a teacher's weights does to what it says: both versions read the same answers."""
+"""The effect of quantising a teacher's weights: both versions read the same answers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class QuantisationEffect:
 
     tokens: int
     kl: float
-    """KL(as stored | rounded), over the whole vocabulary, in nat per token."""
+    """KL(as stored | quantised), over the whole vocabulary, in nat per token."""
     logprob_gap: float
-    """Mean |log-prob as stored - log-prob rounded| of the tokens that were written."""
+    """Mean |log-prob as stored - log-prob quantised| of the sampled tokens."""
     top1_agreement: float
     """How often both have the same likeliest token."""
 
@@ -38,7 +38,8 @@ def quantisation_effect(
     *,
     render_prompt: PromptRenderer | None = None,
 ) -> QuantisationEffect:
-    """Let a teacher of the pool read samples as stored, then as the pool rounds it; never both in memory.
+    """Let a teacher of the pool read samples with its stored weights, then with its quantised ones; never both in
+    memory.
 
     samples: at least one with a trained token. Log-probs at temperature 1. Raises what TeacherPool.reader raises.
     """

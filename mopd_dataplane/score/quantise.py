@@ -5,12 +5,12 @@
     fp8     e4m3 floats, one scale a row                            float8
     mxfp4   e2m1 floats, one power of two for 32 of them (OCP MX)   the teacher's dtype: torchao emulates the rounding
 
-Rounded are the linear layers of the body and the experts of a mixture of experts; transformers keeps those of a layer
-in one tensor, which torchao cannot hold packed, so they are rounded in place in every form. Embeddings, norms, biases,
-the routers of experts and the LM head stay as stored: the head that is stored for the trainer is the exact one, and
-all that rounding changes is in the hidden states.
+The linear layers of the body and the experts of a mixture of experts are quantised. transformers keeps the experts of a
+layer in one tensor, which torchao cannot hold packed, so they are rounded in place in every form. Embeddings, norms,
+biases, the routers of experts and the LM head stay as stored: the head that is stored for the trainer is the exact one,
+and all that rounding changes is in the hidden states.
 
-Products are taken in the teacher's dtype, so the signal is that of the quantised weights and of nothing else.
+Products are taken in the teacher's dtype, so the signal is affected by the quantised weights only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MX_BLOCK = 32
 
 
 def quantise(model: PreTrainedModel, form: Quantisation) -> None:
-    """Round a model's weights; "none" leaves them alone.
+    """Quantise a model's weights; "none" leaves them unchanged.
 
     Raises InputError without torchao, MismatchError when a form cannot take one of the weights; the model is then in no
     state to be used.

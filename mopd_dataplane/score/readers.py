@@ -1,6 +1,6 @@
-"""What turns token ids into the states behind them: a transformers model here, or vLLM (see vllm_states.py).
+"""Readers turn token ids into hidden states: a transformers model in this process, or vLLM (see vllm_states.py).
 
-States are those the LM head reads, after the final norm, whoever computes them; the head itself stays here.
+States are always those that the LM head reads, after the final norm; the head is applied in this process.
 """
 
 from __future__ import annotations

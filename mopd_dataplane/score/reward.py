@@ -9,7 +9,7 @@
 | | the same -> (float, bool) | the bool |
 | | the same -> float: no verifier | not known, so there is no accuracy |
 
-Accuracy is the share of answers that are entirely right. A float alone does not say that; no threshold is made up.
+Accuracy is the share of answers that are entirely right. A float alone does not say that, and no threshold is assumed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _VERIFIERS = "mopd_dataplane.integrations.verifiers:task_reward"
 
 
 class Outcome(NamedTuple):
-    """What a reward function says of one response."""
+    """Result of a reward function for one response."""
 
     reward: float
     """By convention in [0, 1]."""
@@ -56,7 +56,7 @@ class Reward:
     version: str
     """Version of the package it comes from; `rewards.verifier_version` in the store."""
     score: Callable[[Prompt, Any], float | tuple[float, bool]]
-    """Says a bool (right or wrong), a number (not known), or both as (number, bool)."""
+    """Returns a bool (right or wrong), a number (right or wrong not known), or both as (number, bool)."""
     whole: bool = False
     """Whether it reads what was said in turn (a list, the policy first and last), not the policy's last turn alone."""
 

@@ -1,7 +1,7 @@
 """Samples and a teacher in, signals out: one forward pass a batch serves every kind asked for.
 
-Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens. What each kind makes of the teacher's
-hidden states: signal_kinds.py. No [N, V] logits exist at any time.
+Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens. signal_kinds.py computes each kind from
+the teacher's hidden states. No [N, V] logits exist at any time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def score_samples(
     render_prompt: PromptRenderer | None = None,
     student: StudentTopk | None = None,
 ) -> Iterator[Signal]:
-    """One Signal per sample and kind, in an order chosen for little padding; `uid` says which sample it speaks of.
+    """One Signal per sample and kind, in an order chosen for little padding; `uid` is the sample's.
 
     kinds: of SIGNAL_KINDS, or what `settings.signals` and entry points name. render_prompt: the teacher's prompt;
     default the student's own. student: whose top-k the teacher is asked about, for `topk_source = "student"`.
@@ -81,7 +81,7 @@ def batches(inputs: list[ModelInput], batch_tokens: int) -> Iterator[tuple[float
 def _said_of_text(
     reader: LogprobReader, teacher: str, kinds: Sequence[SignalKind], inputs: list[ModelInput], settings: sections.Score
 ) -> Iterator[Signal]:
-    """Signals of a teacher that only says log-probs. Raises MismatchError for what does not follow from those."""
+    """Signals of a teacher that gives log-probs only. Raises MismatchError for kinds that need more."""
     for kind in kinds:
         if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
             raise MismatchError(

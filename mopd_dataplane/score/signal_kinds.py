@@ -1,4 +1,4 @@
-"""Which kinds of signals there are, and how each follows from a teacher's hidden states.
+"""The kinds of signals, and how each follows from a teacher's hidden states.
 
 Another package offers one as an entry point of `mopd.signals`, or it is named `package.module:Name` in `score.signals`:
 a class derived from TokenSignal, one number for each trained token. Its payload has one shape, so that a store, a
@@ -57,10 +57,10 @@ class Judged:
 
 
 class SignalKind(ABC):
-    """A kind of signal; made with the name under which it is stored. Its attributes say what may be asked of it."""
+    """A kind of signal; made with the name under which it is stored. Its attributes are its capabilities."""
 
     follows_from_logprobs: bool = False
-    """Whether `from_logprobs` has it, so that a teacher that only says log-probs can be asked."""
+    """Whether `from_logprobs` computes it, so that a teacher that gives log-probs only can be used."""
     ranked: bool = False
     """Whether it needs the likeliest tokens of the vocabulary."""
 

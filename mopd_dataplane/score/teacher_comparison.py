@@ -1,8 +1,8 @@
-"""Which teacher suits a domain: one set of answers judged by every teacher, and how each judgement relates to truth.
+"""Compares the teachers of a domain: all of them score one set of answers, and their log-probs are related to rewards.
 
-A teacher is worth following where it knows what the student does not, says so on the student's own answers, and pushes
-the student where the verifier would. No single number says that, so these are reported side by side (arXiv 2604.13016
-argues that a better benchmark score alone does not predict success).
+A useful teacher differs from the student, is informative on the student's own answers, and pushes the student in the
+direction of the verifier. No single number measures that, so these are reported side by side (arXiv 2604.13016 argues
+that a better benchmark score alone does not predict success).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BINS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A sampled answer as student and teacher read it, and what the verifier gave it."""
+    """A sampled answer as student and teacher read it, and its reward."""
 
     student: ModelInput
     teacher: ModelInput
@@ -41,9 +41,10 @@ class Comparison:
     answers: int = 0
     tokens: int = 0
     mean_logprob: float = float("nan")
-    """Mean teacher log-prob of the student's tokens: far below the student's own, the teacher judges from outside."""
+    """Mean teacher log-prob of the student's tokens; far below the student's own, the text is foreign to the
+    teacher."""
     reverse_kl: float = float("nan")
-    """Exact KL(student | teacher): what there is to learn."""
+    """Exact KL(student | teacher): what training can reduce."""
     entropy: float = float("nan")
     """Mean entropy of the teacher, nat."""
     overlap: float = float("nan")
@@ -82,7 +83,7 @@ class _Sums:
 def compare(
     student: TeacherForward, teacher: TeacherForward, answers: Sequence[Answer], *, k: int, batch: int = 32
 ) -> Comparison:
-    """Judge the answers of one domain by one teacher. k: likeliest tokens whose overlap is counted, at most
+    """Score the answers of one domain with one teacher. k: likeliest tokens whose overlap is counted, at most
     the vocabulary."""
     ordered = sorted(answers, key=lambda answer: len(answer.student.tokens))  # little padding
     rewards = np.array([answer.reward for answer in ordered])

@@ -1,4 +1,4 @@
-"""A teacher ready to judge: one reader, or several whose logits are added with weights.
+"""A teacher ready to score: one reader, or several whose logits are added with weights.
 
 Let q_i be the teachers, z_i their logits, and w_i weights that sum to 1. The blend has logits sum_i w_i z_i: it is the
 product of the q_i to the powers w_i, normalised. For every student p

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherSpec:
-    """Where a teacher's weights lie and how the pool holds it."""
+    """A teacher's weights folder, and the settings with which the pool holds it."""
 
     folder: Path | None
     """None for a blend, whose members have folders of their own."""
@@ -39,8 +39,8 @@ class TeacherSpec:
 
 
 class TeacherPool:
-    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used. Adapters
-    on one base count as one: the base is loaded once, and which adapter acts is switched.
+    """Loads each teacher on first use and keeps at most `max_resident`, dropping the least recently used. Adapters on
+    one base count as one: the base is loaded once, and the active adapter is switched.
 
     student_tokenizer: digest every teacher's tokenizer must have. Used as
 
@@ -90,12 +90,12 @@ class TeacherPool:
 
     @property
     def switches(self) -> int:
-        """Times another adapter began to act on a base that is in memory."""
+        """How often the active adapter of a base in memory was switched."""
         return sum(base.switches for base in self._resident.values() if isinstance(base, AdaptedBase))
 
     def judge(self, name: str) -> TeacherForward:
-        """The teacher ready to judge. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
-        may be in memory at once."""
+        """The teacher, ready to score. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
+        `max_resident`."""
         blend = self._spec(name).settings.blend or {name: 1.0}
         places = len({self._place(member) for member in blend})
         if places > self._max_resident:
@@ -120,8 +120,8 @@ class TeacherPool:
         return found
 
     def as_stored(self, name: str) -> Reader:
-        """A teacher with the weights of its folder, whatever its quantisation. The pool drops what it holds first, and
-        does not keep this one. Raises UnknownNameError, MismatchError."""
+        """A teacher with its stored weights, not quantised. The pool drops the teachers that it holds first, and does
+        not keep this one. Raises UnknownNameError, MismatchError."""
         self.close()
         return self._hf_reader(self._checked(name), self._spec(name).settings.dtype)
 
@@ -232,7 +232,7 @@ class TeacherPool:
         )
 
     def head_file(self, name: str) -> str:
-        """Where a teacher's head lies in the store; adapters that leave their base's head alone share one file."""
+        """Path of a teacher's head in the store; adapters that do not change their base's head share one file."""
         settings = self._spec(name).settings
         shared = self._shares_head(name)
         return (
@@ -253,8 +253,8 @@ class TeacherPool:
         return hf.weights_digest(base_folder(folder))
 
     def _digest(self, name: str) -> str:
-        """Digest of the weights a teacher judges with: the stored ones and how they are rounded; of a blend, over its
-        members' digests and weights."""
+        """Digest of the weights that a teacher scores with: the stored ones and their quantisation; for a blend, over
+        its members' digests and weights."""
         settings = self._spec(name).settings
         if settings.blend:
             return _digest_of("+".join(f"{self._digest(m)}*{weight!r}" for m, weight in settings.blend.items()))

@@ -1,4 +1,4 @@
-"""Whose likeliest tokens a teacher is asked about: the student's top-k, from the policy version that wrote the token.
+"""The student's top-k, from the policy version that wrote each token: ids at which a teacher's log-probs are stored.
 
 Axes: R response tokens, M loss-masked response tokens, k stored tokens.
 """

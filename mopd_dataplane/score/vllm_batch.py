@@ -1,4 +1,4 @@
-"""vLLM started on this machine to read texts: many at a time, one answer each, in the order of the question."""
+"""vLLM started on this machine to read texts: many at a time, one output each, in the order of the inputs."""
 
 from __future__ import annotations
 

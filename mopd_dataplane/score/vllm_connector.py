@@ -1,7 +1,7 @@
 """Runs inside vLLM: writes what `extract_hidden_states` collects of a request to one file, on any device.
 
 vLLM's own connector copies through pinned memory on a CUDA stream. This one copies in the worker's own thread, so it
-also runs on a CPU, and it gives a file its name only when it is whole: whoever sees the name may read it.
+also runs on a CPU, and it gives a file its name only when it is complete.
 """
 
 from __future__ import annotations

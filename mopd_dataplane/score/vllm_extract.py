@@ -1,7 +1,7 @@
 """Teachers that vLLM runs as generating models whose last layer is written out: `extract_hidden_states`.
 
-What comes out is the state before the final norm. The norm is applied here, in float32, so that a reader's states are
-after it whoever computed them, and the store knows one kind only (`teachers.norm_placement` is `post`).
+What comes out is the state before the final norm. The norm is applied here, in float32, so that the states of every
+reader are after it, and the store holds one kind only (`teachers.norm_placement` is `post`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Teachers that vLLM runs as generating models: `prompt_logprobs` says the log-prob of every token it reads.
+"""Teachers that vLLM runs as generating models: `prompt_logprobs` gives the log-prob of every token it reads.
 
 vLLM takes them from the plain softmax, so they are those of temperature 1, and it has no hidden states to give.
 """
@@ -25,7 +25,7 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a teacher says of one sequence of T tokens; row t speaks of token t + 1."""
+    """A teacher's log-probs of one sequence of T tokens; row t belongs to token t + 1."""
 
     own: NDArray[np.float32]
     """[T - 1] log-prob of the token"""
@@ -36,12 +36,12 @@ class Said:
 
 
 class LogprobReader(Protocol):
-    """One teacher, ready to judge text."""
+    """One teacher, ready to score text."""
 
     vocab_size: int
 
     def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
-        """What it says of each sequence, with its k likeliest tokens at every position."""
+        """Its log-probs of each sequence, with its k likeliest tokens at every position."""
 
     def close(self) -> None:
         """Free what the teacher holds."""

@@ -1,7 +1,7 @@
 """Teachers that vLLM runs as pooling models: `token_embed` returns the final-norm state of every token it reads.
 
-The states are float32 whatever the weights are. The head stays here, so log-probs, top-k and hidden states all come
-from the same kernels as with a transformers model.
+The states are float32 whatever the weights are. The head is applied in this process, so log-probs, top-k and hidden
+states come from the same kernels as with a transformers model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What answers the policy, and commands that a sample runs in the world, each at most once.
+"""Environments that reply to the policy, and the commands they run, each at most once.
 
 environments.py   Environment: what replies at the end of the policy's turn; by name
 replies.py        a conversation as tokens: whose each is, and what the student reads of a reply

@@ -1,8 +1,8 @@
-"""Which environments there are: what answers the policy at the end of its turn, by the name a domain gives.
+"""Environments, which reply to the policy at the end of its turn, by the name that a domain gives.
 
 Another package offers one as an entry point of `mopd.environments`, or it is named `package.module:Name` as a domain's
-`environment`. It speaks text; what the student reads of a reply is written by the chat template or by the domain's
-`reply_template` (replies.py), and no loss falls on it.
+`environment`. It works on text; the chat template, or the domain's `reply_template`, turns a reply into what the
+student reads (replies.py), which is masked in the loss.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Conversation:
 class Environment(ABC):
     """An environment; made once in each process that samples, with the domain's `environment_args` as keywords.
 
-    A turn may be played again after a crash, so `reply` must be a function of the conversation and of what its commands
-    said: no clock, no random numbers, no state of its own. What acts on the world goes through `Conversation.run`.
+    A turn may be replayed after a crash, so `reply` must be a function of the conversation and of the output of its
+    commands: no clock, no random numbers, no state of its own. Side effects go through `Conversation.run`.
     """
 
     role: ClassVar[str] = "tool"
@@ -54,7 +54,7 @@ class Environment(ABC):
 
 
 class CommandTool(Environment):
-    """One tool: where the policy's turn fits `call`, a command runs in its sandbox, and the output is the reply.
+    """One tool: where the policy's turn matches `call`, a command runs in its sandbox, and the output is the reply.
 
     call: regular expression that is searched in the turn. argv: the command, its words with the groups of `call` as
     placeholders, `["expr", "{a}", "+", "{b}"]`: the policy's text never becomes another word, and no shell reads it.

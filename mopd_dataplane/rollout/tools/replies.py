@@ -1,4 +1,4 @@
-"""A conversation as tokens: whose each token is, and what the student reads of an environment's reply."""
+"""A conversation as tokens: which are the policy's, and how the student reads an environment's reply."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Commands that a sample runs in the world, each at most once however often the rollout dies.
+"""Commands that a sample runs, each at most once however often the rollout dies.
 
     intent durable  ->  dispatch  ->  result durable  ->  its tokens may enter the sample
 
-Calls of one sample are totally ordered. When a turn is played again after a crash, calls that have a result return it
-and execute nothing. A call with an intent but no result is *in doubt*: the sandbox is asked by the call's key. If it
-cannot tell, the sample is abandoned; a command is never sent on a guess. A call that differs from the logged one means
-that the environment is not a function of the conversation: the sample has diverged and is abandoned too.
+Calls of one sample are totally ordered. When a turn is replayed after a crash, calls that have a result return it and
+execute nothing. A call with an intent but no result is *in doubt*: the sandbox is asked by the call's key. If it does
+not know, the sample is abandoned; a command is never run on a guess. A call that differs from the logged one means that
+the environment is not a function of the conversation: the sample has diverged and is abandoned too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Abandoned(Exception):
 
 
 class Turn:
-    """What an environment sees at the end of a policy's turn: the conversation, and a way to run commands."""
+    """An environment's view of the end of a policy's turn: the conversation, and a way to run commands."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class SubprocessSandbox:
     """One folder per sample; commands run there as plain processes with an empty environment.
 
     Each command is started by an agent process (sandbox_agent.py) that outlives the rollout's death. The agent claims
-    the key with O_EXCL before it starts and writes the result durably after the end, so a key is never run twice.
-    This keeps order and count; it is no protection against hostile commands: use a container for those.
+    the key with O_EXCL before it starts and writes the result durably after the end, so a key is never run twice. It
+    keeps calls in order and runs each once, but does not protect against hostile commands: use a container for those.
     """
 
     def __init__(self, folder: Path) -> None:

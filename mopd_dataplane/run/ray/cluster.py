@@ -32,7 +32,7 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 @dataclass(frozen=True)
 class RayFleet:
-    """A run's engine replicas and teachers; each call starts the workers it needs and lets them go."""
+    """A run's engine replicas and teachers; each call starts the workers it needs and ends them."""
 
     run: Run
 
@@ -43,7 +43,7 @@ class RayFleet:
         return roll_out_on_replicas(self.run, part, already, show)
 
     def judge(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """See teachers.py."""
+        """See teacher_workers.py."""
         from mopd_dataplane.run.ray.teacher_workers import score_on_workers
 
         score_on_workers(self.run, stage, tasks, done)

@@ -1,4 +1,4 @@
-"""Tasks over actors that may come, die and come again.
+"""Runs tasks on actors that may join, die and be replaced.
 
     waiting actor ──ready──▶ idle ──task──▶ busy ──result──▶ idle … ──no task left──▶ ended, its resources are free
                                               └──dies──▶ its task goes back to the front; a new actor waits for room
@@ -18,11 +18,11 @@ from mopd_dataplane.errors import DeadlineError, EngineError
 
 POLL_S = 0.5
 DEATHS = 10
-"""Workers that one task may end before it is given up."""
+"""Workers that may die on one task before it is given up."""
 ROOM_S = 86400.0
 """Longest wait for room in the cluster while nothing runs."""
 TELL_S = 30.0
-"""When a wait for room is first spoken of."""
+"""Seconds after which a wait for room is first reported."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Engine replicas: a share of an iteration each, through a token log of their own.
 
-A share is a set of uids and the name of the log it goes through. What a log holds unfinished belongs to that log, so
-those uids come first and under its name, whoever reads it now: on another worker, after a death, in another run. The
-logs lie in the store's folder; on several nodes that folder is shared.
+A share is a set of uids and the name of the log it goes through. Unfinished samples of a log belong to that log, so
+their uids are assigned first and under its name, whichever worker or run continues it. The logs are in the store's
+folder; on several nodes that folder is shared.
 """
 
 from __future__ import annotations

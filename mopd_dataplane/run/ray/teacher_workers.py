@@ -1,4 +1,4 @@
-"""Teachers as workers: one each, placed where its resources are free, gone when its samples are judged."""
+"""Teachers as workers: one each, placed where its resources are free, and ended when its samples are scored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, judge, student
 
 
 def score_on_workers(run: Run, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-    """Judge every task, teachers side by side as far as the cluster has room."""
+    """Score every task, with teachers in parallel as far as the cluster has room."""
     scale = run.job.scale
     groups = [
         Group(
@@ -48,5 +48,5 @@ class TeacherWorker:
         return True
 
     def work(self, task: ScoreTask) -> ScoredTask:
-        """Judge and commit one task."""
+        """Score and commit one task."""
         return judge(self._run, self._stage, self._pool, self._student, task)

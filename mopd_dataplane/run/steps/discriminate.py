@@ -1,4 +1,4 @@
-"""The discriminator of a stage: learned online from what a teacher wrote and what the student answers (GAD).
+"""The discriminator of a stage: trained online on a teacher's text and the student's answers (GAD).
 
     window g:  rollout -> pairs (teacher text, student text) of each prompt -> version g + 1 -> its score is the reward
 
@@ -43,7 +43,7 @@ def answered_by_teacher(run: Run, stage: Stage, source: str, prompts: list[Promp
 
 
 def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
-    """Teach the discriminator with a window's samples, and reward them with it; nothing when that was done before.
+    """Train the discriminator on a window's samples, and reward them with it; nothing when that was done before.
 
     Returns {"rewards": count, "loss", "accuracy"}.
     """

@@ -1,4 +1,5 @@
-"""Held-out evaluation: what a policy answers to prompts it is never trained on, and how far it is from its teacher."""
+"""Held-out evaluation: a policy's answers to prompts that it is never trained on, and their distance from the
+teacher."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def accuracy(run: Run, label: str, version: int) -> dict[str, float]:
 
 
 def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence[Prompt]) -> list[Answer]:
-    """What a policy answers to each prompt at the evaluation temperature."""
+    """A policy's answers to prompts at the evaluation temperature."""
     rollout, settings = stage.rollout, run.job.eval
     requests = []
     for prompt in prompts:

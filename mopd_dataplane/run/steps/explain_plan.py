@@ -88,7 +88,7 @@ def _mixture(domains: pa.ChunkedArray, lengths: NDArray[np.int64]) -> dict[str, 
 
 
 def _per_token(run: Run, plan: PlanWindow, scores: pa.Table) -> dict[str, float]:
-    """What the objective's signals take, and what the teachers' whole logits in float32 would."""
+    """Bytes a token of the objective's signals, and of the teachers' whole logits in float32."""
     judged = pc.sum(scores["rows"]).as_py()
     vocabulary = {teacher.name: teacher.vocab_size for teacher in run.store.teachers().values()}
     if not judged:

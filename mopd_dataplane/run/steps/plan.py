@@ -75,7 +75,7 @@ def training_of(run: Run, stage: Stage, window: int) -> Training:
 
 
 def planner_columns(run: Run, stage: Stage, iteration: int | None, snapshot: Snapshot | None) -> Columns:
-    """What the planner sees of a stage's samples."""
+    """The planner's metadata of a stage's samples."""
     objective = run.job.objective(stage)
     columns = [*SAMPLE_COLUMNS]
     columns += [GROUP_COLUMN] if stage.rollout.group_size > 1 else []

@@ -1,4 +1,4 @@
-"""The lifetime of hidden states: what has served is freed while training goes on.
+"""The lifetime of hidden states: those that are not needed any more are freed while training continues.
 
 decide    rows trained on often enough, too old, or dropped for good; never rows of a window still to be trained
 record    an event `free` with the rows, before a byte goes: the planner and a continued run go by it
@@ -21,8 +21,7 @@ from mopd_dataplane.store.token_stats import free_token_stats
 
 
 def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
-    """Free the hidden states and statistics of a stage that have served under the job's [retain]; nothing happens
-    without one.
+    """Free the hidden states and statistics of a stage whose lifetime under the job's [retain] is over.
 
     windows_done: windows that are never trained again, since a checkpoint lies behind them.
     """
@@ -31,7 +30,7 @@ def free_served(run: Run, stage: Stage, *, windows_done: int) -> None:
 
 
 def _free_stats(run: Run, stage: Stage, windows_done: int) -> None:
-    """Free per-token statistics of samples that the newest policy has left too far behind."""
+    """Free per-token statistics of samples that are too many policy versions old."""
     if not (versions := run.job.retain.stats_versions):
         return
     rows, samples = stage_samples(run.store, stage, None, ["policy_version_first"])

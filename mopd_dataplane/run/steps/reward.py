@@ -1,4 +1,4 @@
-"""Reward: what verifiers say of stored samples. Only what is missing is computed; no model runs."""
+"""Rewards of stored samples, by verifiers. Only missing ones are computed; no model runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def reward_function(run: Run, domain: str) -> Reward:
 
 
 def verify(run: Run, prompt: Prompt, response: list[int], loss_mask: list[int]) -> Outcome:
-    """What the domain's verifier says of a response, and whether it is right as the domain means it."""
+    """Reward of a response by the domain's verifier, and whether it is right by the domain's rule (`right`)."""
     function = reward_function(run, prompt.domain)
     if function.whole:
         return function(prompt, _conversation(run, prompt.domain, response, loss_mask))

@@ -115,7 +115,8 @@ def roll_out(
     follow: bool = False,
     share: Collection[str] | None = None,
 ) -> RolloutReport:
-    """Sample a part, or a share of it, into the store through the token log of `writer`; or finish what it holds."""
+    """Sample a part, or a share of it, into the store through the token log of `writer`, and finish the samples in that
+    log."""
     stage, sampler = part.stage, part.sampler.policy
 
     dropped = 0
@@ -210,7 +211,7 @@ def record_abandoned(store: Store, samples: list[Sample]) -> None:
 
 
 def record_dropped(store: Store, part: Part, uids: Sequence[str]) -> None:
-    """Record each sample that came second with another content than the one that the store has under its uid."""
+    """Record each sample that was dropped because the store has another content under its uid."""
     for uid in uids:
         store.add_event(f"dropped/{uid}", part.stage.name, "dropped", part.iteration, None, {"uid": uid})
 

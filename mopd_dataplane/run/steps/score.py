@@ -1,4 +1,4 @@
-"""Score: what teachers say of stored samples. Only what is missing is computed."""
+"""Teachers' signals of stored samples. Only missing ones are computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ScoreTask:
 
 @dataclass(frozen=True)
 class ScoredTask:
-    """What became of a task."""
+    """Result of a task."""
 
     teacher: str
     signals: int
@@ -93,7 +93,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
 
 
 def _loading(run: Run, stage: Stage, teacher: str) -> str:
-    """What the step waits for before a teacher's first signal."""
+    """Progress text while a teacher is being loaded."""
     members = run.job.members_of(teacher)
     folders = [Path(run.policies.teacher(member, stage)) for member in members if not run.job.teachers[member].url]
     return run.progress.waits_for(stage.name, f"loading teacher {teacher}", folders)
@@ -119,7 +119,7 @@ def teacher_pool(
 ) -> TeacherPool:
     """Teachers as a stage scores with them, and those they are blends of; none is loaded yet.
 
-    judges: default those that judge the stage's samples. engine: what runs them; default what the job says.
+    judges: default those that score the stage's samples. engine: what runs them; default the job's.
     """
     judges = judges or (*run.job.teachers_of(stage), *_reference(run, stage))
     names = dict.fromkeys([*judges, *(member for teacher in judges for member in run.job.members_of(teacher))])

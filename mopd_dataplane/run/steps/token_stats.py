@@ -1,4 +1,4 @@
-"""What the trainer found for each token, from its files to the store."""
+"""Writes the trainer's per-token statistics from its files to the store."""
 
 from __future__ import annotations
 

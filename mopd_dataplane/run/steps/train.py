@@ -43,7 +43,7 @@ STOP_S = 30.0
 STATS_S = 30.0
 """How often per-token statistics are written while a window is trained."""
 LEAST_STEPS = 3
-"""Fewest steps in a third of the first window for a rise of its reverse KL to be told from noise."""
+"""Fewest steps in a third of the first window for a rise of its reverse KL to be distinguished from noise."""
 PATIENCE_S = 7 * 86400.0
 """A trainer waits for its next window as long as this process lives; the loader ends with it, and tells."""
 
@@ -108,8 +108,8 @@ class Training:
         free_served(self._run, self._stage, windows_done=self._checkpoints.windows_done())
 
     def take_part(self, versions: int | None) -> None:
-        """On a node besides the first: train beside it until it has published that many versions, or, where nobody
-        knows how many there will be, until the plan log is closed."""
+        """On a node besides the first: train together with it until it has published that many versions; None: until
+        the plan log is closed."""
         trainer = self._start()
         while trainer.poll() is None and (versions is None or self._run.policies.latest(self._stage) < versions):
             with contextlib.suppress(subprocess.TimeoutExpired):
