@@ -19,7 +19,7 @@ from mopd_dataplane import fields
 
 FORMAT_VERSION = 2
 DATA_STORAGE_VERSION = "2.2"
-"""Lance file format, pinned: what `None` means drifts with pylance."""
+"""Lance file format, pinned, because the default changes with pylance."""
 LIST_STORAGE_VERSION = "2.0"
 """Lance file format of payload in lists: read and written several times faster, a third larger (decision 0003)."""
 
@@ -453,7 +453,7 @@ TABLES: dict[str, TableSpec] = {
 """The fixed tables, in the order of the flow."""
 
 LATER = frozenset({TOKEN_STATS.name})
-"""Fixed tables that a store may lack until something is written to them: they came after its making."""
+"""Fixed tables that a store made by an older version may lack until something is written to them."""
 
 SIGNALS: dict[str, TableSpec] = {
     spec.name.removeprefix(fields.SIGNALS): spec for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN)

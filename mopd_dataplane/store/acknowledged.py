@@ -1,11 +1,11 @@
-"""Which version of a table was acknowledged last: known outside the files that Lance writes.
+"""Which version of a table was acknowledged last, recorded outside the files that Lance writes.
 
-    acknowledged/<table>/<version>.<crc32c of its manifest>     an empty file; its name is what it says
+    acknowledged/<table>/<version>.<crc32c of its manifest>     an empty file; its name is the record
 
-A commit is acknowledged once its version is on the disk and its number is here. So a manifest that cannot be read is
-told apart: up to that number it was promised, and its loss is damage; above it, a power cut came before the promise,
-and the next writer sets it aside. Names only ever grow, so that writers need no lock between them, and nothing here can
-be half written.
+A commit is acknowledged once its version is on the disk and recorded here. So there are two cases of a manifest that
+cannot be read: up to the recorded version its loss is damage; above it a power cut came before the acknowledgement, and
+the next writer sets it aside. Versions only grow, so writers need no lock between them, and an empty file cannot be
+half written.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SLOTS = 4
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
-    """Arrow rows of a light table; `created_at` is filled in, missing nullable columns are null.
+    """Arrow rows of a metadata table; `created_at` is filled in, missing nullable columns are null.
 
     Raises InputError naming the column that is unknown, missing, or of another type.
     """
@@ -71,7 +71,7 @@ def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.
 
 
 def check_sample(sample: Sample) -> None:
-    """Raise MismatchError for lengths and names that do not fit, EngineError for impossible log-probs."""
+    """Raise MismatchError for lengths and names that do not match, EngineError for impossible log-probs."""
     where = f"sample {sample.uid}"
     if len(sample.uid) != 32 or set(sample.uid) - set("0123456789abcdef"):
         raise MismatchError(f"sample uid {sample.uid!r:.80} is not 32 hex digits; use records.sample_uid")
@@ -179,7 +179,7 @@ def sample_rows(records: Iterable[dict[str, Any]], payload_rows: NDArray[np.int6
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
-    """What a row of `samples` says of a sample, wherever its payload lies."""
+    """Values of a row of `samples`, except those that depend on its payload's row."""
     mask = np.asarray(sample.loss_mask, bool)
     mean = None if sample.logprobs is None or not mask.any() else float(np.mean(sample.logprobs[mask]))
     same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}

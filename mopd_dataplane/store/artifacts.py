@@ -24,7 +24,7 @@ from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.objects import ObjectFiles
 
 FRESH_S = 2.0
-"""How long a listing is believed."""
+"""How long a listing is reused, in seconds."""
 _ATTEMPT = re.compile(r".+\.[0-9a-f]{8}")
 """Where the files of one attempt lie, beside the list that names them."""
 
@@ -98,7 +98,7 @@ class ArtifactStore:
         return True
 
     def drop(self, name: str) -> None:
-        """Take a folder off the shelf."""
+        """Remove a published folder."""
         content = self._files.read(f"{name}.json")
         if content is not None:
             self._files.remove([f"{name}.json", *self._files.under(unseal(content, name)["folder"])])

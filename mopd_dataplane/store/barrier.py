@@ -41,7 +41,7 @@ class Barrier:
         self._sync(paths)
 
     def sync_version(self, dataset: lance.LanceDataset) -> None:
-        """Return only when this version survives a power cut; ResourceError when it may not."""
+        """Return once this version survives a power cut; ResourceError when that cannot be ensured."""
         fragments = [fragment.metadata for fragment in dataset.get_fragments()]
         self.sync_data(fragments)
         paths = [manifest(self._root, dataset.version)]

@@ -3,7 +3,7 @@
 Files of a store never change once they are committed, so a range is good for ever under a key that names the file and
 its ETag. A range is one file, written under another name and renamed: a process that is killed leaves no half range
 under a key. A checksum over key and bytes finds what a power cut or a bad disk leaves; such a range counts as absent.
-Nothing is synced and nobody depends on a range being there. See docs/decisions/0009-range-cache.md.
+Nothing is synced, and nothing depends on a range being present. See docs/decisions/0009-range-cache.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RANGE = re.compile(r"\.?[0-9a-f]{30}")
 BLOCK = 4096
 """A file takes whole blocks of the disk."""
 LOCK_S = 0.1
-"""Longest wait for another process that keeps a range; then this one is not kept."""
+"""Longest wait, in seconds, for another process that stores a range; after it this range is not stored."""
 LEFT = 0.9
 """Share of the bound that stays when room is made: looking at every file has its price."""
 OF_FREE = 4
@@ -88,7 +88,8 @@ class RangeCache:
         return True
 
     def keep(self, key: str, content: memoryview) -> None:
-        """Keep a range if there is room for it, making room where needed. A full disk is said once and ends keeping."""
+        """Store a range if there is room for it, making room where needed. A full disk is reported once and ends
+        caching."""
         need = _blocks(_HEADER.size + len(content))
         if self._stopped or need > self.max_bytes:
             return
@@ -193,7 +194,8 @@ class RangeCache:
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:
-        """Whether this process alone may change the folder now. One that is stopped holds up nobody for long."""
+        """Whether this process has the folder's lock; it gives up after LOCK_S, so a stopped process delays others no
+        longer."""
         until = time.monotonic() + LOCK_S
         while not (mine := try_lock(self._lock)) and time.monotonic() < until:
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Samples into the store: payload first, metadata row last, exactly once by uid, durable on return.
+"""Commits samples: payload first, metadata row last, exactly once by uid, durable on return.
 
     look up        uids that `samples` has are done
     place payload  rows of `tokens`: adopt what an interrupted commit left there, append the rest, sync
@@ -30,7 +30,7 @@ from mopd_dataplane.store.table import Table
 
 @dataclass(frozen=True)
 class CommitReceipt:
-    """What a commit did.
+    """Result of a commit.
 
     Example: of three samples one was there before: rows=[7, 3, 8], inserted=2, versions={"tokens": 5, "samples": 5}.
     """

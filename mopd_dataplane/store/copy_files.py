@@ -1,8 +1,8 @@
-"""What every copy of a store has in common: its beginning, its end, and the files beside the tables.
+"""Parts of every copy of a store: its beginning, its end, and the files beside the tables.
 
-A target that is being made has PROGRESS, which says of what; it opens as a store once it is whole. Every file is
-written beside its place, synced and renamed, so that what has its name is whole: killed anywhere, the same call goes
-on.
+A target that is being made has the file PROGRESS, which names its source; it opens as a store once it is complete.
+Every file is written under another name, synced and renamed, so that a file under its own name is complete: after a
+kill the same call continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mopd_dataplane.store.verify import verify
 from mopd_dataplane.tables import FORMAT_VERSION
 
 PROGRESS = "copy.json"
-"""What a target is being copied from; gone when it is whole."""
+"""File that names the source of an unfinished copy; removed when the copy is complete."""
 WEIGHTS = ("policies", "discriminators")
 _JSON = ("job.json", "provenance.json")
 
@@ -71,7 +71,7 @@ def finish_copy(source: Store, place: Place, names: Iterable[str]) -> None:
 
 
 def copy_job(source: Store, place: Place) -> None:
-    """The job that the store remembers, what made it, and the tokenizers of imports."""
+    """Copy job.json, provenance.json, and the tokenizers of imports."""
     for name in _JSON:
         value = source.read_json(name)
         if value is not None:
@@ -90,7 +90,7 @@ def copy_weights(source: Store, place: Place) -> None:
 
 
 def copy_file(source: Store, place: Place, name: str) -> None:
-    """One file that nobody rewrites; one that is there, or that the source does not have, is left alone."""
+    """Copy one file that is never rewritten, unless the target has it or the source does not."""
     if not name or place.has(name) or not source._place.has(name):
         return
     if source.files is None and place.files is None:

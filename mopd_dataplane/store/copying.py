@@ -1,13 +1,14 @@
-"""Samples that fit a predicate, with everything that speaks of them, in a new store, in a folder or on an object store.
+"""Copies samples that match a predicate, with everything that refers to them, to a new store in a folder or on an
+object store.
 
-    samples, tokens, signals, scores, rewards, labels,
-    token_stats                                          of the samples that fit
-    prompts, evals                                       all but those of prompts whose samples all stay behind
+        samples, tokens, signals, scores, rewards, labels,
+    token_stats                                          of the samples that match
+    prompts, evals                                       all but those of prompts of which no sample matches
     teachers, steps, events                              whole, with heads, policies, discriminators and the job
 
-Rows are numbered anew, so what names rows by number stays behind: plans, snapshots, checkpoints, the token log. Every
-checksum is compared with what is read, and carried; the copy is verified in full before it opens as a store. Every step
-looks at what is there first: killed anywhere, the same call goes on.
+Rows get new ids, so whatever names rows is not copied: plans, snapshots, checkpoints, the token log. Every checksum is
+compared with what is read, and copied; the copy is verified in full before it opens as a store. Every step first looks
+at what is there: after a kill the same call continues.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _WHOLE = ("teachers", "steps", "events")
 
 
 def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
-    """Copy the samples that a predicate over `samples` lets through; names each part that is done.
+    """Copy the samples that match a predicate over `samples`; yields the name of each part that is done.
 
-    Raises InputError for a predicate that is none or a place that cannot be used, UnknownNameError when no sample fits,
-    MismatchError for half a copy of something else, DamagedError naming what of the source is damaged.
+    Raises InputError for an invalid predicate or a place that cannot be used, UnknownNameError when no sample matches,
+    MismatchError for an unfinished copy of something else, DamagedError naming what is damaged in the source.
     """
     place = Place(target)
     at = source.snapshot()
@@ -67,7 +68,7 @@ def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
 
 
 def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
-    """[n] row ids of the samples that fit a predicate. Raises InputError, UnknownNameError when there is none."""
+    """[n] row ids of the samples that match a predicate. Raises InputError, UnknownNameError when there is none."""
     samples = source.dataset("samples", at)
     try:
         found = samples.to_table(columns=[], filter=where, with_row_id=True)["_rowid"].to_numpy()
@@ -168,7 +169,7 @@ class _Copy:
         return _sound(name, self._source.table(name, snapshot=self._at))
 
     def _of_ours(self, rows: pa.Table) -> pa.Table:
-        """Rows that speak of a sample that was copied."""
+        """Rows that refer to a copied sample."""
         found, _ = self._samples.find(rows.select(["uid"]))
         return rows.filter(pa.array(found >= 0))
 

@@ -1,4 +1,4 @@
-"""Store: the front door to the datasets of one run."""
+"""Store: the interface to the datasets of one run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ class Store:
     def create(
         cls, uri: str | Path, storage_options: dict[str, str] | None = None, *, single_writer: bool = False
     ) -> Store:
-        """Open the store at `uri`, creating it when there is none. The mark is written last: no half store opens.
+        """Open the store at `uri`, creating it if there is none. store.json is written last: an incomplete store does
+        not open.
 
         single_writer: a promise that one process writes, which the store remembers; needed, and of use, only on an
         object store that ignores preconditions (ResourceError without it).
@@ -133,7 +134,7 @@ class Store:
 
     @property
     def uuid(self) -> str:
-        """What tells this store from another one that lay, or will lie, at the same place."""
+        """Random id of this store, which no other store at the same place ever has."""
         return str((self._place.read_json(MARK) or {}).get("uuid", ""))
 
     @property
@@ -283,7 +284,7 @@ class Store:
         Repeating the call with the same samples, here or in another process, changes nothing, also where a process
         that was stopped in the middle wakes up after its successor.
         Raises MismatchError (shapes, values, a sample that was deleted, a uid that names other content; `keep_first`
-        drops the sample instead and says so), EngineError (impossible log-probs), ResourceError (disk full).
+        drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
         """
         self.deletions.refuse_uids([sample.uid for sample in batch])
         with committing(self._place, "samples"):
@@ -293,7 +294,7 @@ class Store:
     # -- teachers and signals --------------------------------------------------------------------------------------
 
     def add_teacher(self, teacher: Teacher) -> None:
-        """Remember a teacher.
+        """Record a teacher in `teachers`.
 
         Raises MismatchError when another one has the name (digests compared), InputError when the name or the head
         file's place would leave the store.
@@ -367,10 +368,10 @@ class Store:
         return reading.read_signal(dataset, kind, found, verify=verify)
 
     def free_hidden(self, teacher: str, sample_rows: ArrayLike, in_use: Iterable[Snapshot] = ()) -> Freed:
-        """Free the hidden states of samples that have served; they can be read no more at the newest version.
+        """Free the hidden states of these samples; after it they cannot be read at the newest version.
 
-        A file goes once all its samples have served. Snapshots that are tagged, and those `in_use`, keep theirs: the
-        bytes leave the disk when they are released and this is called again.
+        A file is freed once none of its samples is needed. Tagged snapshots, and those `in_use`, keep theirs: the bytes
+        leave the disk when these are released and this is called again.
         """
         table = self._existing(signal_table(teacher, "hidden"))
         scored = reading.scored_rows(self.dataset("scores"), teacher, "hidden")
@@ -446,7 +447,7 @@ class Store:
         snapshots.pin(self._place, {name: self._table(name) for name in self.names()}, tag, snapshot)
 
     def release(self, tag: str) -> None:
-        """Give a tagged snapshot free."""
+        """Release a tagged snapshot."""
         snapshots.release(self._place, {name: self._table(name) for name in self.names()}, tag)
 
     def info(self) -> dict[str, Any]:
@@ -456,7 +457,7 @@ class Store:
     def verify(self, deep: bool = True) -> VerifyReport:
         """Audit every row and, when `deep`, every payload byte; nothing is changed.
 
-        It reads in this process, which noise in a file may end; verify_apart.verify_apart takes one of its own for it.
+        It reads in this process, which damaged bytes may end; verify_apart.verify_apart audits in a child process.
         """
         return verify.verify(self._place, {name: self._table(name) for name in self.names()}, deep=deep)
 

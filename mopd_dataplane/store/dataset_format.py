@@ -94,14 +94,14 @@ def check_format(version: int, where: str) -> None:
 
 
 def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
-    """Refuse a dataset of other columns or another format, or without stable row ids, by which tables speak of rows."""
+    """Refuse a dataset of other columns or another format, or without stable row ids, by which tables refer to rows."""
     check_schema(dataset.schema, spec, dataset.uri)
     if not dataset.has_stable_row_ids:
         raise MismatchError(f"{dataset.uri} was made without stable row ids; run `mopd store upgrade SRC DST`")
 
 
 def read_mark(place: Place) -> dict[str, Any] | None:
-    """What a store says of itself; None where there is none.
+    """Content of store.json; None where there is none.
 
     Raises MismatchError for another format version, DamagedError when it is not what was written.
     """

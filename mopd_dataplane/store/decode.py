@@ -1,6 +1,6 @@
-"""Token ids as text, from the tokenizer.json that every policy folder of a store carries, or that an import kept.
+"""Token ids as text, from the tokenizer.json of a policy folder of the store, or of an import.
 
-Where a store has no tokenizer file, ids stand for themselves.
+Without a tokenizer file, ids are shown as numbers.
 """
 
 from __future__ import annotations

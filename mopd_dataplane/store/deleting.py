@@ -1,12 +1,11 @@
-"""Samples and prompts out of every table, with everything that speaks of them.
+"""Removes samples and prompts from every table, with everything that refers to them.
 
     find      rows of each table, by uid, by prompt, and events that name a uid
-    remove    what points to a sample first, then the sample, then its payload: whoever looks in between sees a sound
-              store, with payload that nobody sees
+    remove    what points to a sample first, then the sample, then its payload, so that the store is sound in between
     unpin     snapshots that hold one of the rows, because a pinned version would keep them on disk
 
-Plans stay, since they hold numbers only: they say which steps used a sample. Every step looks at what is there first;
-killed anywhere, the same call goes on.
+Plans stay, since they hold numbers only: they say which steps used a sample. Every step first looks at what is there;
+after a kill the same call continues.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a predicate lets go.
+    """The samples and prompts that a predicate selects for deletion.
 
     Example: prompt p17 and its two samples: Chosen(uids=["9f…", "c0…"], rows=[17, 90], prompts=["p17"]).
     """
@@ -60,9 +59,9 @@ class Chosen:
 
 
 def choose(store: Store, where: str) -> Chosen:
-    """Samples that fit a predicate, and prompts all of whose samples do; where none fits, prompts without samples.
+    """Samples that match a predicate, and prompts all of whose samples do; if none matches, prompts without samples.
 
-    Raises InputError for a predicate that is none.
+    Raises InputError for an invalid predicate.
     """
     samples = store.dataset("samples")
     found = _fitting(samples, "samples", where, ["uid", "prompt_id"])
@@ -91,8 +90,8 @@ def _fitting(dataset: lance.LanceDataset, name: str, where: str, columns: list[s
 
 
 def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:
-    """[n] row ids of each table that speak of these samples, or of prompts by the hash of their name; in the order in
-    which they can go. Tables that have none are left out."""
+    """[n] row ids of each table that refer to these samples, or to prompts by the hash of their name; tables in the
+    order in which rows can be removed. Tables that have none are left out."""
     names = store.names()
     signals = [name for name in names if name.startswith("signals/")]
     of_samples = [name for name in (*_OF_SAMPLES, *signals, "samples", "tokens") if name in names]
@@ -135,10 +134,10 @@ def _ids(held: pa.Table) -> Rows:
 
 
 def remove(store: Store, deletion: Deletion) -> Iterator[tuple[str, int]]:
-    """Remove what a deletion names; (table, rows that went) of each table that had some.
+    """Remove what a deletion names; yields (table, rows removed) for each table that had some.
 
-    Looks again until nothing is left, because a scorer that was at work may have added something meanwhile.
-    Raises DamagedError when a row that stays is damaged; what went stays gone, and the same call goes on.
+    Repeats until nothing is left, because a scorer may add rows meanwhile. Raises DamagedError when a row that stays is
+    damaged; removed rows stay removed, and the same call continues.
     """
     while found := rows_to_go(store, deletion.uids, deletion.prompts):
         for tag in pins_of(store, found):

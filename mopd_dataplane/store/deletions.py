@@ -1,6 +1,7 @@
-"""What was deleted from a store, by identity alone: so that it stays away, and that whoever misses it learns why.
+"""Records of what was deleted from a store, by identity alone: it cannot be added again, and errors can name the
+deletion.
 
-    deletions/<n>.json      uids and row ids of the samples, sha256 of the prompts' names; nothing of what they said
+    deletions/<n>.json      uids and row ids of the samples, sha256 of the prompts' names; nothing of their content
 
 A record is written before the first row goes and is closed after the last: an open one is a deletion to be continued.
 """
@@ -66,7 +67,7 @@ class Deletions:
         return begun
 
     def close(self, deletion: Deletion) -> None:
-        """Record that nothing of it is left."""
+        """Record that a deletion is finished."""
         self._write(deletion, finished=True)
 
     def uids(self) -> set[str]:
@@ -144,5 +145,5 @@ class Deletions:
 
 
 def prompt_hash(name: str) -> str:
-    """How a deleted prompt is remembered."""
+    """sha256 of a prompt's name, by which its deletion is recorded."""
     return hashlib.sha256(name.encode()).hexdigest()

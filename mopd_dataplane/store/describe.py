@@ -1,4 +1,4 @@
-"""What the tables and views of a store mean, from the docs that travel in the schemas."""
+"""Meaning of the tables and views of a store, from the documentation in their schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep the number of files of a table small however often it is committed to. Rows keep their ids.
+"""Merges small files of a table, so that their number stays small however many commits there are. Rows keep their ids.
 
 Tiers by size: when more than COUNT files lie between the limit before and a LIMIT, they and all smaller ones become
 one. Each byte is copied about once a tier, so commit time stays flat, and a table of any size has about a hundred files
@@ -44,7 +44,8 @@ def is_crowded(dataset: lance.LanceDataset) -> int:
 
 
 def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None) -> int:
-    """Merge neighbouring files smaller than `limit` bytes; how many went. The handle moves to the new version.
+    """Merge neighbouring files smaller than `limit` bytes; returns how many were replaced. The handle moves to the new
+    version.
 
     Rows keep their ids. Raises OSError when another commit came first, DamagedError when a row is not as it was
     committed or was not copied right; nothing has changed then.
@@ -72,9 +73,9 @@ def merge_small(dataset: lance.LanceDataset, limit: int, barrier: Barrier | None
 
 
 def drop_old(dataset: lance.LanceDataset) -> tuple[int, int]:
-    """Drop versions older than KEEP that no tag pins, and their files; how many versions, how many bytes.
+    """Drop versions older than KEEP that no tag pins, and their files; returns (versions, bytes) dropped.
 
-    Files that no version names (of interrupted commits) go when they are seven days old.
+    Files that no version names (of interrupted commits) are removed when they are seven days old.
     """
     return drop_versions(dataset, older_than=KEEP)
 

@@ -1,8 +1,8 @@
-"""Who is at work on which version of a local table, so that clean-up leaves it alone.
+"""Which processes have which version of a local table open, so that clean-up keeps it.
 
-Whoever opens a version holds a shared lock (flock) on its manifest until the handle goes. That writes nothing, so it
-works on a read-only mount, and it ends with the process however the process ends. Clean-up takes a version only when it
-can lock the manifest for itself, and finds the others' processes in /proc/locks.
+A process that opens a version holds a shared lock (flock) on its manifest as long as the handle lives. That writes
+nothing, so it works on a read-only mount, and it ends with the process however the process ends. Clean-up drops a
+version only when it gets an exclusive lock on the manifest, and finds the processes that hold others in /proc/locks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mopd_dataplane.store.acknowledged import manifest
 
 
 class Gone(Exception):
-    """A version was taken by clean-up while it was being opened."""
+    """Clean-up dropped a version while it was being opened."""
 
 
 def hold(dataset: lance.LanceDataset, root: Path) -> None:
-    """Hold the version a handle stands at for as long as the handle lives. Raises Gone."""
+    """Hold the version of a handle for as long as the handle lives. Raises Gone."""
     try:
         fd = os.open(manifest(root, dataset.version), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -46,7 +46,7 @@ def hold(dataset: lance.LanceDataset, root: Path) -> None:
 
 @contextmanager
 def free_versions(root: Path, versions: Iterable[int]) -> Iterator[tuple[list[int], dict[int, list[str]]]]:
-    """Those of the versions that nobody holds, which nobody can take up until the block ends; and who holds the others.
+    """Versions that no process holds, which none can open until the block ends; and the processes that hold the others.
 
     Example: ([1, 2], {3: ["process 4711 (mopd view runs/demo)"]}).
     """

@@ -2,8 +2,8 @@
 
 Lance keeps packed blobs in sidecar files beside its data files, and small ones in the data files. Its public blob
 descriptors say where in its file each blob lies; the bytes are read from there, on a local disk and on an object store
-(sidecars.py). The file's name is Lance's own business: a file is only used after its first blob's first bytes were the
-same through Lance. All else (other blob kinds) is read through Lance.
+(sidecars.py). The file's name is internal to Lance, so a file is used only after the first bytes of its first blob
+agreed with a read through Lance. Everything else (other blob kinds) is read through Lance.
 """
 
 from __future__ import annotations

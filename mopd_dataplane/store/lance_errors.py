@@ -1,4 +1,5 @@
-"""What Lance raises, told apart: a full disk, damaged bytes, a silent object store, a commit that came second."""
+"""Errors of Lance by cause: a full disk, damaged bytes, an object store that does not answer, a commit that came
+second."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The file format is public: a footer, a table of columns, and a protobuf message for each column (`file2.proto`,
 `encodings.proto` of the Lance project; the numbers below are those of their fields). Only two encodings are known here,
-those that a list of numbers has in format 2.0; a page with any other is told by NotPlain.
+those that a list of numbers has in format 2.0; a page with any other raises NotPlain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Page(NamedTuple):
 
 
 class ListCounts(NamedTuple):
-    """What a page of a list column says beside where its lists end."""
+    """Counts that a page of a list column states beside the ends of its lists."""
 
     null_shift: int
     """What is added to the end of a null list."""

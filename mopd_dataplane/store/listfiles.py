@@ -1,8 +1,8 @@
 """Where the lists of a table lie in its local files, so that they are read by byte range with no copy in between.
 
 Lance file format 2.0 keeps the elements of a list column one after the other, without packing, and beside them where
-each list ends. The file says where both lie and how they are encoded (lance_pages.py). A file that says anything else
-is left to Lance. So is a file whose first row fails its checksum when it is read in this way.
+each list ends. The file says where both lie and how they are encoded (lance_pages.py). Any other file is read through
+Lance, and so is a file if the first row read this way fails its checksum.
 """
 
 from __future__ import annotations

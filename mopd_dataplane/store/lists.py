@@ -223,7 +223,7 @@ class FileLists:
                 self._read(number, position, memory)
 
     def read_ahead(self) -> None:
-        """Have the kernel read these lists into memory, where they are not, without waiting for it."""
+        """Ask the kernel to read these lists into the page cache, without waiting for it."""
         here = np.flatnonzero((self.lengths > 0) & (self._positions >= 0))
         probes = here[:: max(1, len(here) // PROBES)].tolist()
         if not any(self._files.absent(int(self._numbers[place]), int(self._positions[place])) for place in probes):

@@ -1,7 +1,7 @@
 """One committer at a time on this machine, so that committers do not waste each other's work.
 
-The lock saves retries; it is not what keeps rows unique (the compare-and-swap commit of table.py is). A committer
-that was stopped while it held the lock therefore must not stop the store: after `PATIENCE_S` the next one goes on.
+The lock saves retries; rows are kept unique by the compare-and-swap commit of table.py. So a committer that was stopped
+while it held the lock does not block the store: after `PATIENCE_S` seconds the next one continues without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POLL_S = 0.002
 
 @contextmanager
 def committing(place: Place, name: str) -> Iterator[bool]:
-    """Hold the commit lock of one table; yields False when it was not to be had in time.
+    """Hold the commit lock of one table; yields False when it was not free in time.
 
     flock, not POSIX locks: freed by SIGKILL, and an unrelated close() in this process does not drop it.
     """

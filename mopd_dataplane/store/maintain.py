@@ -1,4 +1,4 @@
-"""Counting and housekeeping: what a store holds, merging small files, dropping what nobody can see."""
+"""Maintenance of a store: counts, merging of small files, dropping of old versions."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> 
     """Merge small files, drop versions that are more than a day old and that no snapshot pins. Rows keep their ids.
 
     now: drop every version that no snapshot pins and no process of this machine has open, however young (in a folder;
-    on an object store nobody can tell who reads). Returns, per table, files_merged, versions_dropped, bytes_freed,
-    bytes (on disk now), and kept: why data stays that the newest version does not need, and its bytes.
-    Files of hidden states are not merged: that would rewrite every byte of them for nothing.
+    the readers of an object store cannot be known). Returns, per table, files_merged, versions_dropped, bytes_freed,
+    bytes (left on disk), and kept: why data stays that the newest version does not need, and its bytes. Files of hidden
+    states are not merged: that would rewrite every byte of them for nothing.
     """
     return {name: dict(_tidy(place, table, now)) for name, table in tables.items()}
 

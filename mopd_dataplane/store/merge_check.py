@@ -1,8 +1,8 @@
-"""What a merge has copied, or a deletion has kept, read again and compared before it is committed.
+"""Comparison of the rows that a merge has copied, or a deletion has kept, before they are committed.
 
-A merge drops the files it replaces a day later: from then on the copy is all there is. So each copied row of payload is
-compared with the row it was made from, and each one of metadata with the checksum it was committed with: a damaged file
-of metadata stays where it is, and is named, until somebody has restored it.
+The files that a merge replaces are dropped a day later, and then only the copy is left. So each copied row of payload
+is compared with the original, and each row of metadata with the checksum it was committed with: a damaged metadata file
+stays in place, and is named, until it is restored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an object store answers, told apart: no answer, refused credentials, no bucket.
+"""Errors of an object store by cause: no answer, refused credentials, no bucket.
 
 The text of a refusal may hold access keys and the string that was signed, so none of it is passed on: only the status
 and the error code are.
@@ -22,8 +22,8 @@ _NO_ROOM = (507,)
 
 
 def network_failure(where: str, error: BaseException) -> MopdError | None:
-    """What an error of the object store means for the user; None when it is not one, or says that a file is there or
-    is not."""
+    """The error to raise for one of the object store; None when it is not the store's, or only says whether a file
+    exists."""
     text = str(error)
     if isinstance(error, MopdError) or not any(word in text for word in _OF_THE_NETWORK):
         return None

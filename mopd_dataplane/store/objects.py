@@ -1,6 +1,6 @@
 """The files of a store on an object store, through obstore: the same client, settings and credentials as Lance's own.
 
-Names are relative to the store. Every call retries inside bounds and then raises; nothing here waits for ever.
+Names are relative to the store. Every call retries within a time limit and then raises.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class ObjectFiles:
     def create(self, name: str, content: bytes) -> bool:
         """Write a file unless there is one (If-None-Match: *); whether this call made it.
 
-        False also when a reply was lost and the retry met our own file: whoever must know compares the content.
+        False also when a reply was lost and the retry met the file of the first try: compare the content where that
+        matters.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError

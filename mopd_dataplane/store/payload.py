@@ -1,4 +1,4 @@
-"""Payload before metadata: write each payload once, also when an earlier commit died before its metadata row."""
+"""Writes payload before metadata, each once, even if an earlier commit died before its metadata row."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def place_payload(
 ) -> tuple[NDArray[np.int64], lance.LanceDataset]:
     """[n] row id of each payload in `table`, and a version that has them all.
 
-    A row that already lies there with equal uid and checksum is adopted: an interrupted commit left it, and no
-    metadata row points to it. The rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at`
-    computes the checksums of given rows of the dataset. Without `adopt` the table is known to hold nothing unused.
+    A row with equal uid and checksum that an interrupted commit left, and to which no metadata row points, is used. The
+    rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at` computes the checksums of given
+    rows of the dataset. Without `adopt` the table is known to hold nothing unused.
     """
     places, dataset = np.full(len(uids), -1, np.int64), table.open()
     if adopt:

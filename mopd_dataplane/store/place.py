@@ -1,4 +1,4 @@
-"""Where a store lies: a folder or an object-store URI, and the small JSON files beside its datasets."""
+"""Place, the root of a store: a folder or an object-store URI, and the small JSON files beside its datasets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Place:
         return self._session
 
     def committed(self) -> None:
-        """Begin new caches after some commits: each leaves the manifest of a version there that nobody reads again."""
+        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again."""
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
             self._session, self._commits = None, 0

@@ -1,8 +1,8 @@
-"""A durable key-value queue beside the tables of a store: what another framework puts through this store.
+"""A durable key-value queue beside the tables of a store, for values that another framework passes through it.
 
-Rows are only ever appended, and the last row of a key is its value; clearing appends a row that says so. So any
-number of processes may put, get and clear at once, and a kill leaves what was acknowledged. Bytes come back file by
-file: a step's values are put and cleared together, so its files go together, and what outlives them is written anew.
+Rows are only ever appended, and the last row of a key is its value; clearing appends a row that says so. So any number
+of processes may put, get and clear concurrently, and a kill leaves what was acknowledged. Space is freed file by file:
+a step's values are put and cleared together, so its files are freed together, and values that stay are rewritten.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Queue:
         return [key for key, kind in self._kinds(None).items() if kind != CLEARED]
 
     def pin(self, name: str) -> None:
-        """Keep what there is now for `restore`, whatever happens to it; the newest PINS are kept."""
+        """Pin the present values for `restore`; the newest PINS pins are kept."""
         dataset = self._table.open()
         set_tag(dataset, name, dataset.version)
         held = sorted(tagged(dataset).items(), key=lambda item: item[1], reverse=True)
@@ -106,7 +106,7 @@ class Queue:
         self._table.make_durable(dataset)
 
     def restore(self, name: str) -> None:
-        """Have what there was at a pin, and nothing else. Raises UnknownNameError when it is not kept any more."""
+        """Restore the values of a pin, and no others. Raises UnknownNameError when the pin is not kept any more."""
         if name not in tagged(self._table.open()):
             raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
         before, now = self._contents(self._table.open(name)), self._contents(self._table.open())

@@ -168,7 +168,7 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
 
 
 def header_columns(dataset: lance.LanceDataset, kind: str) -> list[str]:
-    """Columns of a kind of signal beside its payload: whose it is, and what describes the arrays."""
+    """Columns of a kind of signal beside its payload: the sample's uid, and what describes the arrays."""
     return [name for name in dataset.schema.names if name not in column_names(of_signal(kind))]
 
 
@@ -241,7 +241,7 @@ class TokenReader:
         return lists
 
     def _look_up(self, at: NDArray[np.int64]) -> None:
-        """Learn where samples lie, and that what lies there is theirs."""
+        """Look up the payload rows of samples, and check that their uids are the samples'."""
         if not len(at):
             return
         found = take_rows(self._samples, self._sample_rows[at], ["uid", "payload_row", "payload_crc"])
@@ -276,7 +276,7 @@ class SignalReader:
         return lists
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
-        """Every (K, support) that the top-k of the given samples has."""
+        """Every (K, top-k source) that the top-k of the given samples has."""
         found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
         header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "topk_source"])
         return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))

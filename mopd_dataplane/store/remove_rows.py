@@ -1,8 +1,8 @@
-"""Rows out of a table: every file that holds one of them is replaced by one without it, in a single commit.
+"""Removes rows from a table: every file that holds one of them is replaced by one without it, in a single commit.
 
-The rows that stay keep their ids, and the ids of those that go are never given again. Old files lie on disk until the
-versions that name them are dropped (maintain.py). Beside other writers: Lance refuses the commit when an insert or a
-merge came in between, then it is made again; an append goes through beside it.
+The rows that stay keep their ids, and removed ids are never used again. Old files stay on disk until the versions that
+name them are dropped (maintain.py). With concurrent writers: Lance refuses the commit when an insert or a merge came in
+between, and it is made again; a concurrent append does not disturb it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Free the bytes of hidden states (or of token_stats.py's lists) that have served, without moving a row.
+"""Frees the bytes of hidden states (or of token_stats.py's lists) that are not needed any more, without moving a row.
 
-    replace   every file whose rows have all served by one with the same rows and no states: one commit
+    replace   every file of which no row is needed by one with the same rows and no states: one commit
     drop      the versions that still name the old files, but for those that are pinned or in use
 
-Rows keep their ids: the new file's rows are given those of the old one's. A freed row says so: its codec is FREED.
-Killed anywhere, the same call again does the rest.
+Rows keep their ids: the new file's rows get those of the old file's. The codec of a freed row is FREED. After a kill
+the same call does the rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mopd_dataplane.store.tags import drop_versions, tagged
 
 @dataclass(frozen=True)
 class Freed:
-    """What a call freed.
+    """Result of a call that frees.
 
     Example: two commits of 512 samples: Freed(rows=1024, bytes=8_800_000_000).
     """
@@ -44,7 +44,7 @@ class Freed:
 
 
 class Freeable(Protocol):
-    """What of a table can go, file by file."""
+    """What can be freed in a table, file by file."""
 
     def served(self, dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """[n] rows that have served, [n] rows that still hold something; in the order of the scan."""

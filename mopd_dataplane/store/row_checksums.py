@@ -1,7 +1,7 @@
 """A checksum over the content of each row of a metadata table, in its column `row_crc`.
 
-Content, not bytes of files: whoever merges files, the sums stay right. crc32c over, for the columns that hold a value
-in that row, in the order of their names:
+It is over values, not bytes of files, so that it stays right when files are merged. It is the crc32c over, for the
+columns that hold a value in that row, in the order of their names:
 
     names          joined by NUL, UTF-8
     numbers        8 bytes each, little-endian: integers and times as they are, floats by their bits; of text, of binary

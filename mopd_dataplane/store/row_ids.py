@@ -1,8 +1,8 @@
-"""Row ids: the numbers by which one table speaks of another's rows, and where in one version those rows lie.
+"""Row ids, by which one table refers to another's rows, and the positions of those rows in one version.
 
-Every table has Lance's stable row ids: a row gets its number when it is committed and keeps it, whatever files are
-merged, by whom and beside which writer. The order of rows in a scan is another matter: a merge that meets an append may
-put older rows behind newer ones. So a reference is a row id, and here, for one version, ids become offsets in the scan.
+Every table has Lance's stable row ids: a row gets its number when it is committed and keeps it, whatever is merged or
+written at the same time. The order of rows in a scan can change: a merge that meets an append may put older rows after
+newer ones. So a reference is a row id, and this module turns ids into offsets in the scan of one version.
 
 The ids of a fragment are in its metadata, as a few runs; those of files whose rows were deleted are scanned.
 """

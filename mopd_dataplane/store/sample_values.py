@@ -1,4 +1,4 @@
-"""Values of a sample, looked at before any cast: what numpy would wrap, round or overflow is refused by name."""
+"""Checks of a sample's values before any cast: what numpy would wrap, round or overflow is refused by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reads ranges of the sidecar files in which Lance keeps blobs: on a local disk, or on an object store.
 
-Both are asked for many ranges at once and fill memory the caller owns.
+Both take many ranges in one call and fill memory the caller owns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What teachers say: payload into signals/<teacher>/<kind>, then one row of `scores`; samples are never touched."""
+"""Commits teachers' signals: payload into signals/<teacher>/<kind>, then one row of `scores`; samples do not change."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def commit_signals(
 
 
 def _samples_of(samples: Table, signals: Sequence[Signal]) -> pa.Table:
-    """Metadata of the samples spoken of, in order; MismatchError when a row is not the sample it claims to be."""
+    """Metadata of the signals' samples, in order; MismatchError when a row is not the sample that a signal names."""
     dataset = samples.open()
     offsets = row_ids(dataset).find([signal.sample_row for signal in signals])
     for signal, offset in zip(signals, offsets, strict=True):

@@ -20,7 +20,8 @@ TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 def take_snapshot(place: Place, tables: Mapping[str, Table]) -> tuple[Snapshot, list[lance.LanceDataset]]:
     """The newest version of every table, such that every row it shows has its payload; and handles of them.
 
-    Metadata is looked at before what it points to: rewards and scores, then samples, then payload.
+    Versions are read in this order, so that what metadata points to is there: rewards and scores, then samples, then
+    payload.
     """
     opened = {name: tables[name].open() for name in sorted(tables, key=_order)}
     versions = {name: dataset.version for name, dataset in opened.items()}
@@ -50,7 +51,7 @@ def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | 
 
 
 def release(place: Place, tables: Mapping[str, Table], tag: str) -> None:
-    """Give a pinned snapshot free; no error when there is none."""
+    """Release a pinned snapshot; no error when there is none."""
     place.remove(_file(tag))
     for table in tables.values():
         drop_tag(table.open(), tag)

@@ -1,7 +1,7 @@
 """One read-only SQL statement over the tables of a store, at pinned versions, by DuckDB.
 
 Tables go by their names; `signals/<teacher>/<kind>` is called "signals_<teacher>_<kind>" (quoted when the teacher's
-name has a dash or a dot). Views and macros for what is asked most stand beside them (views.py). Nothing outside the
+name has a dash or a dot). Views and macros for common queries are available too (views.py). Nothing outside the
 store can be read or written by a query.
 """
 
@@ -72,7 +72,7 @@ def _single_statement(connection: duckdb.DuckDBPyConnection, query: str) -> duck
 
 
 def _register(connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None) -> None:
-    """Make the tables and views the query speaks of visible; all of them when it names none (SHOW TABLES)."""
+    """Make the tables and views that the query names visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
     known, text = views(names), query.lower()
     spoken = [name for name in names if sql_name(name) in text]
@@ -105,8 +105,8 @@ def _register_tables(
 def _used_rows(store: Store, name: str, snapshot: Snapshot | None) -> pa.Array | None:
     """Row ids of the payload that metadata names; None for a table that is no payload of samples or scores.
 
-    What an interrupted commit left, or one that another was faster than, has the uid of a sample too: a join would show
-    that sample twice.
+    Payload left by an interrupted commit, or by one of two competing commits, has the uid of a sample too: a join would
+    show that sample twice.
     """
     owner, _, rest = name.partition("/")
     teacher, _, kind = rest.partition("/")

@@ -1,10 +1,10 @@
 """One dataset of a store: read it at a version, append payload to it, insert rows into it exactly once.
 
-An insert is a compare-and-swap on the dataset's version. Lance's Merge operation is the one commit that no data
-commit may overtake: it is refused when an append, a merge, a compaction or another insert came in between
-(tests/unit/store/test_lance_promises.py holds pylance to that). So: look the keys up in version v, write the rows
-that are new, commit on v; refused means look again. Two committers, a retried commit, a lost reply or a process that
-wakes up after an hour can never make a key visible twice.
+An insert is a compare-and-swap on the dataset's version. Lance's Merge operation is the one commit that no data commit
+may overtake: it is refused when an append, a merge, a compaction or another insert came in between (tested by
+tests/unit/store/test_lance_promises.py). So: look the keys up in version v, write the rows that are new, commit on v;
+if that is refused, look again. Two committers, a retried commit, a lost reply or a process that wakes up after an hour
+can never make a key visible twice.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Table:
         return f"manifest of version {version} has crc32c {found:08x}, acknowledged was {known:08x}"
 
     def open_to_write(self) -> lance.LanceDataset:
-        """The newest version. What a power cut left above the newest acknowledged one is set aside, and said."""
+        """The newest version. A torn version above the newest acknowledged one is set aside, with a warning."""
         dataset = self.open()
         if not self._torn:
             return dataset
@@ -271,7 +271,7 @@ class Table:
         return dataset
 
     def _write(self, dataset: lance.LanceDataset, rows: pa.Table) -> list[FragmentMetadata]:
-        """Rows in files of their own, synced, seen by nobody yet."""
+        """Write rows to files of their own and sync them; no version names them yet."""
         if not self.spec.heavy:
             rows = with_row_crcs(rows)
         held = set(rows.column_names)

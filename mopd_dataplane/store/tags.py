@@ -1,7 +1,7 @@
-"""Tags of a dataset, which keep clean-up away from versions, beside other processes that set and delete them.
+"""Tags of a dataset, which keep versions from clean-up, while other processes set and delete tags too.
 
 Lance lists a folder and then reads each file of it: a tag that is deleted between the two ends the call, whichever
-version was asked about. Such a call is made again.
+version it was for. Such a call is repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def tagged(dataset: lance.LanceDataset) -> dict[str, int]:
 
 
 def set_tag(dataset: lance.LanceDataset, tag: str, version: int) -> None:
-    """Have a tag at a version, wherever it was."""
+    """Set a tag to a version, or move it there."""
     if tag in tagged(dataset):
         dataset.tags.update(tag, version)
     else:
@@ -44,7 +44,7 @@ def drop_tag(dataset: lance.LanceDataset, tag: str) -> None:
 def drop_versions(
     dataset: lance.LanceDataset, *, versions: Sequence[int] | None = None, older_than: timedelta | None = None
 ) -> tuple[int, int]:
-    """Drop given versions, or those of an age, that no tag keeps; how many, and bytes that left the disk."""
+    """Drop given versions, or those older than an age, that no tag keeps; returns (versions, bytes) dropped."""
     given: dict[str, Any] = {"older_than": older_than} if versions is None else {"versions": list(versions)}
     freed = _again(lambda: dataset.cleanup_old_versions(**given, error_if_tagged_old_versions=False))
     return int(freed.old_versions), int(freed.bytes_removed)

@@ -1,7 +1,7 @@
-"""Per-token statistics: what scoring and training found for each trained token, in the table `token_stats`.
+"""Per-token statistics of scoring and training for each trained token, in the table `token_stats`.
 
-Figures only: nothing is trained from them, a store without them is whole, and what an interrupted run did not hand on
-is not computed again.
+They are for analysis only: nothing is trained from them, a store without them is complete, and those that an
+interrupted run did not write are not computed again.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Tables of a store of format 1, copied into one of format 2. The only place that knows how format 1 lay on disk.
+"""Copies tables of a store of format 1 into one of format 2. Only this file knows the layout of format 1 on disk.
 
-In format 1 a table's rows were numbered by their place, and the numbers were what tables said of each other. They are
+In format 1 a row's number was its position in the table, and tables referred to each other's rows by it. Rows are
 copied in that order into tables with stable row ids, so a row's id is the number it had, and no reference changes. A
-pinned version keeps its number too: empty commits fill up what the copy needed fewer of. So plans, checkpoints and the
-token log, which name rows and versions, stay true as they are.
+pinned version keeps its number too: where the copy needs fewer commits, empty ones are added. So plans, checkpoints and
+the token log, which name rows and versions, stay valid unchanged.
 
-Rows of metadata, tokens and listed signals are copied; files of hidden states are linked where the disk can, since not
-a byte of them changes. Every step looks at what is there first: killed anywhere, the same call goes on.
+Rows of metadata, tokens and listed signals are copied; files of hidden states are hard-linked where possible, since
+they do not change. Every step first looks at what is there: after a kill the same call continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mopd_dataplane.tables import TABLES, TableSpec
 
 OLD_FORMAT = 1
 PROGRESS = "upgrade.json"
-"""What a target is being made from; gone when it is whole."""
+"""File that names the source of an unfinished target; removed when the target is complete."""
 _NAMES = {new: old for old, new in FORMAT_1_NAMES.items()} | {"topk_source": "support"}
 """Column of format 2 -> its name in format 1, in the tables where it was called so."""
 _ROWS, _BYTES = 1 << 16, 64 << 20

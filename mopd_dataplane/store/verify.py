@@ -1,4 +1,5 @@
-"""The audit: does every row point to what it says, and are the bytes those that were committed? Nothing is changed."""
+"""The audit: whether every reference leads to the right row, and all bytes are those that were committed. Nothing is
+changed."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ CHUNK = 512
 def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyReport:
     """Audit every table at its newest version and every file beside them; `deep` also reads payload and tensors.
 
-    Whatever is met becomes a finding; an audit does not fail.
+    Every kind of damage becomes a finding; an audit does not fail.
     """
     report = VerifyReport()
     opened: dict[str, lance.LanceDataset] = {}
@@ -64,7 +65,7 @@ def _newest(table: Table, opened: dict[str, lance.LanceDataset], checked: dict[s
 
 
 def _rows(table: Table, dataset: lance.LanceDataset, read: dict[str, set[str]]) -> Iterator[Finding]:
-    """Rows of metadata are what was committed; payload is read with the metadata that speaks of it."""
+    """Rows of metadata are what was committed; payload is read with the metadata that refers to it."""
     read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
     if not table.spec.heavy:
         yield from audit_rows(table.name, dataset, table.spec.key)

@@ -1,8 +1,8 @@
 """An audit in a process of its own, because damaged bytes can end the process that reads them.
 
-Lance trusts the lengths in its files: noise in one can make it ask for gigabytes, and it ends the process when it does
-not get them. So the audit announces each step on its output before it takes it, within the memory that is free now.
-When it dies, the step that it died in becomes a finding, and the audit is made again without that step.
+Lance trusts the lengths in its files: damage in one can make it allocate gigabytes, and end the process when that
+fails. So the audit runs in a child process, limited to the memory that is free, and announces each step on its output
+before it takes it. When it dies, that step becomes a finding, and the audit is repeated without the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.verify_report import Finding, VerifyReport, watch
 
 DEATHS = 64
-"""Steps that may end the process before the audit gives up and says so."""
+"""Steps that may end the process before the audit gives up."""
 _LEAST = 1 << 30
 _SECONDS = 7 * 24 * 3600
 

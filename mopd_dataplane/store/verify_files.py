@@ -1,4 +1,4 @@
-"""The audit of what lies beside the tables: JSON files, and folders of files that nobody rewrites."""
+"""The audit of the files beside the tables: JSON files, and folders of files that are never rewritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit of pinned versions: each is what it was when it was pinned, and what only it names is read too."""
+"""The audit of pinned versions: each is what it was when it was pinned, and files that only it names are read too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an audit says: findings, what was checked, what is merely left over; and at which step of it the audit is."""
+"""The report of an audit (findings, rows checked, orphans), and the announcement of its steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mopd_dataplane.store.lance_errors import is_panic
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One damaged or inconsistent row or file.
 
     Example: Finding(table="tokens", row=17, uid="9f0c…", problem="crc32c 00c0ffee, committed was 1badb002").
     """
@@ -27,13 +27,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was checked, what is wrong, and what is merely left over."""
+    """Result of an audit."""
 
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     """Rows checked per table."""
     orphans: dict[str, int] = field(default_factory=dict)
-    """Payload rows no metadata row points to: left by interrupted commits, seen by nobody, harmless."""
+    """Payload rows to which no metadata row points: left by interrupted commits, in no query result, harmless."""
 
     @property
     def ok(self) -> bool:
@@ -42,7 +42,7 @@ class VerifyReport:
 
 
 class Watcher(Protocol):
-    """Somebody who is told of each step of an audit before it is taken."""
+    """A function that is called before each step of an audit."""
 
     def __call__(self, table: str, step: str, row: int) -> str:
         """Why the step is left out; empty to take it."""

@@ -1,4 +1,5 @@
-"""The audit of metadata: does every row hold what was committed? File by file; one that cannot be read, in parts."""
+"""The audit of metadata: whether every row holds what was committed, file by file, and in parts where a file cannot be
+read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What analysts ask of a store, as views and macros of its SQL: `from responses where response like '%therefore%'`.
+"""Views and macros of a store's SQL for common queries: `from responses where response like '%therefore%'`.
 
 Each is one SQL statement over the tables (and other views), with the meaning of every column beside it. A query gets
 the ones it names, with all that they read.

@@ -1,8 +1,8 @@
-"""Every table of a store as it is, file by file: rows keep their ids and versions their numbers.
+"""Copies every table of a store unchanged, file by file: rows keep their ids and versions their numbers.
 
-What Lance writes names files relative to the table, and nobody rewrites one. So the newest version of each table and
-those that snapshots pin are copied as they lie there: data, sidecars and deletions first, then the manifests that name
-them. Plans, checkpoints and the token log, which name rows and versions, stay true. Other versions stay behind.
+Lance names files relative to the table and never rewrites one. So the newest version of each table and those that
+snapshots pin are copied as they are: data, sidecars and deletions first, then the manifests that name them. Plans,
+checkpoints and the token log, which name rows and versions, stay valid. Other versions are not copied.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """For authors of plug-ins: contract suites for an engine, a term of an objective, a kind of signal and an importer,
 and doubles.
 
-Every check raises AssertionError that says what was expected and what was found. The built-in ones pass them.
+Every check raises an AssertionError with what was expected and what was found. The built-in kinds pass them.
 
 engine_contract.py     check_engine: decoding, refilling, budgets, resuming, noise
 objective_contract.py  check_objective: losses, gradients, metrics, independence of micro-batching

@@ -13,14 +13,14 @@ from mopd_dataplane.rollout.engines.sampling import OWN_NOISE, SAMPLERS, sample_
 Answer = tuple[list[int], list[float], int]
 """Tokens, log-probs, and how it ended."""
 TOLERANCE = 1e-3
-"""Largest difference between two readings of one log-prob: batches of another size round otherwise."""
+"""Largest difference between two computations of one log-prob: batches of another size round differently."""
 
 
 def check_engine(engine: Engine, *, budget: int = 12, stochastic: bool = False) -> None:
     """Decode on an engine whose slots are free, and raise AssertionError for what breaks its protocol.
 
-    budget: tokens of each response. stochastic: its noise is its own, so that repeats differ; then `samplers` must be
-    empty, and what is checked of a resumed sample is its place and its budget alone.
+    budget: tokens of each response. stochastic: the engine draws with noise of its own, so that repeats differ; then
+    `samplers` must be empty, and only position and budget of a resumed sample are checked.
     """
     for name, kind in (("slots", int), ("vocab_size", int), ("context_length", int), ("policy_version", int)):
         assert isinstance(getattr(engine, name), kind), f"{name} is {getattr(engine, name)!r}, expected {kind.__name__}"

@@ -1,6 +1,6 @@
-"""A deterministic engine without a model: a Markov chain with a heavy-tailed length law.
+"""A deterministic engine without a model: a Markov chain with a heavy-tailed distribution of lengths.
 
-It fits the Engine protocol, samples with the product's own noise, and its logits are rows of a table, so the same
+It implements the Engine protocol, samples with the product's own noise, and its logits are rows of a table, so the same
 request gives the same bits in any batch. The length-bias experiment and the fault tests run on it.
 """
 

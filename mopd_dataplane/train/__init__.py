@@ -1,6 +1,6 @@
 """BATCHES → POLICY: a declared objective, one optimizer step after another, checkpoints, a new policy folder.
 
-spec.py              what the trainer process is told
+spec.py              settings of the trainer process
 run.py               the windows of a plan log: resume, step, checkpoint, publish
 loop.py              one optimizer step
 passes.py            which samples go through the model together
@@ -14,7 +14,7 @@ advantage.py         the advantage of a sampled token
 guest_divergence.py  a divergence of another package, a part of the tokens at a time
 heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens
-token_stats.py       what a step found for each token, handed to the job
+token_stats.py       per-token statistics of a step, in files for the job
 optimizer.py         AdamW and the learning-rate schedule
 checkpoint.py        policy, optimizer and position, whole or not at all
 newest.py            which checkpoint is the newest; needs no torch

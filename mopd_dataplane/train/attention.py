@@ -1,7 +1,7 @@
-"""Causal attention over sequences packed side by side in one row: each sequence by itself, no mask, no padding.
+"""Causal attention over sequences packed into one row: each sequence by itself, without a mask or padding.
 
-The mask of a packed row grows with the square of the row; what is attended grows with the squares of its sequences
-only. One call of torch's own kernel per sequence computes just that.
+The mask of a packed row grows with the square of the row, but the pairs that attend to each other only with the squares
+of its sequences. One call of torch's own kernel per sequence computes just those.
 """
 
 from __future__ import annotations

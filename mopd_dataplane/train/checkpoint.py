@@ -52,7 +52,7 @@ _STATE = "state.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where training stands: the next thing to do is step `window_step` of `window`."""
+    """Position of training: the next step is `window_step` of `window`."""
 
     step: int = 0
     """Optimizer steps done in the stage."""
@@ -62,14 +62,14 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a checkpoint belongs to; a resume with another value is refused."""
+    """Digests of the run that a checkpoint belongs to; a resume with other values is refused."""
 
     stage: str
     objective: dict[str, Any]
     plan_digest: str
     """Digest of the plan window trained last."""
     snapshot_digest: str
-    """What that plan was made from."""
+    """Digest of the snapshot which that plan was made from."""
     base_digest: str = ""
     """Weights that an adapter is trained on, which lie in no checkpoint; empty where all weights are trained."""
 
@@ -83,7 +83,8 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
-        """Write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the disk is full."""
+        """Write a checkpoint: write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the
+        disk is full."""
         name = f"step-{position.step:08d}"
         staging = self.folder / f".{name}.tmp"
         there = self._ranks.leads and newest_checkpoint(self.folder) == name
@@ -105,7 +106,7 @@ class Checkpoints:
         return latest_checkpoint(self.folder)
 
     def restore(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Put the newest checkpoint into module and optimizer. Raises DamagedError, MismatchError."""
+        """Load the newest checkpoint into module and optimizer. Raises DamagedError, MismatchError."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 

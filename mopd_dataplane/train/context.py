@@ -2,7 +2,7 @@
 
     body        every rank computes its own tokens
     attention   tokens are exchanged for heads (all-to-all): a rank sees every token of the pack for its share of heads
-    loss        every rank judges the tokens that its own states predict; losses and gradients add up over ranks
+    loss        each rank has the tokens that its own states predict; losses and gradients add up over ranks
 
 The exchange is DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509); packed sequences, sliding windows and grouped
 heads pass through it unchanged, because attention itself still sees whole sequences.

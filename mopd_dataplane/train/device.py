@@ -43,6 +43,6 @@ class DeviceCopies:
         return moved
 
     def finish(self) -> None:
-        """Until the last copy has read its source."""
+        """Wait until the last copy has read its source."""
         if self._copied is not None:
             self._copied.synchronize()

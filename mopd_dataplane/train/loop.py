@@ -1,4 +1,4 @@
-"""One optimizer step: packs in, gradients of the declared objective, an update, and what happened.
+"""One optimizer step: gradients of the declared objective over a batch of packs, an update, and its metrics.
 
 The loss is a sum of per-micro-batch losses, each already divided by counts of the whole global step, so the number of
 forward passes (passes.py), and of ranks, changes memory and speed but never the loss.
@@ -33,7 +33,7 @@ from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
 
 class LoadedBatch(Protocol):
-    """A records.Batch whose memory is lent: packs are fetched when they are first asked for, and given back."""
+    """A records.Batch in the loader's memory: packs are fetched at first use, and released."""
 
     stage: str
     window: int
@@ -58,13 +58,13 @@ class LoadedBatch(Protocol):
 
 
 class BatchSource(Protocol):
-    """Where batches come from: the loader's client, or anything that behaves like it."""
+    """A source of batches: the loader's client, or anything with its interface."""
 
     def batches(self, stage: str, window: int, start_step: int) -> Iterator[LoadedBatch]:
         """Batches of a window from step `start_step` of the window on."""
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
-        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; no steps: the log is closed."""
+        """{"steps", "plan_digest", "snapshot_digest"} of a window, waiting for it; 0 steps: the log is closed."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ class MetricsLog:
         self._file = self._path.open("a")
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one step; visible to readers at once."""
+        """Append one step; readers see it immediately."""
         self._file.write(seal_line(asdict(metrics)) + "\n")
         self._file.flush()
 
