@@ -320,14 +320,19 @@ def _stale_result(job: str, result: Result) -> Iterator[str]:
     where = f"jobs/{job}: result of commit {result['commit']}"
     if result["sampler"] not in (SAMPLER, FIRST_SAMPLER):
         yield f"{where}: sampler {result['sampler']!r}, which drew its samples, is no longer here; run it again"
-    now = _settings_now(JOBS / job, result.get("arm", ""), result.get("setting", 1.0), result.get("objective", ""))
+    said = {"arm": result.get("arm", ""), "setting": result.get("setting", 1.0)}
+    said |= {"objective": result.get("objective", ""), "stages": tuple(result.get("stages", ()))}
+    now = _settings_now(JOBS / job, **said)
     if result["settings"] != now:
         yield f"{where}: the job's settings have changed ({result['settings']} then, {now} now); run it again"
 
 
 @cache
-def _settings_now(folder: Path, arm: str, setting: float, objective: str) -> str:
-    """Digest of what a job's file says today: of an arm at a setting, of an objective's quickstart, or of a recipe."""
+def _settings_now(folder: Path, arm: str, setting: float, objective: str, stages: tuple[str, ...]) -> str:
+    """Digest of what a job's file says today: of an arm at a setting, of an objective's quickstart, or of a recipe.
+
+    stages: those that a recipe's result has; one that was added since changes nothing that was measured.
+    """
     if folder.name in COMPARISONS:
         comparison = _module(folder / COMPARISONS[folder.name]).COMPARISON
         made = load_job(folder, overrides=comparison.rates(comparison.arms[arm], setting))
@@ -335,7 +340,10 @@ def _settings_now(folder: Path, arm: str, setting: float, objective: str) -> str
     if objective:
         made = _module(folder / "seeds.py").job_of(objective, 0)
         return settings_digest(made, [stage.name for stage in made.stages])
-    return settings_digest(load_job(folder))
+    made = load_job(folder)
+    return settings_digest(
+        made.model_copy(update={"stages": tuple(stage for stage in made.stages if stage.name in stages)})
+    )
 
 
 def main() -> None:
