@@ -44,6 +44,8 @@ STATS_S = 30.0
 """How often per-token statistics are written while a window is trained."""
 LEAST_STEPS = 3
 """Fewest steps in a third of the first window for a rise of its reverse KL to be distinguished from noise."""
+BELOW_ZERO = 0.05
+"""Nat per token below 0 from which an estimate of reverse KL is no noise of a student that stands on its teacher."""
 PATIENCE_S = 7 * 86400.0
 """A trainer waits for its next window as long as this process lives; the loader ends with it, and tells."""
 
@@ -82,10 +84,10 @@ class Training:
                 run.policies.publish(stage)
                 done = [m for m in self._metrics() if m.window == plan.window]
                 report.facts = _summary(done)
-            if plan.window == 0 and (warning := rising_kl([m.reverse_kl for m in done])):
+            if plan.window == 0 and (warning := kl_warning([m.reverse_kl for m in done])):
                 run.progress.say(f"{stage.name:<16} warning  {warning}")
                 detail = {"warning": warning}
-                run.store.add_event(f"rising_kl/{stage.name}", stage.name, "warning", plan.window, None, detail)
+                run.store.add_event(f"kl_warning/{stage.name}", stage.name, "warning", plan.window, None, detail)
             if not stage.train.keep:
                 self._resources.close()
                 self._trainer = None
@@ -279,11 +281,12 @@ def _trainer(spec: Path, ranks: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, start_new_session=True, env=parent_named())
 
 
-def rising_kl(values: Sequence[float]) -> str:
-    """Warning when reverse KL to the teachers rises over the steps of a stage's first window; empty when it does not.
+def kl_warning(values: Sequence[float]) -> str:
+    """What reverse KL to the teachers says over the steps of a stage's first window; empty when the student stays near.
 
     values: of each step in order; nan where it is not measured. The last third is compared with the first: a rise
-    counts when it is more than a tenth and more than twice its standard error, since batches differ.
+    counts when it is more than a tenth and more than twice its standard error, since batches differ. An estimate on
+    sampled tokens falls below 0, which no KL does, when the student has left the policy that wrote them.
     """
     known = [value for value in values if math.isfinite(value)]
     third = len(known) // 3
@@ -291,6 +294,12 @@ def rising_kl(values: Sequence[float]) -> str:
         return ""
     first, last = known[:third], known[-third:]
     before, after = statistics.mean(first), statistics.mean(last)
+    if after < -max(BELOW_ZERO, 2 * math.sqrt(statistics.variance(last) / third)):
+        return (
+            f"reverse KL on the sampled tokens fell from {before:.3f} to {after:.3f} nat per token over the first "
+            f"{len(known)} steps, and no KL is below 0: the student no longer writes what it is judged on. Lower "
+            "train.learning_rate (a tenth is a good next try), or make plan.batch_samples larger"
+        )
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
     if after - before <= max(0.1 * abs(before), 2 * error):
         return ""
