@@ -43,7 +43,7 @@ TIME = re.compile(
 """How the texts of the recipes say what a run took."""
 SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
-OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd")
+OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "near")
 """Jobs whose results jobs/figures.py shows."""
 MOST_COLUMNS = 5
 """Of more domains only the mean is shown."""

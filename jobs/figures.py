@@ -33,7 +33,7 @@ from mopd_dataplane.run.provenance import settings_digest
 JOBS = Path(__file__).parent
 ROOT = JOBS.parent
 PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md")
-COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py"}
+COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run.py"}
 """Jobs that compare arms, and the script beside each that says which."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 Result = dict[str, Any]
@@ -218,6 +218,33 @@ def claims() -> str:
     return "\n".join(lines) + "\n"
 
 
+def near() -> str:
+    """Every form of the objective: both rates on tuning prompts, the better one on held-out ones and beside base."""
+    run = _module(JOBS / "near" / "run.py")
+    by_arm = _by_arm("near", run.ARMS)
+    ends = {name: _ends(found) for name, found in by_arm.items()}
+    rate = load_job(JOBS / "near").stage("exact").train.learning_rate
+    tries = [f"tuning split, {rate * setting:g}" for setting in run.RATES]
+    rest = ("spell_backward", "spiral_matrix")
+    head = ("arm", "what it does", *tries, "rate kept", "number_sorting", "− base, points", *rest, "seeds")
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for name, found in by_arm.items():
+        says = run.ARMS[name].says
+        if not found:
+            lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
+            continue
+        searched = next((r for r in found if r["tried"]), None)
+        tried = {t["setting"]: t["accuracy"] for t in searched["tried"]} if searched else {}
+        cells = [f"{100 * tried[setting]:.1f} %" if tried else "" for setting in run.RATES]
+        cells += [f"{rate * searched['setting']:g}" if searched else ""]
+        sorting, base = ({s: {"number_sorting": end["number_sorting"]} for s, end in ends[n].items()}
+                         for n in (name, "base"))  # fmt: skip
+        cells += [_over_seeds(list(sorting.values())), _apart(sorting, base) if name != "base" else ""]
+        cells += [_over_seeds([{d: end[d]} for end in ends[name].values()]) for d in rest]
+        lines.append(_row(name, says, *cells, ", ".join(map(str, sorted(ends[name])))))
+    return "\n".join(lines) + "\n"
+
+
 def bought() -> str:
     """An SVG: accuracy against the tokens the student learnt from, mean over the seeds that all arms have."""
     run = _module(JOBS / "alternatives" / "run.py")
@@ -247,7 +274,7 @@ def _mean(values: Iterable[float]) -> float:
 
 PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
 FIGURES: dict[str, Callable[[], str]] = {"quickstart": quickstart, "alternatives": alternatives, "claims": claims,
-                                         "smollm2-mopd": smollm2_mopd}  # fmt: skip
+                                         "smollm2-mopd": smollm2_mopd, "near": near}  # fmt: skip
 
 
 def stale() -> Iterator[str]:
