@@ -4,7 +4,7 @@ The flow, one line a component:
 
     rollout   prompts  -> samples    the student writes; every token is logged as it is decoded
     store     samples  -> datasets   metadata apart from payload, exactly once, pinned snapshots
-        score     samples  -> signals    each sample's teacher gives every token a log-prob
+    score     samples  -> signals    each sample's teacher gives every token a log-prob
     plan      metadata -> plan       global shuffle, packing, balance, teacher order
     load      plan     -> batches    one shared-memory copy per node
     train     batches  -> policy     reverse KL and its relatives, from stored signals

@@ -2,14 +2,14 @@
 
     divergence         full-vocabulary reverse / forward KL, Jensen-Shannon, skewed KL
     topk_divergence    the same from a teacher stored as top-k log-probs
-    topk_logprobs      what a scoring pass stores for it
+    topk_logprobs      the k largest log-probs of every row, as a scoring pass stores them
     token_logprob      log-prob and entropy of sampled tokens
     policy_loss        policy-gradient term over packed tokens: advantages, clip, IcePop / TIS / MIS
     fused_policy_loss  token_logprob and policy_loss in one pass
     token_weights      normalisers for packed tokens
     encode, decode     compact bytes for stored hidden states; row_bytes says how many
     explain            which path a call takes and why
-    reference          the meaning of every op in a few lines of PyTorch
+    reference          the definition of every op in a few lines of PyTorch
 
 Names load on first use: ``row_bytes`` and the layouts need no torch.
 """

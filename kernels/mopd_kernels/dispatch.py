@@ -1,7 +1,7 @@
 """Which path a call takes, how it is cut, and why.
 
-Triton row kernels run on CUDA tensors, plain PyTorch everywhere else. Both read the same float32 products and write
-the same numbers up to rounding, so the choice is never a question of meaning.
+Triton row kernels run on CUDA tensors, plain PyTorch everywhere else. Both read the same float32 products and write the
+same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAN_COLUMNS = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one call runs. ``str(plan)`` is one line a human can read."""
+    """How one call runs. ``str(plan)`` describes it in one line."""
 
     backend: Literal["torch", "triton"]
     why: str

@@ -1,4 +1,5 @@
-"""What happens between ``hidden @ head.T`` and the softmax: bias, logit scale, softcap, temperature.
+"""The epilogue of a product, from ``hidden @ head.T`` to the logits of the softmax: bias, logit scale, softcap,
+temperature.
 
 ``x = cap * tanh(scale * (z + bias) / cap) / temperature`` with every part optional, in the order Hugging Face models
 apply them (Cohere and Granite scale, Gemma 2 caps). Row kernels do the same in registers.

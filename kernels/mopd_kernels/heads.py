@@ -24,7 +24,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Head:
-    """An LM head and what its model does to the logits."""
+    """An LM head, and its model's scale and softcap of the logits."""
 
     weight: Tensor
     """[V, D], any float dtype"""
@@ -99,7 +99,8 @@ def target_logits(hidden: Tensor, head: Head, token_ids: Tensor, *, temperature:
 
 
 def as_head(who: str, head: Tensor | Head, bias: Tensor | None, softcap: float | None, logit_scale: float) -> Head:
-    """One head from a plain matrix and what its model does to the logits, or the head that says both itself.
+    """One head from a plain matrix and its model's logit settings; a :class:`Head`, which has both, is returned as it
+    is.
 
     Raises ValueError when a :class:`Head` comes with separate settings that would have to overrule it.
     """

@@ -13,8 +13,9 @@ payload are exactly the bytes ``a * row_bytes`` to ``b * row_bytes``.
 | mxfp4 | 32    | e8m0 (a power of two)  | e2m1, 2 a byte  | 0.531                           |
 
 *Rotated*: spans of up to 128 elements go through an orthonormal Hadamard matrix before they are quantised and again
-after (it is its own inverse). Final hidden states of real models have channels ten times louder than the rest; the
-rotation spreads each over its span, so that it no longer sets the step of 127 neighbours (QuaRot, arXiv 2404.00456).
+after (it is its own inverse). Final hidden states of real models have outlier channels ten times larger than the rest;
+the rotation spreads each over its span, so that it does not determine the quantisation step of 127 neighbours (QuaRot,
+arXiv 2404.00456).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The meaning of every op, in plain PyTorch with full [N, V] logits. Differentiable by autograd, exact in float64.
+"""The definition of every op, in plain PyTorch with full [N, V] logits. Differentiable by autograd, exact in float64.
 
 For tests and for reading. ``q`` is the student, ``p`` the teacher.
 

@@ -1,4 +1,4 @@
-"""What one pass over part of the vocabulary leaves behind, and how two parts merge.
+"""The state of a row after a pass over part of the vocabulary, and the merge of two parts.
 
 The state of a row is an online softmax (Milakov & Gimelshein, arXiv 1805.02867) of student and teacher together, each
 with the first moments that both KL directions and both entropies need. Merging is associative, so vocabulary tiles,

@@ -1,4 +1,4 @@
-"""Softmax over a sampling mask: each row of logits has its own few columns, those its token was sampled from.
+"""Softmax over a sampling mask: for each row only the columns that its token was sampled from.
 
 Axes: C rows of a chunk, U ids of the largest set, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The loop every op shares: logits a chunk at a time, and the two gradient products.
+"""The loop that all ops share: logits of one chunk of rows at a time, and the two gradient products.
 
 Rows are cut twice. A *logit chunk* bounds the float32 products that exist at once; a *gradient group* of several logit
 chunks amortises the read-modify-write of the [V, D] head gradient. Where logit gradients have the logits' own dtype

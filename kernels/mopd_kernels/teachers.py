@@ -1,4 +1,4 @@
-"""Which teacher judges which row, and one teacher head in memory at a time."""
+"""Several teachers in one call: which teacher scores which row, with one teacher head in memory at a time."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def row_segments(
 ) -> list[tuple[int, Rows]]:
     """``(teacher, rows)`` in teacher order; one teacher is number 0.
 
-    On a CPU, rows of weight zero are left out altogether. Elsewhere that would cost a host sync, so they stay and the
-    row kernel skips them; a caller that knows its masked rows drops them before the call.
+    On a CPU, rows of weight zero are left out. Elsewhere that would need a host sync, so they stay and the row kernel
+    skips them; a caller that knows its masked rows should drop them before the call.
     """
     live = None
     if weights is not None and weights.is_cpu and bool((weights == 0).any()):

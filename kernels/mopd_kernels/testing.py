@@ -1,4 +1,4 @@
-"""One generator of inputs for tests and benches, so that what is timed is what is checked.
+"""One generator of inputs for tests and benchmarks, so that both run the same cases.
 
 Logits look like a language model's: normal hidden states, heads scaled to a given logit spread, and teachers at a given
 distance from the student, down to the near-convergence case where rounding decides.

@@ -7,7 +7,7 @@
     schema.py     what tables and columns mean
     teachers.py   teachers on the same answers
     evaluate.py   lm-eval's tasks for a policy
-        stores.py     store info, verify, compact, copy, delete, upgrade
+    stores.py     store info, verify, compact, copy, delete, upgrade
     interchange.py  import, export
     load.py       load serve
     recipes.py    the recipes, a copy of one, and what a key of a job file means

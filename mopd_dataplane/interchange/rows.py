@@ -47,7 +47,7 @@ class Row:
     rewards: dict[tuple[str, str], float] = field(default_factory=dict)
     """By verifier and its version."""
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What a verifier said besides, by its name: `detail`, and `correct` where it judges right and wrong."""
+    """Further results of a verifier, by its name: `detail`, and `correct` if it says what is right."""
     signals: list[Said] = field(default_factory=list)
     """What teachers said of the response."""
     sample: dict[str, Any] = field(default_factory=dict)

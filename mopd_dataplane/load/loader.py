@@ -42,7 +42,7 @@ LENT_BYTES = 4 << 20
 LENT_SHARE = 1 / 16
 """Largest share of the ring that may be lent in one answer, over all trainers."""
 HANDED_BYTES = 2 << 20
-"""Small packs are handed out this much at a time: whoever waits for one takes them all with one message."""
+"""Bytes of small packs that are sent together: a trainer that waits for one gets them all with one message."""
 HANDED_S = 0.005
 """Longest time that a filled pack waits for those it is handed out with: a disk may be slow."""
 DEALT_STEPS = 2 * AHEAD_PACKS

@@ -11,7 +11,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered in the main thread, the first signal only sets `asked`; the second one interrupts at once."""
+    """While entered in the main thread, the first signal only sets `asked`; the second one interrupts immediately."""
 
     def __init__(self) -> None:
         self.asked = False

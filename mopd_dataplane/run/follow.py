@@ -1,7 +1,7 @@
 """Concurrent rollout, score and train, each in a process of its own that follows the store.
 
     mopd rollout JOB --follow    samples every iteration with the newest published policy
-        mopd score JOB --follow      scores samples as they become visible
+    mopd score JOB --follow      scores samples as they become visible
     mopd train JOB --follow      plans windows as signals become visible, trains, publishes
 
 They communicate through the store only. A producer that is ahead is held back between iterations, never inside one; a

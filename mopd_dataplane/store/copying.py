@@ -1,7 +1,7 @@
 """Copies samples that match a predicate, with everything that refers to them, to a new store in a folder or on an
 object store.
 
-        samples, tokens, signals, scores, rewards, labels,
+    samples, tokens, signals, scores, rewards, labels,
     token_stats                                          of the samples that match
     prompts, evals                                       all but those of prompts of which no sample matches
     teachers, steps, events                              whole, with heads, policies, discriminators and the job

@@ -17,7 +17,7 @@ from mopd_dataplane.store.objects import ObjectFiles
 PIECE = 4 << 20
 """Bytes of one request to an object store."""
 REQUESTS = 16
-"""Requests to an object store that are under way at once: one alone brings a fraction of a network."""
+"""Concurrent requests to an object store: one alone uses a fraction of the network's bandwidth."""
 
 
 class Part(NamedTuple):

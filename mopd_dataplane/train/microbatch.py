@@ -1,4 +1,4 @@
-"""Packs become the tensors of one forward pass.
+"""MicroBatch: the tensors of one forward pass, gathered from packs.
 
 Axes: B rows of the forward pass, W their width, S sequences, M trained tokens (loss_mask 1), K top-k, U ids of the
 largest sampling mask, in the order of the packs. A trained token at column t of a row is predicted by the hidden state
@@ -24,7 +24,7 @@ Layout = Literal["packed", "rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One forward pass: what the body reads, and what the objective needs of every trained token."""
+    """Inputs of one forward pass: what the model's body reads, and what the objective needs for every trained token."""
 
     teacher: str
     """Teacher of every sequence; empty when the objective needs none."""

@@ -1,4 +1,4 @@
-"""Which checkpoint of a stage is the newest. Needs no torch, because copying a store needs none."""
+"""The name of a stage's newest checkpoint. Needs no torch, because copying a store must not need it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report(codes: dict[int, int]) -> int:
-    """Say which ranks failed and return the exit code: a killed rank is the cause, those that miss it follow from it.
+    """Report which ranks failed and return the exit code: EngineError's for a killed rank, else that of the causing error.
 
     codes: exit code by rank, negative for the signal that killed it.
     """
@@ -73,7 +73,7 @@ def node_count() -> int:
 
 
 def node_rank() -> int:
-    """Which of them this one is."""
+    """Number of this node among them, from 0."""
     return int(os.environ.get("PET_NODE_RANK", "0"))
 
 

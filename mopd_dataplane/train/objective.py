@@ -45,7 +45,7 @@ from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agre
 
 T = TypeVar("T")
 EXACT = ("reverse_kl", "forward_kl", "student_entropy", "teacher_entropy", "top1_agreement")
-"""What a divergence over the whole vocabulary finds for each token."""
+"""Statistics that a divergence over the whole vocabulary computes for each token."""
 FLAT_WIDTH = 16
 """Columns of the head of zeros: the least a matrix product of the kernels takes."""
 
@@ -78,9 +78,8 @@ class TermSums:
 class ObjectiveLoss:
     """A declared objective as a function of hidden states and the student's head.
 
-    temperature: of the sampler; log-probs of the policy-gradient term are taken at it, and over the tokens that the
-    sampler kept where the batch says which. max_new_tokens: longest
-    response, which the `constant` normaliser divides by.
+    temperature: of the sampler, at which log-probs of the policy-gradient term are taken, over the sampling mask where
+    the batch has one. max_new_tokens: longest response, which the `constant` normaliser divides by.
     """
 
     def __init__(self, objective: Objective, *, temperature: float = 1.0, max_new_tokens: int = 1) -> None:
@@ -91,7 +90,7 @@ class ObjectiveLoss:
 
     @property
     def needs_head(self) -> bool:
-        """Whether a micro-batch is judged through its teacher's LM head."""
+        """Whether the loss of a micro-batch needs its teacher's LM head."""
         return any(term.needs_head for term in self.objective.active)
 
     @property
@@ -127,7 +126,7 @@ class ObjectiveLoss:
         return exact is None or "reverse_kl" not in _divergence_metrics(exact)
 
     def logprob(self, hidden: Tensor, head: Head, batch: MicroBatch) -> Tensor:
-        """[M] log-prob of each trained token at the sampling temperature, over what its sampler kept."""
+        """[M] log-prob of each trained token at the sampling temperature, over its sampling mask."""
         found = token_logprob(
             hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask
         )
@@ -338,7 +337,7 @@ def _hidden_divergence(
 def _guest_divergence(
     term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head, weights: Tensor, sums: TermSums
 ) -> Tensor:
-    """Another package's, and what is known of the two models in any case, from a pass of its own."""
+    """A divergence of another package, and the usual statistics of the two models from a second pass."""
     guest = term.guest
     assert guest is not None
     rows = guest_divergence(guest, term, hidden, head, states, teacher)

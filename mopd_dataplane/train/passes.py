@@ -1,4 +1,4 @@
-"""Which samples go through the model together: a step is cut into as many forward passes as the device needs.
+"""Cuts a step into forward passes that fit the device: which samples go through the model together.
 
 Cuts lie between samples. Attention, normalisers and weights of a sample do not depend on its neighbours, and every loss
 is divided by counts of the whole step, so the sum over passes is the loss of the step however it is cut.

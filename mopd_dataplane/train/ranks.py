@@ -24,7 +24,7 @@ from mopd_dataplane.models.devices import resolve_device
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers."""
+    """This process's rank among the processes of a training run."""
 
     rank: int
     world: int
@@ -134,7 +134,7 @@ class Ranks:
             dist.barrier()
 
     def leave(self) -> None:
-        """Part from the peers."""
+        """Leave the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -67,11 +67,12 @@ class Run:
 
     @property
     def position(self) -> Position:
-        """Where training stands."""
+        """Position of the next step."""
         return self._position
 
     def train(self, stop: Stop) -> bool:
-        """Train what is left of the plan log until it is closed. Returns False when `stop` ended it at a checkpoint."""
+        """Train the remaining windows of the plan log until it is closed. Returns False when `stop` ended it at a
+        checkpoint."""
         # A run killed before it published opens its finished window again; else that window may be gone by now.
         (published,) = self._ranks.max(int(self._version_folder(self._position.window).exists()))
         first = self._position.window if published else max(self._position.window - 1, 0)
@@ -167,7 +168,8 @@ class Run:
             yield planned
 
     def _planned(self, window: int) -> Window:
-        """A window by the loader's word, waiting until it is planned; training window n starts from version n."""
+        """A window as the loader reports it, waiting until it is planned; training of window n starts from version
+        n."""
         return Window(window=window, policy_version=window, **self._source.plan(self.spec.stage, window))
 
     def _identity(self, window: Window | None) -> Identity:
@@ -195,7 +197,7 @@ class Run:
         self._ranks.barrier()
 
     def _base(self) -> Base:
-        """What an adapter of this stage belongs on."""
+        """The base of this stage's adapter."""
         place = self.spec.hub_name or str(weights_folder(self.spec.start).resolve())
         return Base(place, self.spec.hub_revision, self._base_digest)
 

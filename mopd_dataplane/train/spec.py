@@ -1,4 +1,4 @@
-"""What the trainer process is told: one JSON file, written by the job, checked before torch is loaded."""
+"""TrainSpec, the settings of the trainer process: one JSON file, written by the job, checked before torch is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Window(Section):
 
 
 class TrainSpec(Section):
-    """One trainer process (or one per rank, all reading the same file)."""
+    """Settings of one trainer process (or of all ranks, which read the same file)."""
 
     stage: str
     start: str
@@ -63,7 +63,7 @@ class TrainSpec(Section):
     max_new_tokens: int = Field(default=1, ge=1)
     """Longest response: what the `constant` normaliser divides by."""
     patience_s: float = Field(default=60.0, gt=0)
-    """Longest wait for a window that is still being planned; the loader says meanwhile that it lives."""
+    """Longest wait, in seconds, for a window that is still being planned, while the loader reports that it waits."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for the loader."""
     context_parallel: int = Field(default=1, ge=1)

@@ -18,11 +18,11 @@ _LOCK_WAIT_S = 30.0
 
 
 class Interrupted(Exception):
-    """A stop was asked for while waiting for data."""
+    """A stop was requested while waiting for data."""
 
 
 class Stop:
-    """Whether training should end after the step at hand; call it to ask."""
+    """Whether training should end after the current step; calling it returns the answer."""
 
     def __init__(self) -> None:
         self._requested = False
@@ -39,7 +39,8 @@ class Stop:
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Inside the block a request raises Interrupted at once: nothing is half done there."""
+        """Inside the block a stop request raises Interrupted immediately; use it where nothing can be left half
+        done."""
         if self._requested:
             raise Interrupted
         self._waiting = True
@@ -57,7 +58,7 @@ class Stop:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock. An orphan of a killed run may need a step to notice that it should end; it is waited for.
+    """Hold a folder's lock. Waits for an orphan of a killed run, which may need a step before it ends.
 
     Raises ResourceError when another process keeps the lock.
     """

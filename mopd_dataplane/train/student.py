@@ -45,7 +45,7 @@ have other shapes then: 1e-7. Short convolutions leak 4e-4 in a model of small r
 
 
 class Student(nn.Module):
-    """A causal LM that answers with the hidden states of trained tokens.
+    """A causal LM whose forward pass calls a loss on the hidden states of the trained tokens.
 
     The head is used inside `forward`, so that sharded parameters are whole while an op reads them.
     """
@@ -154,7 +154,7 @@ def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrained
 
 @torch.no_grad()
 def packs_apart(model: PreTrainedModel) -> bool:
-    """Give a model packed attention, and ask it whether sequences side by side in a row now ignore each other.
+    """Give a model packed attention, and test whether sequences in one row then do not affect each other.
 
     Recurrent models and models with an attention of their own do not; they keep what they had and get a row a sequence.
     Small weights make a leak small, so rounding must not hide it: what is compared are two passes of the same shape, of

@@ -1,7 +1,7 @@
-"""What a step found for each trained token, handed to the job that started the trainer: it writes it to the store.
+"""Per-token statistics of a step, in files for the job that started the trainer, which writes them to the store.
 
-A rank keeps the figures on its device until the step is over, then leaves one file a step in a folder beside the
-checkpoints. Nothing waits for the disk: the files are figures, and one that a power cut tore is thrown away.
+A rank keeps the values on its device until the step is over, then writes one file a step in a folder beside the
+checkpoints. Nothing waits for the disk: they are for analysis only, and a file torn by a power cut is thrown away.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StatsOfSteps:
 
     @torch.no_grad()
     def add(self, picked: Picked, found: dict[str, Tensor], hidden: Tensor, head: Head, batch: MicroBatch) -> None:
-        """Keep the picked tokens' figures of a pass: those the objective has found, and what it had no need of."""
+        """Keep the picked tokens' statistics of a pass: those that the objective computed, and the missing ones."""
         values = {name: found[name].detach()[picked.index] for name in PER_TOKEN_STATS if name in found}
         mask, targets = batch.sampling_mask, batch.targets[picked.index]
         if "logprob" in found and "student_entropy" in values:
@@ -136,7 +136,7 @@ def stats_files(folder: Path, *, before: int) -> dict[int, list[Path]]:
 
 
 def read_stats(files: Sequence[Path]) -> Iterator[FoundOfSample]:
-    """Statistics of the samples of one step; a file that cannot be read has nothing to say."""
+    """Statistics of the samples of one step; files that cannot be read are skipped."""
     pieces: dict[int, list[tuple[NDArray[np.int64], dict[str, NDArray[np.float16]]]]] = {}
     about: dict[int, tuple[int, int, str]] = {}
     for path in files:

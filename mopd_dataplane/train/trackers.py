@@ -1,4 +1,4 @@
-"""Where step metrics go besides the store: TensorBoard, W&B, or a tracker of another package.
+"""Trackers, to which step metrics go besides the store: TensorBoard, W&B, or one of another package.
 
 A tracker is an entry point of `mopd.trackers`, or is named as `package.module:Name`: a class (or function) that is
 called with (folder, name, steps_done) and returns something with `write` and `close`.
@@ -19,7 +19,7 @@ from mopd_dataplane.records import StepMetrics
 
 
 class Tracker(Protocol):
-    """Where metrics go besides the file."""
+    """A destination of step metrics besides metrics.jsonl."""
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step."""
@@ -33,9 +33,10 @@ Open = Callable[[Path, str, int], Tracker]
 
 
 def open_tracker(kind: str, folder: Path, *, name: str, steps_done: int) -> Tracker | None:
-    """The tracker of that name; None for "none". A resumed run goes on at `steps_done` instead of showing steps twice.
+    """The tracker of that name; None for "none". A resumed run continues at `steps_done` instead of showing steps
+    twice.
 
-    Raises UnknownNameError when nobody offers it, InputError when its package is not installed.
+    Raises UnknownNameError for an unknown name, InputError when its package is not installed.
     """
     if kind == "none":
         return None

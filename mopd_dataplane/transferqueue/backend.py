@@ -1,8 +1,8 @@
-"""The classes TransferQueue asks for: a key-value client, its manager, and what is done once at the start.
+"""The classes that TransferQueue needs of a backend: a key-value client, its manager, and an initialiser.
 
-TransferQueue numbers samples and knows which fields of them are there; that is its controller's memory, and its own
-checkpoint saves it. The values lie in the store the moment they are put, so a checkpoint of this backend copies
-nothing: it names a version of the queue.
+TransferQueue's controller numbers samples and tracks which of their fields exist, and saves that in its own checkpoint.
+The values are in the store as soon as they are put, so a checkpoint of this backend copies nothing: it names a version
+of the queue.
 """
 
 from __future__ import annotations
@@ -85,14 +85,15 @@ class MopdStorageManager(KVStorageManager):  # type: ignore[misc]
         super().__init__(controller_info, {**dict(config or {}), "client_name": CLIENT}, zmq_context=zmq_context)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Pin the values there are."""
+        """Pin the present values."""
         place, pin = Path(checkpoint_dir), uuid4().hex
         self.storage_client.queue.pin(pin)
         place.mkdir(parents=True, exist_ok=True)
         publish_file(place / CHECKPOINT, json.dumps({"pin": pin}).encode())
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Have the values there were, and nothing else. Raises UnknownNameError when they are not kept any more."""
+        """Restore the values of a checkpoint, and no others. Raises UnknownNameError when they are not kept any
+        more."""
         self.storage_client.queue.restore(json.loads((Path(checkpoint_dir) / CHECKPOINT).read_text())["pin"])
 
 

@@ -6,19 +6,19 @@
     glance.py         pages and samples while the index is still being made
     stores.py         the stores of one server, each with its newest index
     sample.py         one sample with every teacher's signal
-    topk.py           what each teacher would have said at one position
-    student.py        what the student would have said there, read from its weights
+    topk.py           each teacher's likeliest tokens at one position
+    student.py        the student's likeliest tokens there, computed from its weights
     prompt.py         all answers to a prompt, and how two differ
-    life.py           what became of a sample
-    search.py         regular expressions and token ids in what was written
+    life.py           the history of a sample
+    search.py         search for regular expressions and token ids in responses
     run_page.py       curves, steps, times and settings of the run
-    teachers_page.py  what each teacher said of each domain
-    packs.py          one training step as it lay in memory
+    teachers_page.py  figures of each teacher in each domain
+    packs.py          the packs of one training step
     compare.py        two stages, iterations or stores, paired by prompt
     live.py           samples that are still being written
-    labels.py         what readers put on samples: the only thing the viewer writes
+    labels.py         labels that readers give samples: the only thing the viewer writes
     app.py            routes
-    guard.py          who may ask
+    guard.py          which requests are accepted
     server.py         the process
     bundle.py         the page as one script
     export.py         the page over chosen samples as files

@@ -1,4 +1,4 @@
-"""Routes: what the page asks and what it gets. Every answer is JSON; searches stream one JSON document a line."""
+"""Routes of the viewer's server. Every answer is JSON; searches stream one JSON document a line."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 def _student(shown: Shown, asked: dict[str, str]) -> Any:
-    """What the student held likeliest at a position, or a `note` why that is not known."""
+    """The student's likeliest tokens at a position, or a `note` why they are not known."""
     index = shown.look()
     row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_TEACHERS = 12
 """Teachers that get a column of their own; `kl` and `teachers` count all."""
 HIDDEN = frozenset({"sample_row", "payload_row", "payload_crc", "schema_version", "tokenizer", "writer_seq"})
-"""Columns of `samples` that say nothing to a reader of rollouts."""
+"""Columns of `samples` that the table does not show."""
 DOCS: dict[str, tuple[str, str]] = {
     "reward": ("mean over its verifiers", ""),
     "kl": ("mean sampler minus teacher log-prob over loss tokens, mean of its teachers", "nat/token"),
@@ -52,7 +52,7 @@ TEACHER_COLUMNS: dict[str, tuple[str, str]] = {
     "kl_": ("mean sampler minus log-prob of teacher {teacher} over loss tokens", "nat/token"),
 }
 SPREAD, STATS, REPETITION = "logprob_std", "token_stats", "repetition"
-"""What a store may lack: a column of `scores`, a table, a column of `samples`."""
+"""Optional sources, which a store may lack: a column of `scores`, a table, a column of `samples`."""
 READ: dict[str, tuple[str, ...]] = {
     "rewards": ("uid", "reward"),
     "scores": ("uid", "teacher", "mean_reverse_kl", "bytes", "rows", SPREAD),

@@ -1,4 +1,4 @@
-"""Two stages, iterations or stores side by side: the same prompts, paired."""
+"""Compares two stages, iterations or stores, paired by prompt."""
 
 from __future__ import annotations
 

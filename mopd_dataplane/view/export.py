@@ -114,7 +114,7 @@ def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
 
 
 def _shared(shown: Shown, index: Index, found: dict[str, Any]) -> dict[str, Any]:
-    """What belongs to no single sample."""
+    """Data of the export that do not belong to a single sample."""
     described = shown.describe() | {"follow": False, "samples": len(found["rows"])}
     uids = [values[0] for values in found["rows"]]
     rows = list(index.rows_of(uids).values())

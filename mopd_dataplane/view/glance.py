@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 OF_MANY = frozenset({"group_size", "group_spread", "advantage", "unscored", "surprising"})
-"""Columns that speak of a sample's place among others."""
+"""Columns that compare a sample with others."""
 
 
 class Glance:

@@ -1,7 +1,7 @@
-"""Who may ask: only a browser on this machine that opened the printed address, and only this page in it.
+"""Access control: accepts requests only from a browser on this machine that opened the printed address, and only of this page.
 
-Every request names this server in `Host` (a page elsewhere that resolves its own name to 127.0.0.1 does not), comes
-from this origin when it says where it comes from, and carries the token of the printed address: as a cookie, which
+Every request must name this server in `Host` (a page elsewhere that resolves its own name to 127.0.0.1 does not), come
+from this origin if it has an `Origin`, and carry the token of the printed address: as a cookie, which
 opening the address sets, or as `Authorization: Bearer`. Responses allow no script, style or request but this server's.
 """
 
@@ -34,7 +34,7 @@ def new_token() -> str:
 
 
 class Guard:
-    """ASGI middleware that lets through what the module's docstring says."""
+    """ASGI middleware that passes only requests that meet the conditions of this module's docstring."""
 
     def __init__(self, app: ASGIApp, *, token: str, port: int, names: tuple[str, ...] = LOCAL_NAMES) -> None:
         self._app = app

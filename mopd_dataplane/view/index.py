@@ -31,7 +31,7 @@ TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
 MEMORY = "384MB"
-"""What DuckDB may hold; the rest lies in a scratch folder."""
+"""Memory bound of DuckDB; what exceeds it is spilled to a scratch folder."""
 
 
 class Index:

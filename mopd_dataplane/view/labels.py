@@ -19,7 +19,7 @@ NOTE_CHARACTERS = 4000
 
 
 def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
-    """Add a label, or take it back (`removed`): a row each, so that what was said stays. Returns those of the sample.
+    """Add a label, or remove it (`removed`): a row for each, so that the history stays. Returns the sample's labels.
 
     Raises InputError (shape, length), UnknownNameError (sample).
     """

@@ -1,4 +1,4 @@
-"""The life of a sample in order: sampled, interrupted, resumed, scored, planned, packed, trained, freed."""
+"""The history of a sample in order: sampled, interrupted, resumed, scored, planned, packed, trained, freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that are still being written: the token logs of a store, read without touching them."""
+"""Unfinished samples: the token logs of a store, read without changing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One training step as it lay in memory: packs as bars of samples, and what each rank got."""
+"""The packs of one training step, as bars of samples, and the packs of each rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def step_page(store: Store, stage: str, step: int, ranks: int = 0) -> dict[str, 
 
 
 def _dealt(packs: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """What each rank gets of a step, dealt as the loader deals it."""
+    """The packs of a step that each rank gets, dealt as the loader deals them."""
     lengths = np.array([member["total_len"] for pack in packs for member in pack["members"]])
     starts = np.cumsum([0, *(len(pack["members"]) for pack in packs)])
     dealt, load = deal_steps(pack_costs(lengths, starts), np.array([0, len(packs)]), ranks)

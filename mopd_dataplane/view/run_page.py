@@ -1,4 +1,4 @@
-"""The run as a whole: curves with intervals, steps, where the time went, what it was made with."""
+"""The page of a run: curves with intervals, steps, times, settings and versions."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _times(store: Store, index: Index) -> list[dict[str, Any]]:
-    """Stretches of work: stage, lane, iteration, start and end in seconds since the epoch."""
+    """Intervals of work: stage, lane (the action), iteration, start and end in seconds since the epoch."""
     found = []
     for event in store.sql(TIMES, snapshot=index.snapshot).to_pylist():
         if event["kind"] != "stage_time":

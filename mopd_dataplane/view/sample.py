@@ -1,4 +1,4 @@
-"""One sample with everything the store says of its tokens: sampler, every teacher, mask, policy versions.
+"""One sample with all per-token data of the store: sampler, every teacher, mask, policy versions.
 
 Arrays travel as base64 of little-endian bytes, which a page turns into typed arrays without parsing numbers. A signal
 that is damaged, freed or missing is named beside what can be read.
@@ -133,7 +133,7 @@ def score_rows(store: Store, sample_row: int, snapshot: Snapshot) -> pa.Table:
 
 
 def read_teachers(store: Store, row: dict[str, Any], scores: pa.Table, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """What each teacher said of each token: `logprob` [R], of top-k the `rank` [R] and `tail` [R]; `errors` by kind."""
+    """Each teacher's values for each token: `logprob` [R], of top-k the `rank` [R] and `tail` [R]; `errors` by kind."""
     said: dict[str, dict[str, Any]] = {}
     for score in scores.sort_by([("teacher", "ascending"), ("kind", "ascending")]).to_pylist():
         teacher = said.setdefault(score["teacher"], {"name": score["teacher"], "kinds": [], "errors": {}})

@@ -1,4 +1,5 @@
-"""Search in what was sampled: a regular expression over decoded text, or a run of token ids. Hits come as found.
+"""Search in responses: a regular expression over decoded text, or a run of token ids. Matches are sent as they are
+found.
 
 Samples are read a batch at a time, so memory stays small. Expressions are RE2's: time is linear in the text.
 """

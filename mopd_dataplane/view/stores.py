@@ -27,7 +27,7 @@ KEPT_ANSWERS = 32
 
 
 class Shown:
-    """A store as it is shown. Threads may ask at the same time; all answers of one index are of one snapshot."""
+    """A store with its index. Threads may ask at the same time; all answers of one index are of one snapshot."""
 
     def __init__(self, store: Store, *, tokenizer: Path | None = None, follow: bool = False) -> None:
         self.store = store
@@ -55,7 +55,7 @@ class Shown:
         return self._decoder
 
     def look(self) -> Index | Glance:
-        """The index when it is there, else what can be read without it: nobody waits for a page of samples."""
+        """The index if it is ready, else what can be read without it, so that a page of samples never waits."""
         if self._index is not None:
             return self.index()
         with self._glancing:
@@ -94,7 +94,7 @@ class Shown:
             return self._index
 
     def remembered(self, key: tuple[Any, ...], make: Any) -> Any:
-        """An answer of this index that is dear to make, made once."""
+        """An expensive answer of this index, computed once."""
         index = self.index()
         place = (index.snapshot.digest, *key)
         if place not in self._answers:

@@ -1,6 +1,6 @@
-"""What the student itself held likeliest: its weights read the sample again, where the store still has them.
+"""The student's own likeliest tokens: its weights read the sample again, where the store still has them.
 
-Needs torch, which the viewer does without otherwise; one model and one sample's states are kept.
+Needs torch, unlike the rest of the viewer; one model and one sample's states are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.view.sample import Payload
 
 MOST_BYTES = 4 << 30
-"""Weights that a page waits for."""
+"""Largest weights, in bytes, that are loaded for a page."""
 MOST_TOKENS = 8192
 
 

@@ -1,4 +1,4 @@
-"""The teachers: what each is, what it said of each domain, and samples behind every number."""
+"""The page of teachers: their records, figures in each domain, and samples behind every number."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _accuracies(store: Store, index: Index) -> dict[tuple[str, str], float]:
 
 
 def _examples(index: Index, teacher: str, domain: str) -> dict[str, list[dict[str, Any]]]:
-    """Samples behind the numbers: on which the teacher and the student differ most (`far`), wrong answers that it
-    likes best (`liked`), right ones that it likes least (`disliked`)."""
+    """Samples behind the numbers: those on which teacher and student differ most (`far`), wrong answers with the
+    highest teacher log-prob (`liked`), right ones with the lowest (`disliked`)."""
     column = f"kl_{teacher}"
     if column not in index.columns:
         return {}

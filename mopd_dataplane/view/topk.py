@@ -1,4 +1,4 @@
-"""What each teacher would have said at one position: its likeliest tokens, from `topk` or from hidden state times head.
+"""Each teacher's likeliest tokens at one position, from `topk` or from hidden state times head.
 
 Reads a row of states and the head in numpy, block by block, so that no torch is loaded and memory stays small.
 """

@@ -76,16 +76,13 @@ def token_logprob(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of ``token_ids`` under ``softmax(hidden @ head.T / temperature)``.
 
-    Args:
-        hidden: [N, D] final hidden states; row i predicts token_ids[i].
-        head: [V', D], or a :class:`Head`; trained when it requires grad. ``vocab_size`` keeps only its first tokens.
-        token_ids: [N] integer, 0 <= id < V, or -100 for a row to skip (zeros, no gradient).
-        temperature: divides the logits.
-        support: [N, U] ids that the token was sampled from, -1 behind the last: the softmax of that row is over these
-            columns only, and no other has a gradient. A row of -1 is over the whole vocabulary.
-        return_entropy: also return the entropy in nats; both outputs are differentiable.
-        bias, softcap, logit_scale: what the model does to its logits; the bias may be trained.
-        logit_rows, grad_rows, backend: as in :func:`divergence`.
+    Args: hidden: [N, D] final hidden states; row i predicts token_ids[i]. head: [V', D], or a :class:`Head`; trained
+    when it requires grad. ``vocab_size`` keeps only its first tokens. token_ids: [N] integer, 0 <= id < V, or -100 for
+    a row to skip (zeros, no gradient). temperature: divides the logits. sampling_mask: [N, U] ids that the token was
+    sampled from, -1 after the last: the softmax of that row is over these columns only, and no other has a gradient. A
+    row of -1 is over the whole vocabulary. return_entropy: also return the entropy in nats; both outputs are
+    differentiable. bias, softcap, logit_scale: what the model does to its logits; the bias may be trained. logit_rows,
+    grad_rows, backend: as in :func:`divergence`.
 
     Returns:
         [N], or ([N], [N]) with the entropy; float32 (float64 for float64 inputs).

@@ -1,4 +1,4 @@
-"""Log-probabilities of k tokens of every row: the k largest, or k given ones. What a scoring pass stores of a teacher.
+"""Log-probabilities of k tokens of every row, the k largest or k given ones, as a scoring pass stores them.
 
 Axes: N rows, D hidden width, V vocabulary, k stored tokens.
 """

@@ -3,8 +3,8 @@
 Recovery reads and never writes, so a second crash in the middle of it changes nothing. It finds the newest segment
 with a complete checkpoint (a BASE record), replays it, and then decides what the first unreadable record means:
 
-      * no readable record states a watermark at or above it: it was never acknowledged as durable. The log is cut
-        there, at one point for all samples; what follows is ignored even where it parses, so there are no holes.
+    * no readable record states a watermark at or above it: it was never acknowledged as durable. The log is cut there,
+      at one point for all samples; what follows is ignored even where it parses, so there are no holes.
     * some record does: durable bytes are damaged. DamagedError; nothing is rewritten.
 """
 
