@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report(codes: dict[int, int]) -> int:
-    """Report which ranks failed and return the exit code: EngineError's for a killed rank, else that of the causing error.
+    """Report which ranks failed; returns EngineError's exit code for a killed rank, else that of the causing error.
 
     codes: exit code by rank, negative for the signal that killed it.
     """

@@ -1,4 +1,4 @@
-"""Access control: accepts requests only from a browser on this machine that opened the printed address, and only of this page.
+"""Access control: only a browser on this machine that opened the printed address may ask, and only from this page.
 
 Every request must name this server in `Host` (a page elsewhere that resolves its own name to 127.0.0.1 does not), come
 from this origin if it has an `Origin`, and carry the token of the printed address: as a cookie, which
