@@ -1,0 +1,96 @@
+"""A LoRA student beside one of whole weights over several seeds, as figures that pages can quote.
+
+    python jobs/smollm2/compare_lora.py [--seeds 0 1 2]
+
+Writes results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where both exist; an
+interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out answer
+at the start and at the end, and what an iteration added on disk. `python jobs/figures.py` puts the table into the pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mopd_dataplane import open_store
+from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.run.provenance import provenance
+from mopd_dataplane.store.dataset import Store
+
+JOB = Path(__file__).parent / "lora.toml"
+RESULTS = Path(__file__).parent / "results"
+ARMS = ("weights", "adapter")
+
+
+def figures(store: Path, arm: str, seed: int) -> dict[str, Any]:
+    """What one stage of a finished store began and ended with, and what it cost."""
+    opened, job = open_store(str(store)), load_job(JOB)
+    stage = job.stage(arm)
+    times = opened.sql(
+        "select json_extract_string(detail, '$.action') as action, sum(value) as seconds from events "
+        f"where kind = 'stage_time' and stage = '{arm}' group by 1"
+    )
+    return {
+        "arm": arm,
+        "seed": seed,
+        "iterations": stage.iterations,
+        "learning_rate": stage.train.learning_rate,
+        "rank": stage.train.lora.r,
+        "start": answers(opened, "init", 0),
+        "end": answers(opened, arm, stage.iterations),
+        "version_bytes": size(store / "policies" / arm / f"v{stage.iterations}"),
+        "checkpoint_bytes": size(newest(store / "checkpoints" / arm)),
+        "seconds": {row["action"]: round(row["seconds"], 1) for row in times.to_pylist()},
+        **provenance(job, stages=[arm]),
+    }
+
+
+def answers(store: Store, policy: str, version: int) -> dict[str, dict[str, Any]]:
+    """Domain -> for every held-out prompt, by its name: reverse KL in nat per token, tokens, and right (1) or not (0)."""
+    rows = store.sql(
+        "select domain, reverse_kl, response_len, correct from evals "
+        f"where policy = '{policy}' and policy_version = {version} order by domain, prompt_id"
+    ).to_pylist()
+    return {
+        domain: {
+            "reverse_kl": [round(row["reverse_kl"], 5) for row in rows if row["domain"] == domain],
+            "tokens": [row["response_len"] for row in rows if row["domain"] == domain],
+            "correct": "".join(str(int(row["correct"])) for row in rows if row["domain"] == domain),
+        }
+        for domain in sorted({row["domain"] for row in rows})
+    }
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint that a stage goes on from."""
+    return folder / (folder / "latest").read_text().strip()
+
+
+def main() -> None:
+    """Run what is missing and write its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    for seed in parser.parse_args().seeds:
+        store = Path(f"runs/smollm2-lora-{seed}")
+        for arm in ARMS:
+            out = RESULTS / f"{arm}-{seed}.json"
+            if not out.exists():
+                run = ["run", str(JOB), "--stage", arm, "--seed", str(seed), "--store", str(store)]
+                subprocess.run([sys.executable, "-m", "mopd_dataplane", *run], check=True)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                publish_file(out, (json.dumps(figures(store, arm, seed)) + "\n").encode())
+                print(f"wrote {out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
