@@ -2,9 +2,9 @@
 
     python jobs/smollm2/compare_lora.py [--seeds 0 1 2]
 
-Writes results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where both exist; an
-interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out answer
-at the start and at the end, and what an iteration added on disk. `python jobs/figures.py` puts the table into the pages.
+Writes results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where it exists; an
+interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out
+answer at the start and at the end, and what an iteration left on disk.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import load_job
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.train.newest import newest_checkpoint
 
 JOB = Path(__file__).parent / "lora.toml"
 RESULTS = Path(__file__).parent / "results"
@@ -31,6 +32,7 @@ def figures(store: Path, arm: str, seed: int) -> dict[str, Any]:
     """What one stage of a finished store began and ended with, and what it cost."""
     opened, job = open_store(str(store)), load_job(JOB)
     stage = job.stage(arm)
+    checkpoints = store / "checkpoints" / arm
     times = opened.sql(
         "select json_extract_string(detail, '$.action') as action, sum(value) as seconds from events "
         f"where kind = 'stage_time' and stage = '{arm}' group by 1"
@@ -44,14 +46,14 @@ def figures(store: Path, arm: str, seed: int) -> dict[str, Any]:
         "start": answers(opened, "init", 0),
         "end": answers(opened, arm, stage.iterations),
         "version_bytes": size(store / "policies" / arm / f"v{stage.iterations}"),
-        "checkpoint_bytes": size(newest(store / "checkpoints" / arm)),
+        "checkpoint_bytes": size(checkpoints / newest_checkpoint(checkpoints)),
         "seconds": {row["action"]: round(row["seconds"], 1) for row in times.to_pylist()},
         **provenance(job, stages=[arm]),
     }
 
 
 def answers(store: Store, policy: str, version: int) -> dict[str, dict[str, Any]]:
-    """Domain -> for every held-out prompt, by its name: reverse KL in nat per token, tokens, and right (1) or not (0)."""
+    """Domain -> for every held-out prompt, by its name: reverse KL in nat per token, tokens, and 1 where right."""
     rows = store.sql(
         "select domain, reverse_kl, response_len, correct from evals "
         f"where policy = '{policy}' and policy_version = {version} order by domain, prompt_id"
@@ -69,11 +71,6 @@ def answers(store: Store, policy: str, version: int) -> dict[str, dict[str, Any]
 def size(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def newest(folder: Path) -> Path:
-    """The checkpoint that a stage goes on from."""
-    return folder / (folder / "latest").read_text().strip()
 
 
 def main() -> None:
