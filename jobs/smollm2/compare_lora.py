@@ -1,6 +1,7 @@
 """A LoRA student beside one of whole weights over several seeds, as figures that pages can quote.
 
     python jobs/smollm2/compare_lora.py [--seeds 0 1 2]
+    python jobs/smollm2/compare_lora.py --table          what is there, in Markdown; runs nothing
 
 Writes results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where it exists; an
 interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out
@@ -13,12 +14,16 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import load_job
+from mopd_dataplane.query.statistics import compare
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.newest import newest_checkpoint
@@ -68,6 +73,28 @@ def answers(store: Store, policy: str, version: int) -> dict[str, dict[str, Any]
     }
 
 
+def table() -> Iterator[str]:
+    """Rows of Markdown: a seed each, and all seeds, the answers to one prompt taken together."""
+    found = {(r["arm"], r["seed"]): r for r in (json.loads(file.read_text()) for file in RESULTS.glob("*.json"))}
+    seeds = sorted(seed for arm, seed in found if arm == ARMS[0] and (ARMS[1], seed) in found)
+    yield f"| seed | start | {' | '.join(ARMS)} | {ARMS[0]} - start | {ARMS[1]} - start | {ARMS[1]} - {ARMS[0]} |"
+    yield "|---" * 7 + "|"
+    sets = [(str(seed), [seed]) for seed in seeds]
+    for name, own in [*sets, ("all", seeds)] if len(seeds) > 1 else sets:
+        start = _distances([found[ARMS[0], seed]["start"] for seed in own])
+        ends = [_distances([found[arm, seed]["end"] for seed in own]) for arm in ARMS]
+        means = [sum(values.mean() for values in domains.values()) / len(domains) for domains in (start, *ends)]
+        pairs = [(start, ends[0]), (start, ends[1]), (ends[0], ends[1])]
+        told = [compare(before, after, binary=False) for before, after in pairs]
+        shown = [f"{d.value:+.3f} ({d.low:+.3f} to {d.high:+.3f})" for d in told]
+        yield f"| {name} | {' | '.join([*(f'{value:.3f}' for value in means), *shown])} |"
+
+
+def _distances(results: list[dict[str, dict[str, Any]]]) -> dict[str, np.ndarray]:
+    """Domain -> reverse KL of each prompt, the mean over results."""
+    return {domain: np.mean([one[domain]["reverse_kl"] for one in results], axis=0) for domain in results[0]}
+
+
 def size(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -77,7 +104,12 @@ def main() -> None:
     """Run what is missing and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    for seed in parser.parse_args().seeds:
+    parser.add_argument("--table", action="store_true", help="print what is there")
+    options = parser.parse_args()
+    if options.table:
+        print("\n".join(table()))
+        return
+    for seed in options.seeds:
         store = Path(f"runs/smollm2-lora-{seed}")
         for arm in ARMS:
             out = RESULTS / f"{arm}-{seed}.json"

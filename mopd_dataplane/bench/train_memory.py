@@ -1,6 +1,6 @@
 """Memory of a trainer on this machine's CPU beside what `mopd check` says that it needs.
 
-    python -m mopd_dataplane.bench.train_memory MODEL DTYPE RANK        what measure() starts, in a process of its own
+    python -m mopd_dataplane.bench.train_memory MODEL DTYPE RANK OPTION     what measure() starts, once for each row
 
 Two optimizer steps of the project's own trainer on a few tokens, so that activations are next to nothing. Peak memory
 is the largest resident size of the process during them, looked at every few milliseconds, less the size that it had
@@ -25,13 +25,17 @@ from mopd_dataplane.models.hf import check_model_folder
 from mopd_dataplane.run.estimate import training_bytes
 
 if TYPE_CHECKING:
+    from mopd_dataplane.job.sections import Train
     from mopd_dataplane.train.loop import Trainer
 
 TOKENS = (8, 8)
 """Tokens of the two sequences of a step."""
 DEADLINE_S = 600.0
-KINDS = (("float32", 0), ("bfloat16", 0), ("float32", 32), ("bfloat16", 32))
-"""student.dtype and rank of the adapter; rank 0 trains the weights."""
+KINDS = (
+    ("float32", 0, ""), ("bfloat16", 0, ""), ("bfloat16", 0, "master_weights"), ("float32", 0, "offload"),
+    ("bfloat16", 0, "offload"), ("float32", 32, ""), ("bfloat16", 32, ""),
+)  # fmt: skip
+"""student.dtype, rank of the adapter (0 trains the weights), and a key of [train] that is true."""
 
 
 def measure(model: Path) -> list[dict[str, Any]]:
@@ -43,11 +47,11 @@ def measure(model: Path) -> list[dict[str, Any]]:
     if is_adapter(model):
         raise MismatchError(f"{model} is an adapter; give the folder of a whole model: its base, or its merged form")
     check_model_folder(model)
-    return [_in_a_process(model, dtype, rank) for dtype, rank in KINDS]
+    return [_in_a_process(model, *kind) for kind in KINDS]
 
 
-def _in_a_process(model: Path, dtype: str, rank: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "mopd_dataplane.bench.train_memory", str(model), dtype, str(rank)]
+def _in_a_process(model: Path, dtype: str, rank: int, option: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "mopd_dataplane.bench.train_memory", str(model), dtype, str(rank), option]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
     if done.returncode:
         raise EngineError(f"{' '.join(command[1:3])} ended with exit code {done.returncode}; its messages are above")
@@ -57,45 +61,47 @@ def _in_a_process(model: Path, dtype: str, rank: int) -> dict[str, Any]:
 
 def main() -> None:
     """See the module."""
-    print(json.dumps(_measured(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))))
+    print(json.dumps(_measured(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])))
 
 
-def _measured(model: Path, dtype: str, rank: int) -> dict[str, Any]:
+def _measured(model: Path, dtype: str, rank: int, option: str) -> dict[str, Any]:
+    from mopd_dataplane.job.sections import Lora, Train
     from mopd_dataplane.models.adapters import trained_tensors
     from mopd_dataplane.models.families import FAMILIES
     from mopd_dataplane.models.tiny import of_family
 
+    keys: dict[str, Any] = {option: True} if option else {}
+    train = Train(lora=Lora(r=rank), **keys)
     with tempfile.TemporaryDirectory() as tiny:
         of_family(FAMILIES["smollm2"], Path(tiny), seed=0, dtype="float32")
-        _steps(_trainer(Path(tiny), dtype, rank))
+        _steps(_trainer(Path(tiny), dtype, train))
     gc.collect()
     before = _resident_bytes()
-    trainer = _trainer(model, dtype, rank)
+    trainer = _trainer(model, dtype, train)
     with _Peak() as peak:
         _steps(trainer)
     held = peak.bytes - before
-    adapter = sum(weight.numel() for weight in trained_tensors(trainer.student.model).values()) if rank else None
-    parameters = sum(weight.numel() for weight in trainer.student.parameters()) - (adapter or 0)
-    computed = training_bytes(parameters, adapter=adapter, dtype=dtype)
+    adapter = sum(weight.numel() for weight in trained_tensors(trainer.student.model).values()) if rank else 0
+    parameters = sum(weight.numel() for weight in trainer.student.parameters()) - adapter
+    computed = sum(training_bytes(parameters, train, dtype=dtype, adapter=adapter))
     return {
-        "dtype": dtype, "rank": rank, "parameters": parameters, "adapter_parameters": adapter or 0,
+        "dtype": dtype, "rank": rank, "option": option, "parameters": parameters, "adapter_parameters": adapter,
         "computed_bytes": computed, "peak_bytes": held, "peak_over_computed": held / computed,
     }  # fmt: skip
 
 
-def _trainer(model: Path, dtype: str, rank: int) -> Trainer:
+def _trainer(model: Path, dtype: str, train: Train) -> Trainer:
     import torch
 
     from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
-    from mopd_dataplane.job.sections import Lora, Train
     from mopd_dataplane.train.loop import Trainer
     from mopd_dataplane.train.objective import ObjectiveLoss
     from mopd_dataplane.train.ranks import Ranks
-    from mopd_dataplane.train.student import load_student
+    from mopd_dataplane.train.student import held_dtype, load_student
 
-    ranks = Ranks.join("cpu", environment={})
-    student = load_student(model, ranks, dtype=getattr(torch, dtype), lora=Lora(r=rank))
-    return Trainer(student, ObjectiveLoss(Objective(cross_entropy=CrossEntropyTerm())), Train(), ranks)
+    ranks, forward = Ranks.join("cpu", environment={}), getattr(torch, dtype)
+    student = load_student(model, ranks, dtype=forward, lora=train.lora, weights=held_dtype(train, forward))
+    return Trainer(student, ObjectiveLoss(Objective(cross_entropy=CrossEntropyTerm())), train, ranks)
 
 
 def _steps(trainer: Trainer) -> None:

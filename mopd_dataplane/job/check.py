@@ -34,6 +34,7 @@ def check_references(job: Job, where: str) -> None:
         _check_retention(job, stage, where)
         _check_scale(job, stage, at)
         _check_lora(stage, at)
+        _check_memory(job, stage, at)
         if stage.data == "rollout":
             _check_rollout(job, stage, at)
         _check_discriminator(job, stage, at)
@@ -88,6 +89,21 @@ def _check_lora(stage: Stage, at: str) -> None:
         raise JobFileError(f'{at}.train.lora.target_modules is empty; name some modules, or "all-linear"')
     if not lora.r and lora != type(lora)():
         raise JobFileError(f"{at}.train.lora: r = 0 trains the weights themselves; set r, or leave the other keys out")
+
+
+def _check_memory(job: Job, stage: Stage, at: str) -> None:
+    train = stage.train
+    if not train.master_weights:
+        return
+    if train.offload:
+        problem = "train.offload has the float32 copy on the host; leave one of the two out"
+    elif train.lora.r:
+        problem = "an adapter is trained in float32, and its base not at all; leave master_weights out"
+    elif job.student.dtype == "float32":
+        problem = 'weights in float32 need no copy in float32; set student.dtype = "bfloat16", or leave it out'
+    else:
+        return
+    raise JobFileError(f"{at}.train.master_weights = true: {problem}")
 
 
 def _check_rollout(job: Job, stage: Stage, at: str) -> None:

@@ -115,6 +115,8 @@ EXAMPLES: dict[str, str] = {
     "train.lora.target_modules": '["q_proj", "v_proj"]',
     "train.lora.dropout": "0.05",
     "train.lora.merge": '"end"',
+    "train.master_weights": "true",
+    "train.offload": "true",
     "train.gradient_checkpointing": "true",
     "train.dropout": "true",
     "train.keep": "false",

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError
 from mopd_dataplane.base.file_urls import Place, is_file, read_file, suffix_of
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.check import check_references
+from mopd_dataplane.job.held_out import Eval
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.parse import problem_text
 from mopd_dataplane.job.place import line_of
@@ -27,7 +28,6 @@ from mopd_dataplane.job.sections import (
     Discriminator,
     Domain,
     Engine,
-    Eval,
     Load,
     Name,
     Plan,

@@ -465,6 +465,12 @@ class Train(Section):
     steps since the last one."""
     freeze_head: bool = False
     """Train everything but the LM head."""
+    master_weights: bool = False
+    """With `student.dtype = "bfloat16"`: weights and gradients in it too, and a float32 copy of the weights beside
+    AdamW's moments, which is what learns: 16 instead of 18 bytes a parameter."""
+    offload: bool = False
+    """Float32 weights, gradients and AdamW's moments on the host, 16 bytes a parameter, and the step too; the device
+    holds the weights in `student.dtype`, and a gradient until it is on the host."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: less memory, about a third more time."""
     dropout: bool = False
@@ -483,18 +489,3 @@ class Train(Section):
     track: str = "none"
     """Where step metrics also go: none, tensorboard, wandb, a tracker that a package installs, or package.module:Name.
     They are always in the store's `steps` table."""
-
-
-class Eval(Section):
-    """Held-out evaluation."""
-
-    every: int = Field(default=1, ge=0)
-    """Iterations between evaluations of a stage's policy; 0 evaluates only its last version."""
-    split: Literal["eval", "tune"] = "eval"
-    """Which held-out prompts are answered: `tune` while settings are chosen, `eval` for the final figure."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Temperature of held-out answers; 0 takes the likeliest token."""
-    max_new_tokens: int = Field(default=0, ge=0)
-    """0 takes the rollout's."""
-    reverse_kl: bool = False
-    """Also measure reverse KL to the routed teacher on held-out prompts."""

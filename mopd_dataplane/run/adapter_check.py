@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.sections import Lora
-from mopd_dataplane.models.adapter_files import adapter_rank, is_adapter
-from mopd_dataplane.models.hf import model_shape
+from mopd_dataplane.models.adapter_files import adapter_rank, base_folder, is_adapter, named_base
+from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import student_config
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ADAPTER_RATE = 10.0
 """Best learning rate of an adapter over that of the weights."""
@@ -55,6 +55,19 @@ def adapter_problems(job: Job) -> Iterator[tuple[str, str]]:
             adapter_parameters(job, stage.train.lora)
         except MopdError as error:
             yield f"{key}.target_modules", str(error)
+
+
+def check_adapter(folder: Path) -> None:
+    """Look at an adapter beside its base, of which no weights are read.
+
+    Raises MismatchError unless its factors fit the base, and the base is the one that it was trained on.
+    """
+    from mopd_dataplane.models.adapters import attach
+
+    if named_base(folder).digest:
+        weights_digest(folder)
+    if find_spec("peft") is not None:
+        attach(_empty_model(base_folder(folder)), folder, "checked")
 
 
 def adapter_parameters(job: Job, lora: Lora) -> int:
@@ -111,16 +124,24 @@ def _of_its_start(job: Job, stage: Stage) -> str:
 
 def _empty_student(job: Job) -> PreTrainedModel | None:
     """The student's base without memory for its weights; None where nothing says its shape yet."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if job.student.gguf:
         return None
     if job.student.path:
-        shape: dict[str, Any] = model_shape(model_folder(job.student.path, job.student.revision))
-        config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    else:
-        config = student_config(job.student)
+        return _empty_model(model_folder(job.student.path, job.student.revision))
+    return _empty(student_config(job.student))
+
+
+def _empty_model(folder: Path) -> PreTrainedModel:
+    from transformers import AutoConfig
+
+    shape: dict[str, Any] = model_shape(folder)
+    return _empty(AutoConfig.for_model(shape.pop("model_type"), **shape))
+
+
+def _empty(config: PreTrainedConfig) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return model

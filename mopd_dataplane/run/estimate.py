@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.sections import Train
 from mopd_dataplane.load.ring import available_memory
 from mopd_dataplane.models.adapter_files import weights_folder
 from mopd_dataplane.models.devices import free_memory, resolve_device
@@ -91,18 +92,22 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, flo
     return found
 
 
-def training_bytes(parameters: int, *, adapter: int | None = None, dtype: str = "float32") -> int:
-    """Bytes that weights, gradients and optimizer state take in training, activations apart.
+def training_bytes(parameters: int, train: Train, *, dtype: str = "float32", adapter: int = 0) -> tuple[int, int]:
+    """(bytes on the device, bytes on the host) of weights, gradients and optimizer state; activations apart.
 
-    parameters: of the model; adapter: of the adapter that is trained instead, None: the weights are trained. dtype: of
-    the forward pass, which then holds a copy of what is trained in it, and of frozen weights.
+    parameters: of the model; adapter: of the adapter that is trained instead where `train.lora` asks for one. dtype: of
+    the forward pass. Where that is bfloat16, what is trained in float32 has a copy in it.
 
-    >>> training_bytes(1_000), training_bytes(1_000, adapter=10, dtype="bfloat16")
-    (16000, 2180)
+    >>> training_bytes(1_000, Train()), training_bytes(1_000, Train(offload=True), dtype="bfloat16")
+    ((16000, 0), (2000, 16000))
     """
-    lower = dtype == "bfloat16"
-    trained = TRAINED + 2 if lower else TRAINED
-    return trained * parameters if adapter is None else (2 if lower else 4) * parameters + trained * adapter
+    width, copy = (2, 2) if dtype == "bfloat16" else (4, 0)
+    hosted = TRAINED if train.offload else 0
+    if train.lora.r:
+        return width * parameters + (4 if train.offload else TRAINED) * adapter + copy * adapter, hosted * adapter
+    if train.offload:
+        return width * parameters, hosted * parameters
+    return (TRAINED if train.master_weights else TRAINED + copy) * parameters, 0
 
 
 def _like_student(job: Job, teacher: str) -> bool:
@@ -305,9 +310,13 @@ def _memory(
     if sizes and stage.score.engine == "hf":
         need = sum(sizes[: stage.score.max_resident])
         _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
-    adapter = _adapter(job, stage) if stage.train.lora.r else None
-    trained = training_bytes(student.parameters, adapter=adapter, dtype=job.student.dtype)
-    _fits(found, f"{stage.name} train", stage.train.device, trained // job.scale.ranks, "scale.ranks")
+    adapter = _adapter(job, stage) if stage.train.lora.r else 0
+    trained, hosted = training_bytes(student.parameters, stage.train, dtype=job.student.dtype, adapter=adapter)
+    on_cpu = hosted and _place(stage.train.device) == "cpu"
+    here = (trained + hosted if on_cpu else trained) // job.scale.ranks
+    _fits(found, f"{stage.name} train", stage.train.device, here, "scale.ranks")
+    if hosted and not on_cpu:
+        _fits(found, f"{stage.name} train, host", "cpu", hosted, "train.offload")
     if problem := rate_problem(stage, student.hidden, pretrained=not job.student.config):
         found.findings.append(Finding(f"stages.{stage.name}.train.learning_rate", problem, certain=False))
 
@@ -320,10 +329,17 @@ def _adapter(job: Job, stage: Stage) -> int:
         return 0
 
 
-def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
+def _place(device: str) -> str:
+    """A job's device on this machine; empty where it has none, which the preflight says."""
     try:
-        where = resolve_device(device)
-    except MopdError:  # the preflight says it
+        return resolve_device(device)
+    except MopdError:
+        return ""
+
+
+def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
+    where = _place(device)
+    if not where:
         return
     free = available_memory() if where == "cpu" else free_memory(where)
     found.memory[what] = f"{_size(need)} on {where}, {_size(free)} free"

@@ -19,6 +19,7 @@ from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
 from mopd_dataplane.job.check import sampling_teachers
 from mopd_dataplane.job.job import Job
+from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import check_model_folder, check_same_tokenizer, load_tokenizer, tokenizer_digest
 from mopd_dataplane.models.hub import model_folder
@@ -27,7 +28,7 @@ from mopd_dataplane.prompts import load_prompts
 from mopd_dataplane.records import SIGNAL_KINDS, Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
-from mopd_dataplane.run.adapter_check import adapter_problems
+from mopd_dataplane.run.adapter_check import adapter_problems, check_adapter
 from mopd_dataplane.run.environments import environments_of
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
@@ -194,6 +195,8 @@ def _checked_folder(place: str, revision: str) -> Path:
     """Folder of a model that can be opened; one of the hub is downloaded."""
     folder = model_folder(place, revision)
     check_model_folder(folder)
+    if is_adapter(folder):
+        check_adapter(folder)
     return folder
 
 

@@ -16,6 +16,7 @@ heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens
 token_stats.py       per-token statistics of a step, in files for the job
 optimizer.py         AdamW and the learning-rate schedule
+master_adamw.py      AdamW on float32 copies, on the device or on the host
 checkpoint.py        policy, optimizer and position, whole or not at all
 newest.py            which checkpoint is the newest; needs no torch
 ranks.py             the processes of one training run

@@ -43,6 +43,7 @@ from mopd_dataplane.base.file_checksums import (
 )
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
+from mopd_dataplane.train.master_adamw import MasterAdamW
 from mopd_dataplane.train.newest import LATEST, name_newest, newest_checkpoint
 from mopd_dataplane.train.ranks import Ranks
 
@@ -122,9 +123,11 @@ class Checkpoints:
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key, parameter in parameters.items():
             if id(parameter) in trained:
-                optimizer.state[parameter] = _empty_state(key, parameter, saved)
+                optimizer.state[parameter] = _empty_state(key, _learnt(parameter, optimizer), saved)
         with torch.no_grad(), _alone_quietly():
             load(_tensors(module, optimizer), storage_reader=reader, no_dist=self._ranks.world == 1)
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.follow()
 
     def _write_shard(self, staging: Path, module: nn.Module, optimizer: Optimizer) -> None:
         """This rank's tensors, and what their file must contain when it is read again."""
@@ -249,13 +252,20 @@ def _tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """What a checkpoint holds, by its name there: the tensors themselves, to read from or to write into."""
     tensors: dict[str, Any] = {}
     for name, parameter in _trained(module).items():
-        tensors[f"policy/{name}"] = parameter.detach()
+        tensors[f"policy/{name}"] = _learnt(parameter, optimizer)
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer/{key}/{name}"] = value
     return tensors
 
 
-def _empty_state(name: str, parameter: nn.Parameter, saved: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _learnt(parameter: nn.Parameter, optimizer: Optimizer) -> Tensor:
+    """The tensor that an optimizer updates: a parameter, or the float32 copy that it follows."""
+    if isinstance(optimizer, MasterAdamW) and parameter.requires_grad:
+        return optimizer.master(parameter)
+    return parameter.detach()
+
+
+def _empty_state(name: str, parameter: Tensor, saved: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Optimizer state of one parameter as the checkpoint has it, sharded like the parameter; to be filled."""
     state: dict[str, Tensor] = {}
     for key, size in saved.items():

@@ -24,9 +24,9 @@ from mopd_dataplane.train.device import DeviceCopies
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.microbatch import MicroBatch, build
 from mopd_dataplane.train.objective import ObjectiveLoss, TermSums, Totals
-from mopd_dataplane.train.optimizer import learning_rate, make_optimizer
+from mopd_dataplane.train.optimizer import clip_gradients, learning_rate, make_optimizer
 from mopd_dataplane.train.passes import cut_step, samples_of
-from mopd_dataplane.train.ranks import Ranks, whole
+from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import Window
 from mopd_dataplane.train.student import Student
 from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
@@ -100,7 +100,7 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         sums = self._gradients(batch, window, step)
-        norm = self._clip()
+        norm = clip_gradients(self.student, self.optimizer, self.settings.grad_clip)
         totals = sums.over_ranks(self.ranks)
         if not math.isfinite(totals["loss"]) or not math.isfinite(norm):
             raise EngineError(
@@ -210,10 +210,6 @@ class Trainer:
         head = self.heads.get(teacher)
         self.heads.prefetch(following)
         return head
-
-    def _clip(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), self.settings.grad_clip)
-        return float(whole(norm))
 
 
 class _StepSums:

@@ -31,7 +31,7 @@ from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import TrainSpec, Window
 from mopd_dataplane.train.stop import Interrupted, Stop
-from mopd_dataplane.train.student import Student, load_student
+from mopd_dataplane.train.student import Student, held_dtype, load_student
 from mopd_dataplane.train.token_stats import StatsOfSteps
 from mopd_dataplane.train.trackers import Tracker, open_tracker
 
@@ -205,10 +205,11 @@ class Run:
         return Path(self.spec.start) if version == 0 else Path(self.spec.policy_dir) / f"v{version}"
 
     def _load(self, folder: Path) -> Student:
+        train, dtype = self.spec.train, getattr(torch, self.spec.dtype)
         return load_student(
-            folder, self._ranks, dtype=getattr(torch, self.spec.dtype), freeze_head=self.spec.train.freeze_head,
-            gradient_checkpointing=self.spec.train.gradient_checkpointing, dropout=self.spec.train.dropout,
-            lora=self.spec.train.lora, seed=self.spec.seed,
+            folder, self._ranks, dtype=dtype, freeze_head=train.freeze_head, dropout=train.dropout, lora=train.lora,
+            gradient_checkpointing=train.gradient_checkpointing, seed=self.spec.seed,
+            weights=held_dtype(train, dtype),
         )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ class TrainSpec(Section):
     """Optimizer steps of the whole stage, for the schedule; 0 when unknown (schedule must then be constant)."""
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the forward pass; weights and optimizer state stay float32."""
+    """Number format of the forward pass; what the optimizer updates stays float32."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature: log-probs of the policy-gradient term are taken at it."""
     max_new_tokens: int = Field(default=1, ge=1)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mopd_dataplane.errors import MismatchError
-from mopd_dataplane.job.sections import Lora
+from mopd_dataplane.job.sections import Lora, Train
 from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
 from mopd_dataplane.models.hf import (
     embedding_weight,
@@ -66,6 +66,7 @@ class Student(nn.Module):
         self.layout: Layout = "packed" if packs_apart(model) else "rows"
         """How micro-batches must be built for this model."""
         self._context_group = context_group
+        self._mixed = any(p.is_floating_point() and p.dtype != dtype for p in model.parameters())
         self._routing = Routing.of(model)
         if context_group is not None:
             _check_shares(model, self.layout, context_group.size())
@@ -74,7 +75,7 @@ class Student(nn.Module):
         """judge(hidden [M, D], head): the states that predict the trained tokens, in the order of `batch.targets`."""
         self._follow(batch.experts)
         device = batch.input_ids.device.type
-        lower = torch.autocast(device, self.dtype) if self.dtype != torch.float32 else nullcontext()
+        lower = torch.autocast(device, self.dtype) if self._mixed else nullcontext()
         packed: dict[str, object] = {}
         if self.layout == "packed":
             packed = {"sequence_lengths": batch.sequence_lengths, "context_group": self._context_group}
@@ -98,6 +99,11 @@ class Student(nn.Module):
             )
 
 
+def held_dtype(train: Train, dtype: torch.dtype) -> torch.dtype:
+    """What the device holds trained weights in, where the forward pass is in `dtype`."""
+    return dtype if train.master_weights or train.offload else torch.float32
+
+
 def load_student(
     folder: Path,
     ranks: Ranks,
@@ -107,9 +113,12 @@ def load_student(
     gradient_checkpointing: bool = False,
     dropout: bool = False,
     lora: Lora | None = None,
+    weights: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Student:
-    """A policy folder as a trainable module: float32 weights, forward pass in `dtype`, sharded over the ranks.
+    """A policy folder as a trainable module: forward pass in `dtype`, sharded over the ranks.
+
+    weights: dtype in which weights that are trained are held; an adapter's are float32.
 
     lora: what is trained instead, where its rank is not 0: the folder's own adapter, or a new one that is drawn with
     `seed`; the base is then frozen, in `dtype`. Raises MismatchError when the adapter does not fit.
@@ -120,10 +129,10 @@ def load_student(
     # Several ranks load into host memory, where equal mapped files are there once, and shard from it.
     device = str(ranks.device) if ranks.world == 1 else "cpu"
     if lora is None or not lora.r:
-        model = load_merged(folder, device=device)
+        model = load_merged(folder, dtype=_name(weights), device=device)
     else:
         torch.manual_seed(seed)
-        model = _adapted(folder, lora, dtype=str(dtype).removeprefix("torch."), device=device)
+        model = _adapted(folder, lora, dtype=_name(dtype), device=device)
     student = Student(model, dtype=dtype, freeze_head=freeze_head, context_group=ranks.group)
     head = head_weight(model)
     if freeze_head and head is not embedding_weight(model):
@@ -137,6 +146,10 @@ def load_student(
                 module.train()
     ranks.shard(student, _layers(model), dtype=dtype)
     return student
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _adapted(folder: Path, lora: Lora, *, dtype: str, device: str) -> PreTrainedModel:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
-from trainer_ground import FULL, Ground, started, wait_for_steps, weights
+from trainer_ground import Ground, started, wait_for_steps, weights
 
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import EngineError
@@ -57,12 +58,12 @@ def rank_main(spec: str, rank: int, ranks: int) -> None:
 
 @contextmanager
 def running(
-    ground: Ground, place: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = 60.0, lora: Lora = FULL
+    ground: Ground, place: Path, *, ranks: int, members: int = 1, rank_deadline_s: float = 60.0, **keys: Any
 ) -> Iterator[list[BaseProcess]]:
     """A loader and the ranks it serves: real processes, forked from one that has torch loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with ground.loader(place, members=members, rank_deadline_s=rank_deadline_s, lora=lora) as spec:
+    with ground.loader(place, members=members, rank_deadline_s=rank_deadline_s, **keys) as spec:
         processes = [context.Process(target=rank_main, args=(str(spec), rank, ranks)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -74,8 +75,8 @@ def running(
                 process.join()
 
 
-def train(ground: Ground, place: Path, *, ranks: int, members: int = 1, lora: Lora = FULL) -> None:
-    with running(ground, place, ranks=ranks, members=members, lora=lora) as processes:
+def train(ground: Ground, place: Path, *, ranks: int, members: int = 1, **keys: Any) -> None:
+    with running(ground, place, ranks=ranks, members=members, **keys) as processes:
         for process in processes:
             process.join(timeout=120)
         assert [process.exitcode for process in processes] == [0] * ranks
@@ -128,11 +129,13 @@ def test_an_adapter_is_trained_by_several_ranks_as_by_one(ranks: int, members: i
 
 
 @pytest.mark.slow
-def test_a_killed_rank_with_an_adapter_is_continued_by_any_number(ground: Ground) -> None:
-    alone, place = ground.root / "adapter-alone", ground.root / "adapter-killed"
-    train(ground, alone, ranks=1, lora=Lora(r=4))
+@pytest.mark.parametrize("keys", [{"lora": Lora(r=4)}, {"offload": True}], ids=["adapter", "offload"])
+def test_a_killed_rank_with_less_on_its_device_is_continued_by_any_number(ground: Ground, keys: dict[str, Any]) -> None:
+    name = next(iter(keys))
+    alone, place = ground.root / f"{name}-alone", ground.root / f"{name}-killed"
+    train(ground, alone, ranks=1, **keys)
     with (
-        ground.loader(place, lora=Lora(r=4)) as spec,
+        ground.loader(place, **keys) as spec,
         started([sys.executable, "-m", "mopd_dataplane.train.node_agent", str(spec), "2"]) as agent,
     ):
         wait_for_steps(place, 3, agent)
@@ -141,7 +144,7 @@ def test_a_killed_rank_with_an_adapter_is_continued_by_any_number(ground: Ground
     saved = latest_checkpoint(place / "checkpoints")
     assert saved is not None
     assert 0 < saved[0].step < ground.steps
-    train(ground, place, ranks=1, lora=Lora(r=4))
+    train(ground, place, ranks=1, **keys)
     assert_same_training(place, alone)
 
 

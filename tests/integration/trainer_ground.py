@@ -19,7 +19,7 @@ import torch
 from mopd_dataplane import Store, create_store
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm
-from mopd_dataplane.job.sections import Lora, Train
+from mopd_dataplane.job.sections import Train
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.models import hf
@@ -40,7 +40,6 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 DOMAINS = ("math", "code")
 SAMPLES = 48
-FULL = Lora()
 OBJECTIVE = Objective(
     policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99), clip=(0.2, 0.28)),
     divergence=DivergenceTerm(weight=0.5),
@@ -137,17 +136,15 @@ class Ground:
         )  # fmt: skip
 
     @contextmanager
-    def loader(
-        self, place: Path, *, members: int = 1, rank_deadline_s: float = 60.0, lora: Lora = FULL
-    ) -> Iterator[Path]:
-        """A running loader, and the spec of trainers that it serves."""
+    def loader(self, place: Path, *, members: int = 1, rank_deadline_s: float = 60.0, **train: Any) -> Iterator[Path]:
+        """A running loader, and the spec of trainers that it serves. train: keys of [train] that differ."""
         place.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
             socket, file = Path(scratch) / "loader.sock", Path(scratch) / "spec.json"
             spec = self.spec(place, socket)
             spec = spec.model_copy(
                 update={
-                    "train": spec.train.model_copy(update={"lora": lora}),
+                    "train": spec.train.model_copy(update=train),
                     "context_parallel": members,
                     "rendezvous": f"{scratch}/rendezvous",
                     "rank_deadline_s": rank_deadline_s,

@@ -155,6 +155,9 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
             '[teachers]\nserved = { source = "student", url = "http://h/v1" }',
             ["teacher 'served' has a url", 'set reads = "states"'],
         ),
+        ("grad_clip = 0.5", "master_weights = true", ["float32 need no copy", 'set student.dtype = "bfloat16"']),
+        ("grad_clip = 0.5", "master_weights = true\noffload = true", ["leave one of the two out"]),
+        ("grad_clip = 0.5", "master_weights = true\nlora = { r = 2 }", ["adapter", "leave master_weights out"]),
         ("batch_samples = 4", "batch_samples = 4, batch_tokens = 9", ["exactly one of batch_samples, batch_tokens"]),
     ],
 )

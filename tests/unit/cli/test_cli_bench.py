@@ -128,8 +128,9 @@ def test_what_a_trainer_holds_is_what_is_computed(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "train-memory", str(tmp_path / "model"), "--json"])
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
-    assert [(row["dtype"], row["rank"]) for row in rows] == [
-        ("float32", 0), ("bfloat16", 0), ("float32", 32), ("bfloat16", 32)
+    assert [(row["dtype"], row["rank"], row["option"]) for row in rows] == [
+        ("float32", 0, ""), ("bfloat16", 0, ""), ("bfloat16", 0, "master_weights"), ("float32", 0, "offload"),
+        ("bfloat16", 0, "offload"), ("float32", 32, ""), ("bfloat16", 32, ""),
     ]  # fmt: skip
     assert {row["parameters"] for row in rows} == {134_515_008}
     for row in rows:

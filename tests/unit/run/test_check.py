@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 from decoding import TINY
+from peft import LoraConfig, get_peft_model
 
 from mopd_dataplane.cli import jobs
 from mopd_dataplane.errors import InputError, JobFileError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.job.sections import Student
+from mopd_dataplane.models.adapter_files import BASE
+from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.prompts import load_prompts
-from mopd_dataplane.run.estimate import estimate
+from mopd_dataplane.run.estimate import estimate, training_bytes
 
 
 def job(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -133,6 +136,32 @@ def test_what_does_not_fit_is_said_with_its_key_and_refuses_nothing(
     assert not any(finding["certain"] for finding in said["findings"])
 
 
+def test_what_training_holds_on_device_and_host_follows_its_keys(tmp_path: Path) -> None:
+    from mopd_dataplane.job.sections import Lora, Train
+
+    def held(dtype: str, **keys: Any) -> tuple[int, int]:
+        return training_bytes(1000, Train(**keys), dtype=dtype, adapter=10)
+
+    assert held("float32") == (16 * 1000, 0)
+    assert held("bfloat16") == (18 * 1000, 0)
+    assert held("bfloat16", master_weights=True) == (16 * 1000, 0)
+    assert held("float32", offload=True) == (4 * 1000, 16 * 1000)
+    assert held("bfloat16", offload=True) == (2 * 1000, 16 * 1000)
+    assert held("float32", lora=Lora(r=2)) == (4 * 1000 + 16 * 10, 0)
+    assert held("bfloat16", lora=Lora(r=2)) == (2 * 1000 + 18 * 10, 0)
+    assert held("bfloat16", lora=Lora(r=2), offload=True) == (2 * 1000 + 6 * 10, 16 * 10)
+
+
+def test_offload_on_the_cpu_is_counted_as_one_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"student": {"config": TINY | {"hidden_size": 256, "vocab_size": 4 * 10**6}}}
+    sizes = {}
+    for keys in ({}, {"offload": True}):
+        said, _ = check(tmp_path, job(tmp_path, **changes, train={"device": "cpu", **keys}), capsys)
+        assert "s train, host" not in said["memory"]
+        sizes[len(keys)] = float(said["memory"]["s train"].split()[0])
+    assert sizes[1] / sizes[0] == pytest.approx(20 / 16, rel=0.02)
+
+
 def test_a_folders_weights_are_counted_from_their_headers(tmp_path: Path) -> None:
     from mopd_dataplane.job.job import check_job
     from mopd_dataplane.models.hf import load_model
@@ -171,3 +200,34 @@ def test_a_rate_for_weights_that_start_at_random_is_not_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not check(tmp_path, job(tmp_path, train={"learning_rate": 5e-2}), capsys)[0]["findings"]
+
+
+def test_an_adapter_that_fits_neither_job_nor_base_is_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A missing target, another rank, a base of another shape, and a base with other weights than it was trained on."""
+    folder = make_student(Student(config=TINY), tmp_path / "base", seed=0)
+    wide = make_student(Student(config=TINY | {"intermediate_size": 160}), tmp_path / "wide", seed=0)
+    adapter, misplaced, retrained = (tmp_path / name for name in ("adapter", "misplaced", "retrained"))
+    model = get_peft_model(load_model(folder), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for place, base in ((adapter, folder), (misplaced, wide), (retrained, folder)):
+        model.peft_config["default"].base_model_name_or_path = str(base)
+        model.save_pretrained(place)
+    (retrained / BASE).write_text(json.dumps({"place": str(folder), "digest": "0" * 64}))
+
+    def findings(**changes: Any) -> dict[str, str]:
+        said, refusal = check(tmp_path, job(tmp_path, **changes), capsys)
+        assert bool(refusal) == any(finding["certain"] for finding in said["findings"])
+        return {finding["key"]: finding["problem"] for finding in said["findings"] if finding["certain"]}
+
+    rate = {"learning_rate": 8e-3}
+    given = {"student": {"path": str(adapter)}, "train": {**rate, "lora": {"r": 4}}}
+    assert findings(**given) == {}
+    wrong_rank = findings(**{**given, "train": {**rate, "lora": {"r": 8}}})
+    assert "adapter of rank 4; set it to 4" in wrong_rank["stages.s.train.lora.r"]
+    missing = findings(train={**rate, "lora": {"r": 4, "target_modules": ["q_proj", "k_prj"]}})
+    assert "no module 'k_prj'" in missing["stages.s.train.lora.target_modules"]
+    other_weights = findings(**{**given, "student": {"path": str(retrained)}})
+    assert "was trained on a base with digest 0000" in other_weights["student.path"]
+    other_shape = findings(teachers={"t": {"source": str(misplaced)}})
+    assert "another rank or for another base" in other_shape["teachers.t.source"]
