@@ -59,7 +59,7 @@ class Field:
     null: bool = False
     """May be null in the store."""
     record: str = ""
-    """What a loader is asked for to get it (LoadSpec.recorded); empty for what every pack carries."""
+    """Name by which a loader is asked for it (LoadSpec.recorded); empty for fields of every pack."""
     width: str = ""
     """Column that says how many values lie at each place of the axis: of `samples` for a field of TOKENS, else of the
     signal's own table. Empty: one value."""
@@ -210,11 +210,11 @@ def in_record(record: Any) -> tuple[Field, ...]:
 
 
 PAYLOAD = tuple(field for field in of_table(TOKENS) if not field.record)
-"""What every sample has."""
+"""Payload fields of every sample."""
 RECORDED = tuple(field for field in of_table(TOKENS) if field.record)
-"""What a sample has where somebody recorded it; where it is null it has no part in the checksum."""
+"""Optional payload fields of a sample; a null one has no part in the checksum."""
 RECORDS = tuple(dict.fromkeys(field.record for field in RECORDED))
-"""What a loader can be asked for, see LoadSpec.recorded."""
+"""Optional records that a loader can be asked for, see LoadSpec.recorded."""
 
 
 def column_names(some: Iterable[Field]) -> tuple[str, ...]:

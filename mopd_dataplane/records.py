@@ -33,7 +33,7 @@ FORMAT_1_NAMES = {
     "support_ids": "sampling_mask_ids",
     "support_len": "sampling_mask_len",
 }
-"""What format 1 called the fields of a sample: token logs, exports and stores of that format are read with it."""
+"""Names of a sample's fields in format 1, for reading token logs, exports and stores of that format."""
 
 
 def sample_uid(seed: int, stage: str, prompt_id: str, index: int, iteration: int) -> str:
@@ -58,7 +58,7 @@ class Prompt:
     domain: str
     """Routes the sample to its teacher, through the job's routing rule."""
     text: str
-    """What the student sees, before the tokenizer's template."""
+    """Text of the prompt, before the tokenizer's template."""
     answer: str = ""
     """Reference answer; the response of an off-policy (reference) sample."""
     split: str = "train"
@@ -76,7 +76,7 @@ class Prompt:
 
     @property
     def asked(self) -> str | list[dict[str, Any]]:
-        """What goes into the tokenizer's template: messages, or text."""
+        """Input of the tokenizer's template: messages, or text."""
         return json.loads(self.messages) if self.messages else self.text
 
 

@@ -28,7 +28,7 @@ EXTRAS = {
 
 
 def missing_package(error: ModuleNotFoundError) -> str | None:
-    """What to install for an import that failed; None when it is no package that an extra brings.
+    """Advice on what to install for a failed import; None when no extra brings the package.
 
     >>> missing_package(ModuleNotFoundError("no obstore", name="obstore.store"))
     "this needs the package 'obstore', which is not installed: pip install 'mopd-dataplane[s3]'"

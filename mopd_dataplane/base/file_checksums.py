@@ -22,7 +22,7 @@ _PIECE = 4 << 20
 
 
 class Recorded(TypedDict):
-    """What is known of a file."""
+    """Size and checksums of a file."""
 
     bytes: int
     crc32c: str
@@ -40,7 +40,7 @@ def write_checksums(folder: Path, *, identities: bool = False, measured: Mapping
 
 
 def measure_file(path: Path, *, identity: bool = False) -> Recorded:
-    """What is recorded of a file; identity: with its sha256."""
+    """Measure a file; identity: with its sha256."""
     whole, crc, count = hashlib.sha256(), 0, 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):
@@ -53,7 +53,7 @@ def measure_file(path: Path, *, identity: bool = False) -> Recorded:
 
 
 def read_checksums(folder: Path) -> dict[str, Recorded] | None:
-    """What was recorded of each file; None for a folder without a record. Raises DamagedError."""
+    """Records of a folder's files; None for a folder without them. Raises DamagedError."""
     try:
         content = (folder / CHECKSUMS).read_bytes()
     except FileNotFoundError:
@@ -94,7 +94,7 @@ _lock = threading.Lock()
 
 
 def check_folder(folder: str | Path) -> dict[str, Recorded] | None:
-    """What was recorded of a folder's files, each of which is as it was written; None for a folder without a record.
+    """Check a folder's files against their records, and return these; None for a folder without records.
 
     A folder is read once per process, and again when another one has taken its name. Raises DamagedError naming every
     file that differs.
@@ -120,7 +120,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def file_damage(path: Path, known: Recorded) -> str:
-    """What is wrong with a file; empty when it is as it was written."""
+    """Damage of a file, in words; empty when it is as it was written."""
     try:
         found = measure_file(path)
     except OSError as error:

@@ -58,7 +58,7 @@ def measure(base: Path, folder: Path, *, count: int, rank: int) -> dict[str, Any
 
 
 def main() -> None:
-    """See the module."""
+    """Run the measurement that the command line names, and print its figures."""
     base, folder = Path(sys.argv[1]), Path(sys.argv[2])
     count, rank = int(sys.argv[3]), int(sys.argv[4])
     adapters = _write_adapters(base, folder, count, rank)

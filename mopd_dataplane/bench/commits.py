@@ -17,7 +17,7 @@ from mopd_dataplane.store.dataset import Store
 BATCH, RESPONSE = 4, 60
 """Samples of a commit and their tokens."""
 POINTS = 8
-"""Where the curve is read: after equal parts of the commits."""
+"""Points of the curve, after equal parts of the commits."""
 OPENINGS = 5
 
 

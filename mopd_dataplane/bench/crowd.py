@@ -27,7 +27,7 @@ DEADLINE_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """What the processes of one measurement said and took."""
+    """Answers, time and memory of the processes of one measurement."""
 
     answers: list[dict[str, Any]]
     """One JSON object of each process in the fastest round; `seconds` is the time of its pass."""

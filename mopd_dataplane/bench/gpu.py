@@ -36,7 +36,7 @@ _SAYS = {
 
 
 def main() -> None:
-    """See the module."""
+    """Run the parts that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS), help="names, separated by commas")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
@@ -64,7 +64,7 @@ def run(parts: list[str], *, device: str, small: bool, page: Path, limit_s: floa
 
 
 def _in_process(name: str, *, device: str, small: bool, limit_s: float) -> dict[str, Any]:
-    """What a part says: its figures, or why there are none."""
+    """Run a part; its figures, or why there are none."""
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "mopd_dataplane.bench.gpu_parts", name, device, *["small"] * small]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -108,7 +108,7 @@ def _table(found: dict[str, Any]) -> list[str]:
 
 
 def _number(value: object) -> str:
-    """A figure for people.
+    """A figure with few digits.
 
     >>> _number(1234567.0), _number(0.01234), _number("none")
     ('1,234,567', '0.0123', 'none')

@@ -56,7 +56,7 @@ _FIRST_OF = 1.25
 
 @dataclass(frozen=True)
 class Response:
-    """What an arm accepted for one prompt."""
+    """An arm's accepted response to one prompt."""
 
     tokens: tuple[int, ...]
     bits: bytes

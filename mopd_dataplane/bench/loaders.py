@@ -24,7 +24,7 @@ SAME_PACKS = 4
 MODULES = {"memmap": "torch", "memmap-plain": "torch", "transferqueue": "transfer_queue"}
 """Module a peer needs, where its name is another."""
 FIELDS = PLAIN
-"""What a sample's record holds: nine bytes a token."""
+"""Fields of a sample's record: nine bytes a token."""
 
 
 def compare(

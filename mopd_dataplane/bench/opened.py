@@ -1,4 +1,4 @@
-"""Which files below a folder are opened while a block runs, by whatever library, as the kernel tells (inotify)."""
+"""Records which files below a folder are opened while a block runs, by any library (inotify)."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def memmap(work: Work) -> Pass:
 
 
 def memmap_plain(work: Work) -> Pass:
-    """The same, pack by pack."""
+    """torch DataLoader over a numpy memmap, written for this benchmark: one pack at a time."""
     return _data_loader(work.join, work.packs)
 
 

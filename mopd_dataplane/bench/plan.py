@@ -44,7 +44,7 @@ DISORDER = 2_000
 """How far samples are from the order of their admission: they are stored as they finish."""
 TIMEOUT_S = 3600.0
 FIGURES = ("samples", "seconds", "density", "straggler_ratio", "peak_rss_bytes", "payload_bytes_read")
-"""What scripts read; the rest explains them."""
+"""Names of the figures that scripts read; the others explain them."""
 
 
 def measure(samples: int, *, strict: bool = False, window: int = 0, folder: Path | None = None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def make_metadata(folder: Path, samples: int) -> Store:
 
 @dataclass
 class _Parts:
-    """What the windows of one measurement add up to."""
+    """Sums over the windows of one measurement."""
 
     read_s: float = 0.0
     plan_s: float = 0.0

@@ -70,7 +70,7 @@ def _draw(
     keys: NDArray[np.uint32],
     position: int,
 ) -> None:
-    """What an engine does with the logits of a step."""
+    """Draw tokens from the logits of a step, as an engine does."""
     found = sampler.of(logits, *settings)
     found.logprobs(found.draw(keys, np.full(len(keys), position), settings[0]))
 

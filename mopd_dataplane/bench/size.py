@@ -44,7 +44,7 @@ MONTH_DAYS = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is run.
+    """The planned run.
 
     Example: Workload(tokens_per_day=1e10, student_b=8, teacher_b=32, hidden_size=5120, fidelity="hidden").
     """
@@ -243,7 +243,7 @@ def human(count: float) -> str:
 
 
 def readable(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of `size` with bytes for people."""
+    """The figures of `size` with units."""
     shown: dict[str, Any] = {}
     for name, value in figures.items():
         if isinstance(value, Mapping):
@@ -260,5 +260,5 @@ _BYTES = ("bytes_per_day", "bytes_held", "bandwidth")
 
 
 def inputs(workload: Workload, machine: Machine) -> dict[str, Any]:
-    """What the figures were made from."""
+    """Inputs of the figures."""
     return {**asdict(workload), **asdict(machine)}

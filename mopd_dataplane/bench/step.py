@@ -73,7 +73,7 @@ def _environment() -> dict[str, str]:
 
 
 def _part(command: list[str], folder: Path) -> dict[str, Any]:
-    """What a part says of itself, with what its processes took."""
+    """Run a part; its own figures, with time and memory of its processes."""
     found = folder / "found.json"
     taken = _watched([*command, str(folder / "work.json"), str(found)], _environment())
     said: dict[str, Any] = json.loads(found.read_text())
@@ -104,7 +104,7 @@ def _watched(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
 
 
 def _work(job: Job, store: Store, iterations: int) -> dict[str, Any]:
-    """What the other parts need to know: settings, the prompts of every iteration, and what the job sampled."""
+    """Input of the other parts: settings, the prompts of every iteration, and what the job sampled."""
     stage = job.stage(STAGE)
     prompts = {one.prompt_id: one for one in store.prompts("train")}
     rows = store.samples(["stage", "iteration", "prompt_id", "prompt_len", "writer_seq"]).to_pylist()

@@ -60,7 +60,7 @@ def _in_a_process(model: Path, dtype: str, rank: int, option: str) -> dict[str, 
 
 
 def main() -> None:
-    """See the module."""
+    """Run the measurement that the command line names, and print its figures."""
     print(json.dumps(_measured(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4])))
 
 

@@ -32,7 +32,7 @@ BENCH_RUN = "bench"
 FILL = 250_000
 """Rows written at once while a table is filled up."""
 FIGURES = ("payload_bytes_per_s", "sequential_write_bytes_per_s", "commit_ms")
-"""What scripts read; the rest explains them."""
+"""Names of the figures that scripts read; the others explain them."""
 
 
 def write_figures(folder: Path, rows: Sequence[int]) -> dict[str, Any]:

@@ -46,11 +46,11 @@ INTERRUPTED = 130
 _REFUSED = {
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG,
 }  # fmt: skip
-"""What the system says of a path that was given, not of a defect."""
+"""Errors of the system that concern a given path, not a defect."""
 _ENDINGS = (SystemExit, GeneratorExit, BrokenPipeError, TyperException, typer.Exit, typer.Abort)
 """How typer, and a reader that has seen enough, end a command."""
 _UsageError: Any = typer.BadParameter.__base__
-"""What the parser raises: unknown option or command, missing argument, wrong type."""
+"""Errors of the parser: unknown option or command, missing argument, wrong type."""
 _BY_DEFAULT: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 

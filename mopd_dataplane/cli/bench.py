@@ -264,7 +264,7 @@ def size(
     response: Annotated[int, typer.Option("--response", min=1, help="Mean response tokens.")] = 3500,
     student: Annotated[float, typer.Option("--student", min=0.001, help="Student parameters, in 10^9.")] = 8.0,
     teacher: Annotated[float, typer.Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0,
-    teachers: Annotated[float, typer.Option("--teachers", min=0, help="Teachers that judge each sample.")] = 1.0,
+    teachers: Annotated[float, typer.Option("--teachers", min=0, help="Teachers that score each sample.")] = 1.0,
     hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Of the teachers.")] = 5120,
     fidelity: Annotated[
         Literal["logprob", "topk", "hidden"], typer.Option("--fidelity", help="What is kept of a teacher.")

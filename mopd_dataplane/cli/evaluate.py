@@ -35,7 +35,7 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first questions of a task.")] = None,
     chat: Annotated[bool, typer.Option("--chat-template", help="Ask through the tokenizer's chat template.")] = False,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions at once.")] = 8,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions in one batch.")] = 8,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PANEL = "Jobs"
 HOMES = dict.fromkeys(("reward_stage", "plan_stage"), "light_stages")
-"""Where the function of a stage lives, when it is not the pipeline, which needs torch."""
+"""Modules of functions that are not in the pipeline, which needs torch."""
 
 
 class RayAnywhere(TyperCommand):
@@ -117,7 +117,7 @@ def packages(job: Job) -> list[str]:
 def print_rehearsal(
     facts: Mapping[str, Mapping[str, str]], result: Mapping[str, Any], *, seconds: float, as_json: bool
 ) -> None:
-    """What a rehearsal ran as the job says, what stood in, and what it never ran."""
+    """Print what a rehearsal ran unchanged, what it replaced, and what it did not run."""
     if as_json:
         print_json({**facts, "seconds": seconds, "store": result["store"], "report": result["report"]})
         return
@@ -238,7 +238,7 @@ def plan(
     job: JobFile,
     stage: StageName = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
+        bool, typer.Option("--explain", help="Print what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
     ] = False,
     set_: Overrides = None,
     seed: Seed = None,

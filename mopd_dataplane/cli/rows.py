@@ -38,7 +38,7 @@ NAMES_WHOLE = 1.25
 MOST_LINES = 3
 """Lines that one row of a table may take."""
 MOST_LINES_EXPLAINED = 12
-"""The same, of a listing that explains."""
+"""Lines that one row of a listing with explanations may take."""
 BLOCK_COLUMNS = 12
 """Columns of a block when several rows are shown and more than one would be left out; a single row shows all of its."""
 

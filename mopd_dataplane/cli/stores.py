@@ -78,7 +78,8 @@ def verify(
 def compact(
     store: StoreUri,
     now: Annotated[
-        bool, typer.Option("--now", help="Drop old versions at once, not after a day, unless somebody reads them.")
+        bool,
+        typer.Option("--now", help="Drop old versions now, not after a day, except those that a process has open."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -28,7 +28,7 @@ COLUMNS = {
 def teachers(
     job: JobFile,
     stage: StageName = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers of each domain that are judged.")] = 200,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
     topk: Annotated[int, typer.Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
     set_: Overrides = None,
     seed: Seed = None,

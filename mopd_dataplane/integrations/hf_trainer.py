@@ -29,7 +29,7 @@ from mopd_dataplane.train.student import Student
 
 
 class TrainsFromStore:
-    """What a subclass of transformers.Trainer inherits before it: batches and loss of a store."""
+    """Mixin for subclasses of transformers.Trainer, with batches and loss of a store; put it first."""
 
     def __init__(
         self, *arguments: Any, store: str | Path | Store, stage: str, objective: Objective | Mapping[str, Any],

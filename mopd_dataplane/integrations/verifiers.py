@@ -275,7 +275,7 @@ def _served(toolset: Any) -> tuple[str, Any]:
 
 
 async def _call(shared: list[tuple[str, Any]], task: Any, name: str, arguments: dict[str, Any]) -> str:
-    """What a tool says, or why there was nothing to call."""
+    """Output of a tool, or the reason why no tool was called."""
     own = type(task).toolsets(task.config)
     for prefix, server in [*shared, *map(_served, own)]:
         bare = name.removeprefix(f"{prefix}_") if prefix else name

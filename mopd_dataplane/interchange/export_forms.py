@@ -85,7 +85,7 @@ class _Plain:
 
 
 _ABOUT = [("uid", pa.string()), ("domain", pa.string()), ("reward", pa.float64())]
-"""What a row of the other forms says of its sample, for filters: reward is the mean over verifiers."""
+"""Columns of the other forms for filters; reward is the mean over verifiers."""
 
 
 def _about(sample: Sampled) -> dict[str, Any]:

@@ -135,7 +135,7 @@ _WHOLES = ("group_index", "writer_seq", "top_k", "interruptions")
 _REALS = ("temperature", "top_p")
 _LISTS = (*(field for field in PAYLOAD if field.axis == "span"), *RECORDED)
 SAMPLE_FIELDS = (*_TEXTS, *_WHOLES, *_REALS, *(field.name for field in _LISTS))
-"""What a plain row may say of its sample besides PLAIN_FIELDS, domain, iteration and turns."""
+"""Fields of a sample that a plain row may have besides PLAIN_FIELDS, domain, iteration and turns."""
 PLAIN_FIELDS = tuple(field.name for field in PAYLOAD if field.axis != "span")
 """Fields that it says with the length of its prompt."""
 _PLAIN = {
@@ -144,7 +144,7 @@ _PLAIN = {
 }  # fmt: skip
 """Every field of a plain row that is read."""
 QUESTION_FIELDS = ("split", "effort", "source", "teacher_context", "verifier_data", "messages")
-"""What a plain row may say of its prompt besides text, answer and domain."""
+"""Fields of a prompt that a plain row may have besides text, answer and domain."""
 
 FORMATS: dict[str, Reader] = {
     "verl": _verl,

@@ -60,7 +60,7 @@ class ImportSettings:
 
 @dataclass
 class ImportReport:
-    """What an import did.
+    """Result of an import.
 
     Example: ImportReport(rows=2048, samples=2048, inserted=2048, tokenised=2048, ended=2048, rewards=2048).
     """
@@ -230,7 +230,7 @@ def _samples(
 
 
 def _rows_of(reader: Callable[..., Any], name: str, fields: dict[str, Any], place: str) -> list[Row]:
-    """What an importer makes of one row of a file. Raises InputError for one of another package that is none."""
+    """Rows that an importer makes of one row of a file. Raises InputError for an invalid one of another package."""
     if name in FORMATS:
         return list(reader(fields, place))
     try:

@@ -49,7 +49,7 @@ class Row:
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Further results of a verifier, by its name: `detail`, and `correct` if it says what is right."""
     signals: list[Said] = field(default_factory=list)
-    """What teachers said of the response."""
+    """Signals of teachers for the response."""
     sample: dict[str, Any] = field(default_factory=dict)
     """Fields of records.Sample that the source states."""
     question: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ _FINISHED = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 
 
 def finish_reason(value: Any) -> dict[str, Any]:
-    """What a source's finish reason says of a sample; nothing where it says nothing known."""
+    """Fields of a sample that follow from a source's finish reason; empty for an unknown one."""
     return {"finish_reason": _FINISHED[value]} if isinstance(value, str) and value in _FINISHED else {}
 
 

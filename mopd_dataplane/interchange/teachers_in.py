@@ -16,11 +16,11 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.signals import check_signal
 
 HEADS = ".heads"
-"""What the folder of heads of an exported file is called after the file."""
+"""Suffix of the folder of heads beside an exported file."""
 
 
 def head_beside(place: Place, teacher: str) -> str:
-    """Where the LM head of a teacher lies beside an exported file or folder."""
+    """Path of a teacher's LM head beside an exported file or folder."""
     return joined(f"{str(place).rstrip('/')}{HEADS}", f"{teacher}.safetensors")
 
 

@@ -47,7 +47,7 @@ class Stage(Section):
     """One training run inside the job: data, objective, and the policy it leaves behind."""
 
     name: Name
-    """What later stages, teachers, policies and the store's tables call it."""
+    """Name of the stage, by which later stages, teachers, policies and tables refer to it."""
     start: str = "init"
     """`init` (the student as configured), or the name of an earlier stage."""
     data: Literal["reference", "rollout", "stored"] = "rollout"
@@ -74,7 +74,7 @@ class Stage(Section):
     """Rollout, scoring and training run concurrently, each in a process of its own; `plan.max_staleness` bounds the
     staleness."""
     discriminator: Discriminator | None = None
-    """Where the outcome rewards that are trained on come from, instead of the domains' verifiers."""
+    """A trained model that gives the outcome rewards, instead of the domains' verifiers."""
 
     def iteration_of(self, window: int) -> int | None:
         """The iteration whose samples a window covers; None for reference or imported data, which one window covers
@@ -91,9 +91,9 @@ class Job(Section):
     """A whole run."""
 
     name: Name
-    """What the run is called in reports and trackers."""
+    """Name of the run in reports and trackers."""
     shows: str = ""
-    """What running it shows, in a line."""
+    """What the job demonstrates, in one line."""
     source: str = ""
     """Paper, report or code that it follows."""
     store: str
@@ -113,7 +113,7 @@ class Job(Section):
     routing: dict[str, str] = Field(default_factory=dict)
     """Teacher of each domain, or of one effort mode of it (`domain/effort`)."""
     engine: Engine = Engine()
-    """What generates."""
+    """The engine that samples."""
     wal: Wal = Wal()
     """The token log."""
     load: Load = Load()
@@ -123,7 +123,7 @@ class Job(Section):
     scale: Scale = Scale()
     """How many processes share the work."""
     objectives: dict[str, Objective] = Field(default_factory=dict)
-    """What stages minimise, one table an objective."""
+    """The losses that stages can name, one table an objective."""
     stages: tuple[Stage, ...]
     """The training runs of the job, in order; write `[[stages]]`."""
     eval: Eval = Eval()

@@ -1,4 +1,4 @@
-"""Where a key stands in a job file, for error messages."""
+"""Finds the line of a key in a job file, for error messages."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def with_stage_defaults(raw: Raw, where: str) -> Raw:
 
 
 def child(node: Any, key: int | str) -> Any:
-    """What lies under a key or an index; None when there is nothing."""
+    """Value under a key or an index; None when there is none."""
     if isinstance(node, dict):
         return node.get(key)
     return node[key] if isinstance(node, list) and isinstance(key, int) and key < len(node) else None

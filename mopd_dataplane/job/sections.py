@@ -83,7 +83,7 @@ class Domain(Section):
     args: dict[str, Any] = {}
     """Arguments of a reasoning-gym dataset or of a taskset; of a Hugging Face dataset `split`, `name`, `revision`."""
     columns: dict[Literal["text", "answer", "teacher_context", "verifier_data"], str] = {}
-    """What the source calls the columns that are read. A text may also be a list of chat messages."""
+    """Names of the columns to read, where the source's differ. A text may also be a list of chat messages."""
     template: str = "{question}"
     """Prompt text from the entry; `{question}` and the entry's metadata fields are available."""
     train: int = Field(default=1000, ge=1)
@@ -152,17 +152,17 @@ def _default(section: Section, name: str) -> Any:
 
 
 class Engine(Section):
-    """What generates."""
+    """The engine that samples."""
 
     kind: str = "hf"
-    """What decodes: `hf` (transformers, in this process), `vllm`, an entry point of `mopd.engines`, or
+    """The kind of engine: `hf` (transformers, in this process), `vllm`, an entry point of `mopd.engines`, or
     `package.module:Name` (rollout/engines/kinds.py)."""
     slots: int = Field(default=64, ge=1, le=65535)
     """Sequences decoded together."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 leaves the choice to the engine."""
     device: Device = "auto"
-    """Where `hf` decodes, `cuda:1` say; auto takes the machine's accelerator, else the CPU. vLLM finds its own."""
+    """Device on which `hf` decodes, such as `cuda:1`; auto is the accelerator, else the CPU. vLLM finds its own."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Weights of the sampling policy; default: the student's. Unlike the trainer's, it causes a mismatch."""
     noise: Literal["keyed", "seeded"] = "keyed"
@@ -221,7 +221,7 @@ class Rollout(Section):
     top_k: int = Field(default=0, ge=0)
     """Likeliest tokens that are drawn from; 0 is off."""
     record: tuple[Literal["sampling_mask", "experts"], ...] = ()
-    """What is stored of every token besides its log-prob. `sampling_mask`: the ids that top_k and top_p left to draw
+    """Optional records to store for every token. `sampling_mask`: the ids that top_k and top_p left to draw
     from, at most top_k of them; a policy gradient then takes its log-probs over the same tokens. `experts`: which
     experts of a mixture of experts it went to; a policy gradient then sends it to the same ones."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -284,7 +284,7 @@ class Score(Section):
     """More kinds of signals to store: a name, and an entry point of `mopd.signals` or `package.module:Name`. A kind
     that an objective needs is computed without this, if an entry point has its name."""
     max_resident: int = Field(default=1, ge=1)
-    """Teachers held in memory at once."""
+    """Most teachers in memory at a time."""
     stats: Literal["off", "sampled", "full"] = "sampled"
     """Entropy of the teacher at each trained token, in the store's `token_stats`: 2 bytes a token of one sample in
     eight, or of all. Not of a teacher that gives log-probs only."""

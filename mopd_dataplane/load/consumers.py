@@ -38,7 +38,7 @@ class Item:
     """Bytes of the pack without its hidden states: about what its payload takes in memory once it is read."""
     slot: Slot | None = None
     since: float = 0.0
-    """When it got the slot."""
+    """Time at which it got the slot."""
     ready: bool = False
     wanted: bool = False
     """A trainer is blocked on it."""

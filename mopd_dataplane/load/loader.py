@@ -120,7 +120,7 @@ class Loader:
         return source.steps, self._store.steps_before(self._spec.stage, window)
 
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
-        """What a window is, waiting until it is planned: its steps (0 closes the log), and two digests."""
+        """Steps (0 closes the log) and digests of a window, waiting until it is planned."""
         plan = self._windows.wait_for(window, beat).plan
         return {
             "steps": len(plan.step_starts) - 1,
@@ -270,7 +270,7 @@ class Loader:
         return item.ready
 
     def _full(self, own: int = 0) -> str:
-        """What is said of a full ring; own: slots of the trainer it is said to."""
+        """Text of the error about a full ring; own: slots of the trainer that gets the error."""
         return (
             f"all {self._ring.lent} slots ({self._ring.bytes:,} of {self._ring.max_bytes:,} bytes) are held by "
             f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"

@@ -50,7 +50,7 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a slot says of itself."""
+    """Header of a slot."""
 
     generation: int
     pack: int
@@ -89,7 +89,7 @@ def seal(memory: memoryview, fields: tuple[Field, ...], *, generation: int, pack
 
 
 def read_header(memory: memoryview) -> Header:
-    """What the slot says of itself. Raises DamagedError when it is no slot of this format."""
+    """Read a slot's header. Raises DamagedError when it is no slot of this format."""
     magic, version, count, generation, pack, crc, _ = HEADER.unpack_from(memory, 0)
     if magic != MAGIC or version != FORMAT:
         raise DamagedError(f"slot starts with {magic!r} format {version}, expected {MAGIC!r} format {FORMAT}")

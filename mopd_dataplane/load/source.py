@@ -68,7 +68,7 @@ class WindowSource:
         self._carried = self._carried_fields()
         """Fields of the packs, in the order of their slots."""
         self._payload: Payload | None = None
-        """What was looked up last, kept for the packs that come next."""
+        """Payload that was looked up last, kept for the next packs."""
         self._parts: dict[int, slice] = {}
         """The packs that it was looked up for, and the samples of each among all of them."""
         self._to_fill: set[int] = set()
@@ -95,7 +95,7 @@ class WindowSource:
         return lengths
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
-        """Where each array of the pack goes in a slot, and the bytes it takes."""
+        """Layout of the pack's arrays in a slot, and its size in bytes."""
         sums = self._sums[pack]
         sequences = int(self.plan.pack_starts[pack + 1] - self.plan.pack_starts[pack])
         counts = {**sums, "sample": sequences, "bound": sequences + 1}
@@ -311,7 +311,7 @@ def _starts_in_packs(lengths: NDArray[np.int64], pack_starts: NDArray[np.int64])
 
 
 class _HiddenIndex:
-    """Where the hidden states of a window's samples lie."""
+    """Positions of the hidden states of a window's samples."""
 
     def __init__(self, store: Store, plan: PlanWindow) -> None:
         self._readers = {}

@@ -41,7 +41,7 @@ TRAINED = "default"
 _IN_TURN = ("policy", "policy2")
 """Names of the adapter that samples, inside its model: one comes in beside the one that it replaces."""
 _PREFIX = "base_model.model."
-"""What peft puts before the names of an adapter's tensors."""
+"""Prefix of peft for the names of an adapter's tensors."""
 
 
 def new_adapter(model: PreTrainedModel, lora: Lora) -> None:

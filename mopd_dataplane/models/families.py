@@ -15,7 +15,7 @@ class Family:
     """A model type, its vocabulary, and its chat format."""
 
     model_type: str
-    """What transformers calls the architecture."""
+    """Name of the architecture in transformers."""
     vocab_size: int
     eos: str
     """End of an answer."""
@@ -25,7 +25,7 @@ class Family:
     turn: str = ""
     """A message of a chat, with {role} and {content}; empty for a model without a chat template."""
     answer: str = ""
-    """What comes before the model's own turn."""
+    """Text before the model's own turn."""
 
     @property
     def special(self) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_folder(folder: str | Path) -> Path:
-    """Where the tokenizer of a policy lies: in its own folder, or beside the base of an adapter that has none."""
+    """Folder of a policy's tokenizer: its own, or that of the base of an adapter that has none."""
     own = (Path(folder) / "tokenizer.json").is_file() or (Path(folder) / "tokenizer_config.json").is_file()
     return Path(folder) if own else weights_folder(folder)
 
@@ -297,7 +297,7 @@ def load_head(folder: str | Path, *, dtype: str, device: str = "cpu") -> Head:
 
 
 def load_final_norm(folder: str | Path, *, dtype: str) -> torch.nn.Module:
-    """What a model folder applies to its last layer's output before the LM head reads it, without the model.
+    """The final norm of a model folder, between last layer and LM head, without the rest of the model.
 
     Raises MismatchError when the last thing the model does is not one of its own modules.
     """

@@ -88,7 +88,7 @@ def _cache_bytes(folder: Path, given: Mapping[str, Any]) -> int:
 
 @contextlib.contextmanager
 def _environment(threads: int) -> Iterator[None]:
-    """What vLLM reads from the environment while it starts. Values that the user has set win."""
+    """Sets environment variables for the start of vLLM. Values that the user has set take precedence."""
     wanted = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

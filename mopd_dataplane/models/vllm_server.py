@@ -53,7 +53,7 @@ class VllmServer:
         self.name = str(served[0]["id"])
         """Name of the served model; every request carries it."""
         self.folder = str(served[0].get("root") or self.name)
-        """Where the server read the model from, as it sees it."""
+        """Path or name from which the server loaded the model."""
         self.context_length = int(served[0].get("max_model_len") or 0)
 
     def get(self, path: str) -> Any:

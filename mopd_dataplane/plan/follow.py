@@ -174,7 +174,7 @@ def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered
 
 @dataclass(frozen=True, slots=True)
 class _Chooser:
-    """Which samples the next window takes."""
+    """Chooses the samples of the next window."""
 
     settings: sections.Plan
     group_size: int

@@ -21,7 +21,7 @@ from mopd_dataplane.plan.shuffle import stable_order
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What an epoch takes of each domain, and when.
+    """How many units an epoch takes of each domain, and at which steps.
 
     Example: weights 2 : 1, 60 and 50 samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up.
     """

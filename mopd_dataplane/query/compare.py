@@ -143,7 +143,7 @@ def _row(name: str, right: Columns, paid: Columns, domains: list[str]) -> Compar
 
 
 def _places(first: _Policy, second: _Policy, domain: str) -> tuple[list[int], list[int]]:
-    """Where the prompts stand that both answered and that read the same."""
+    """Indices of the prompts that both answered and that have the same text."""
     there = {prompt: place for place, prompt in enumerate(second.answers.prompts[domain])}
     pairs = [
         (place, there[prompt])

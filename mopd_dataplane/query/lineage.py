@@ -88,7 +88,7 @@ def find_sample(store: Store, uid: str) -> tuple[str, int]:
 
 
 def sample_lineage(store: Store, uid: str) -> SampleLineage:
-    """What led to one sample and what used it. Raises UnknownNameError (see find_sample)."""
+    """Lineage of one sample. Raises UnknownNameError (see find_sample)."""
     full, row = find_sample(store, uid)
     sample = store.samples(filter=f"uid = '{full}'")
     prompt = store.table("prompts", filter=f"prompt_id = {literal(sample['prompt_id'][0].as_py())}")
@@ -136,7 +136,7 @@ def _steps_of(store: Store, stage: str, plan_digest: str, snapshot: Snapshot | N
 
 
 def step_lineage(store: Store, stage: str, step: int) -> StepLineage:
-    """What one training step was made of. Raises UnknownNameError when the stage has no such step."""
+    """Lineage of one training step. Raises UnknownNameError when the stage has no such step."""
     row = store.table("steps", filter=f"stage = {literal(stage)} and step = {int(step)}")
     if row.num_rows == 0:
         steps = store.table("steps", columns=["stage", "step"]).to_pylist()

@@ -17,7 +17,7 @@ Pick = Literal["worst", "disagreement", "random", "newest"]
 _SAMPLED = (
     "from samples where (policy <> 'reference' or not exists (from samples where policy <> 'reference' {domain}))"
 )
-"""What a policy wrote; where that is nothing, reference answers."""
+"""Samples of policies, or reference answers if there are none."""
 _LATEST = " and (stage, iteration) = (select (stage, iteration) from samples order by created_at desc limit 1)"
 """Those of the iteration that was sampled last."""
 _QUERIES: dict[Pick, str] = {

@@ -254,7 +254,7 @@ def divergence(measures: Measures) -> Section:
 
 
 def suitability(measures: Measures) -> Section:
-    """Which teacher suits which domain: mean reverse KL where several teachers scored the same domain."""
+    """Teachers by domain: mean reverse KL where several teachers scored the same domain."""
     title = "Which teacher suits which domain"
     rows = measures.suitability
     if not rows:
@@ -281,7 +281,7 @@ def suitability(measures: Measures) -> Section:
 
 
 def _rounding(rows: Rows) -> list[Grid]:
-    """What quantisation does to each teacher that has one."""
+    """Effect of quantisation on each quantised teacher."""
     if not rows:
         return []
     head = ["teacher", "weights", "KL, nat per token", "mean log-prob difference", "same first choice"]
@@ -357,7 +357,7 @@ def times(measures: Measures) -> Section:
 
 
 def cost(measures: Measures) -> Section:
-    """What each fidelity of signal costs to keep."""
+    """Bytes of each fidelity of signal."""
     title = "Signal cost"
     if not measures.cost:
         return Section(key="cost", title=title, empty="No teacher signal is stored.")

@@ -48,7 +48,7 @@ class SampleView:
     metadata: dict[str, Any]
     """The row of `samples`."""
     teacher: str
-    """Whose log-probs the tokens carry; empty when no teacher scored log-probs."""
+    """Teacher of the tokens' log-probs; empty when no teacher scored log-probs."""
     spans: list[dict[str, int]]
     """Policy-version spans: `start` and `end` (response positions, end exclusive) and `version`."""
     tokens: list[Token]

@@ -63,7 +63,7 @@ class PartialSample:
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     """(first position, policy version, digest of its weights) of each stretch by one policy"""
     ended: int = GOING
-    """What the engine said of the last token: GOING, STOP or LENGTH."""
+    """State after the last token, from the engine: GOING, STOP or LENGTH."""
     finish_reason: str = ""
     """Empty until the FINISH record."""
     calls: list[Call] = field(default_factory=list)
@@ -118,7 +118,7 @@ class PartialSample:
         return crc32c(*columns)
 
     def request(self) -> Request:
-        """What the engine needs to continue."""
+        """Request with which an engine continues the sample."""
         spec = self.spec
         return Request(
             uid=spec.uid,

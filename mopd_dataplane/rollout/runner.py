@@ -38,7 +38,7 @@ __all__ = ["Environment", "RolloutReport", "RolloutTask", "run_rollout"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTask:
-    """What one call of run_rollout samples, and where its log lies: wal_dir/stage/writer."""
+    """Work of one call of run_rollout; its log is wal_dir/stage/writer."""
 
     stage: str
     iteration: int

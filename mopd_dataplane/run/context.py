@@ -1,4 +1,5 @@
-"""What every step of a job needs: the job, its store, its policies, its tokenizer, and where to report progress."""
+"""Run, the context of every step of a job: the job, its store, its policies, its tokenizer, and where to report
+progress."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ class Run:
 
     @cached_property
     def engines(self) -> Engines:
-        """What samples; close() it when the run is over."""
+        """The engines that sample; close() them when the run is over."""
         return Engines(self.job)
 
     @cached_property
@@ -97,7 +98,7 @@ class Run:
 
     @property
     def work(self) -> Work:
-        """Where policies, checkpoints, token log and heads are written; and their way to an object store."""
+        """The work folder, where policies, checkpoints, token log and heads are written, and its object store."""
         return self.policies.work
 
     @property

@@ -165,7 +165,7 @@ def _clean_log(store: Store, name: str, deletion: Deletion) -> int:
 
 @contextmanager
 def _log_folder(store: Store, name: str) -> Iterator[Path]:
-    """Where a log can be written: in the store, or fetched from an object store."""
+    """A local folder with a log, for rewriting: the store's own, or a copy fetched from an object store."""
     if store.root is not None:
         yield store.path(name)
         return

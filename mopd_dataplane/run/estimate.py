@@ -392,7 +392,7 @@ def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str,
 
 
 def _size(count: int) -> str:
-    """Bytes for people.
+    """A number of bytes with a unit.
 
     >>> _size(1_500_000_000), _size(377_000_000), _size(90_000)
     ('1.5 GB', '377 MB', '0.1 MB')
@@ -403,7 +403,7 @@ def _size(count: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds for people.
+    """A duration with a unit.
 
     >>> _duration(40), _duration(600), _duration(9_000), _duration(400_000)
     ('40 s', '10 min', '2.5 h', '4.6 days')
@@ -415,7 +415,7 @@ def _duration(seconds: float) -> str:
 
 
 def _model_size(count: int) -> str:
-    """Size of a model for people.
+    """Parameters of a model with a unit.
 
     >>> _model_size(1_110_000), _model_size(7_600_000_000)
     ('1.11 M parameters', '7.6 B parameters')

@@ -33,7 +33,7 @@ class Policies:
         return self.work.root / name
 
     def start(self, stage: Stage) -> Path:
-        """Where a stage starts: the initial student, or the last version of an earlier stage."""
+        """Folder that a stage starts from: the initial student, or the last version of an earlier stage."""
         return self.initial() if stage.start == "init" else self.last(self.job.stage(stage.start))
 
     def folder(self, stage: Stage, version: int) -> Path:
@@ -63,7 +63,7 @@ class Policies:
         return self.work.root / name
 
     def stage_folder(self, stage: Stage) -> Path:
-        """Where a stage's trainer writes its versions."""
+        """Folder in which a stage's trainer writes its versions."""
         return self.work.root / "policies" / stage.name
 
     def has_begun(self, stage: Stage) -> bool:

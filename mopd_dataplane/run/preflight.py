@@ -161,7 +161,7 @@ def _template(look: _Look, key: str, template: str) -> None:
 
 
 def _environments(look: _Look) -> None:
-    """What answers the policy can be made, and the student's template can write its replies."""
+    """Environments can be constructed, and the student's template can format their replies."""
     for name, domain in look.job.domains.items():
         if not domain.environment:
             continue

@@ -1,4 +1,4 @@
-"""Where a published figure comes from: commit, settings, sampler, machine, versions. Goes into every committed JSON."""
+"""Provenance of published figures: commit, settings, sampler, machine, versions; part of every committed JSON."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ class Sampler:
 
     @property
     def writers(self) -> str:
-        """What the names of its logs, and of the writers of its samples, begin with; a number follows."""
+        """Prefix of the names of its logs, and of its samples' writers; a number follows."""
         if self.mixed_in:
             return f"mixed-{self.mixed_in}-"
         return "engine-" if self.policy == "self" else f"teacher-{self.policy}-"
 
 
 def sampler_of(job: Job, stage: Stage, prompt: Prompt, iteration: int) -> Sampler:
-    """Who answers a prompt in an iteration; a function of names and seed, so that it is the same after a kill."""
+    """The sampler of a prompt in an iteration; a function of names and seed, so that it is the same after a kill."""
     rollout = stage.rollout
     answered = _fraction(job.seed, stage.name, prompt.prompt_id, iteration) < rollout.student_share
     policy = job.sampler_of(stage, rollout.policy if answered else rollout.rest, prompt.domain, prompt.effort)

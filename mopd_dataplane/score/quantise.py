@@ -57,7 +57,7 @@ def quantise(model: PreTrainedModel, form: Quantisation) -> None:
 
 
 def quantisation_of(forms: Iterable[Quantisation]) -> str:
-    """What a teacher's record says: the form of its weights; of a blend, each one that its members have.
+    """Quantisation of a teacher for its record: the form of its weights; for a blend, each form of its members.
 
     >>> quantisation_of(["int8", "none", "int8"])
     'int8 + none'

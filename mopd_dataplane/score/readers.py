@@ -23,7 +23,7 @@ class Reader(Protocol):
 
     @property
     def head(self) -> Head:
-        """What turns its states into logits."""
+        """LM head, which turns its states into logits."""
 
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]

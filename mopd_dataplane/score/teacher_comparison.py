@@ -62,7 +62,7 @@ class Comparison:
 
 @dataclass
 class _Sums:
-    """What is added up over batches."""
+    """Sums over batches."""
 
     rows: dict[str, float] = field(default_factory=dict)
     tokens: int = 0

@@ -126,7 +126,7 @@ class TeacherPool:
         return self._hf_reader(self._checked(name), self._spec(name).settings.dtype)
 
     def logprob_reader(self, name: str) -> LogprobReader:
-        """The same, for a pool of vLLM teachers that give log-probs of text."""
+        """A teacher of a pool of vLLM teachers that give log-probs of text, ready to score."""
         found: LogprobReader = self._held(name)  # type: ignore[assignment]
         return found
 
@@ -155,7 +155,7 @@ class TeacherPool:
         return held
 
     def _place(self, name: str) -> str:
-        """What a teacher is held under: its name, or what it shares with every adapter on one base in one dtype."""
+        """Key of a teacher in the pool: its name, or one shared by all adapters on one base in one dtype."""
         spec = self._spec(name)
         if spec.folder is None or not is_adapter(spec.folder):
             return name

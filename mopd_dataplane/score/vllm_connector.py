@@ -29,7 +29,7 @@ class _Copied:
 
 
 class StatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
-    """See the module."""
+    """Connector of vLLM that writes a request's collected hidden states to one file."""
 
     def _submit_async_write(self, pending: Any) -> None:
         if not self._is_tp_rank_zero:

@@ -26,7 +26,7 @@ from mopd_dataplane.store.objects import ObjectFiles
 FRESH_S = 2.0
 """How long a listing is reused, in seconds."""
 _ATTEMPT = re.compile(r".+\.[0-9a-f]{8}")
-"""Where the files of one attempt lie, beside the list that names them."""
+"""Folder of the files of one attempt, beside the list that names them."""
 
 
 class ArtifactStore:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
 
 KEPT = "tokenizers"
-"""Where a store keeps the tokenizers of imports, one sealed JSON file each, by digest."""
+"""Folder of the tokenizers of imports, one sealed JSON file each, by digest."""
 
 
 class Decoder:

@@ -122,7 +122,7 @@ class HiddenReader:
 
 
 class _Places:
-    """Where the blobs of one version of a dataset lie in its sidecar files."""
+    """Positions of the blobs of one version of a dataset in its sidecar files."""
 
     def __init__(self, dataset: lance.LanceDataset, sidecars: Sidecars | None) -> None:
         self._dataset = dataset

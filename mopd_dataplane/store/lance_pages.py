@@ -47,7 +47,7 @@ class ListCounts(NamedTuple):
     """Counts that a page of a list column states beside the ends of its lists."""
 
     null_shift: int
-    """What is added to the end of a null list."""
+    """Number that is added to the end of a null list."""
     items: int
     """Elements of its lists together."""
 

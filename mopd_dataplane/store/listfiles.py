@@ -1,4 +1,4 @@
-"""Where the lists of a table lie in its local files, so that they are read by byte range with no copy in between.
+"""Positions of a table's lists in its local files, for reading by byte range without a copy in between.
 
 Lance file format 2.0 keeps the elements of a list column one after the other, without packing, and beside them where
 each list ends. The file says where both lie and how they are encoded (lance_pages.py). Any other file is read through
@@ -296,7 +296,7 @@ def _column(file: _File, own: int, below: int, dtype: np.dtype[Any]) -> _Column:
 def _pieces(
     starts: NDArray[np.int64], positions: NDArray[np.int64], first: int, last: int, size: int
 ) -> Iterator[Piece]:
-    """Where elements first:last lie, of `size` bytes each; page i begins with element starts[i], at positions[i]."""
+    """Positions of elements first:last, of `size` bytes each; page i begins with element starts[i], at positions[i]."""
     page = int(np.searchsorted(starts, first, side="right")) - 1
     while first < last:
         begin, end = int(starts[page]), min(last, int(starts[page + 1]))

@@ -21,7 +21,7 @@ OPEN_FILES = 128
 """Files of one table kept open."""
 
 GAP_BYTES = 32 << 10
-"""What lies between two lists that are asked for together: reading it costs a disk less than another request."""
+"""Largest gap between two lists that are read together: reading it costs less than another request."""
 ASK_BYTES = 2 << 20
 """Bytes of one request to read ahead; the kernel reads no more of a larger one."""
 PROBES = 8

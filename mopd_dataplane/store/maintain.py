@@ -136,7 +136,7 @@ def _data_of(dataset: lance.LanceDataset, versions: Iterable[int]) -> set[str]:
 
 
 def _file_of(path: str) -> str:
-    """What a data file and its sidecars have in common."""
+    """Common part of the names of a data file and its sidecars."""
     return path.split("/")[1].removesuffix(".lance")
 
 

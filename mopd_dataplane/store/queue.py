@@ -181,7 +181,7 @@ class Queue:
         return {key: found[key] for key in keys if key in found}
 
     def _contents(self, dataset: lance.LanceDataset) -> dict[Key, tuple[Any, ...]]:
-        """What tells the value of each key from another one, without reading it."""
+        """Identity of each key's value, without reading it."""
         columns = ["sample", "field", "kind", "dtype", "shape", "crc"]
         with reading(dataset.uri):
             rows = in_row_order(dataset, {"columns": columns}).to_pylist()

@@ -24,7 +24,7 @@ class Part(NamedTuple):
     """One range to read: `len(memory)` bytes of a file from `position` on."""
 
     file: Any
-    """What `open` returned."""
+    """The file, as `open` returned it."""
     position: int
     memory: memoryview
 

@@ -145,7 +145,7 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
 
 class _Batches:
-    """What DuckDB takes for a scanner: rows are read when it asks for them, in the thread that asks.
+    """A scanner for DuckDB that reads rows when asked, in the thread that asks.
 
     An Arrow scanner reads ahead in a thread of Arrow's. A query with a limit leaves it in the middle, and it still
     calls into Lance when the process ends: Lance's thread-locals are gone by then, and the process aborts or waits

@@ -126,7 +126,7 @@ class Table:
         return dataset
 
     def manifest_damage(self) -> str:
-        """What is wrong with the manifest that was acknowledged last; empty when nothing is, or none is known."""
+        """Damage of the manifest that was acknowledged last; empty when it is sound, or none is known."""
         if self._folder is None or not (version := self._acknowledged.newest()):
             return ""
         known = self._acknowledged.manifest_crc(version)

@@ -51,7 +51,7 @@ def drop_versions(
 
 
 def _again(work: Callable[[], T]) -> T:
-    """What a call returns that meets no tag on its way out."""
+    """Repeat a call until no tag was deleted during it; returns its result."""
     for _ in range(ATTEMPTS):
         try:
             return work()

@@ -1,4 +1,4 @@
-"""Which samples hold a run of token ids: one pass over the token files, a third of the time of a scan through Lance."""
+"""Finds the samples that hold a run of token ids, in one pass over the token files."""
 
 from __future__ import annotations
 

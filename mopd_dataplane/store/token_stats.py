@@ -97,7 +97,7 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
 
 
 class _Lists:
-    """Which files of `token_stats` can go, and what stays of them; see retire.free_files."""
+    """Files of `token_stats` that can be freed, and what stays of them; see retire.free_files."""
 
     def __init__(self, sample_rows: NDArray[np.int64]) -> None:
         self._sample_rows = sample_rows

@@ -171,7 +171,7 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
 def _headers(
     name: str, signals: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64], kind: str
 ) -> Iterator[Finding]:
-    """What a payload row says of itself beside its bytes is what its score says."""
+    """The headers of a payload row agree with its score."""
     if kind not in _HEADERS or not len(places):
         return
     points = scores["payload_row"].to_numpy()[places]

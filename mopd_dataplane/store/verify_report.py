@@ -66,7 +66,7 @@ def left_out(table: str, step: str, row: int = -1) -> str:
 
 
 def met(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """What a check finds, and that it came to no end where it did not."""
+    """Findings of a check, and one more if it could not be completed."""
     step = getattr(getattr(check, "func", check), "__name__", "check")
     if why := left_out(name, step):
         yield Finding(name, -1, "", why)

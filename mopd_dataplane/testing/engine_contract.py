@@ -1,4 +1,4 @@
-"""What the runner relies on in every engine (rollout/engines/engine.py), checked on an open one."""
+"""Contract of an engine (rollout/engines/engine.py) with the runner, checked on an open one."""
 
 from __future__ import annotations
 

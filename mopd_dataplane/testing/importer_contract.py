@@ -1,4 +1,4 @@
-"""What an import relies on in every importer (interchange/rows.py), checked on rows of its format."""
+"""Contract of an importer (interchange/rows.py), checked on rows of its format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer relies on in every objective (job/objectives.py), checked on random packs."""
+"""Contract of an objective (job/objectives.py) with the trainer, checked on random packs."""
 
 from __future__ import annotations
 

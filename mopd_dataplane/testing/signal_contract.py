@@ -1,4 +1,4 @@
-"""What scoring, the store and the trainer rely on in every kind of signal (score/signal_kinds.py), on random states."""
+"""Contract of a kind of signal (score/signal_kinds.py) with scoring, store and trainer, checked on random states."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def described(rows: Sequence[tuple[Any, ...]]) -> dict[str, Column]:
 
 
 def held(store: Store, snapshot: Snapshot) -> Iterator[str]:
-    """What of the optional sources SPREAD, STATS and REPETITION a snapshot has."""
+    """The optional sources (SPREAD, STATS, REPETITION) that a snapshot has."""
     if SPREAD in store.dataset("scores", snapshot).schema.names:
         yield SPREAD
     if STATS in snapshot.versions:

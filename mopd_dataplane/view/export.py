@@ -52,7 +52,7 @@ PAGE = """<!doctype html>
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote."""
+    """Result of an export."""
 
     path: str
     samples: int

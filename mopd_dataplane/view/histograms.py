@@ -25,10 +25,10 @@ CATEGORIES = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Where the bars of a column lie, and how many rows of the whole table fall into each."""
+    """Bars of a column, and how many rows of the whole table fall into each."""
 
     about: dict[str, Any]
-    """What the page is told of them all."""
+    """Description of the bars for the page."""
     values: list[str | None]
     """The word of each bar; empty for numbers and times."""
     place: str

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 def life(store: Store, index: Index, uid: str) -> list[Event]:
-    """What happened to a sample; `kind`, `title`, `facts`, `at` (ISO time or empty), `uids` it shared a pack with."""
+    """Events of a sample: `kind`, `title`, `facts`, `at` (ISO time or empty), `uids` it shared a pack with."""
     return lives(store, index.snapshot, [index.row(uid)])[uid]
 
 

@@ -133,7 +133,7 @@ def _trend(index: Index, prompt_id: str) -> list[dict[str, Any]]:
 
 
 def difference(a: list[Any], b: list[Any]) -> list[tuple[str, int, int, int, int]]:
-    """What turns answer a into answer b: (equal, replace, delete or insert, a from, a to, b from, b to).
+    """Edits that turn answer a into answer b: (equal, replace, delete or insert, a from, a to, b from, b to).
 
     a, b: token ids, or the texts of tokens.
     Stretches longer than DIFF_TOKENS after what is equal at both ends count as replaced.

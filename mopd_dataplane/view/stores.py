@@ -105,7 +105,7 @@ class Shown:
         return self._answers[place]
 
     def describe(self) -> dict[str, Any]:
-        """What the page asks first: name, snapshot, tables, columns, teachers, flags."""
+        """Answer to the page's first request: name, snapshot, tables, columns, teachers, flags."""
         index = self.look()
         rows = {
             name: self.store.dataset(name, index.snapshot).count_rows()

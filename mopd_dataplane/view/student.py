@@ -100,7 +100,8 @@ def policy_folder(store: Store, policy: str, version: int) -> Path:
 
 
 def _start(root: Path, job: dict[str, Any], policy: str) -> Path:
-    """Where a stage's policy starts: the student as configured, or the newest version of an earlier stage."""
+    """Folder that a stage's policy starts from: the student as configured, or the newest version of an earlier
+    stage."""
     start = stage_starts(job).get(policy, "init")
     if start == "init":
         return Path((job.get("student") or {}).get("path") or root / "policies" / "init")

@@ -35,7 +35,7 @@ select teacher, domain, kind, codec, count(*) as samples, sum("rows")::bigint as
        (sum(place) filter (good) - count(place) filter (good) * (count(place) filter (good) + 1) / 2)
          / nullif(count(place) filter (good) * count(place) filter (not good), 0) as discrimination
 from placed group by teacher, domain, kind, codec order by teacher, domain, kind"""
-"""What each teacher said of each domain, signal by signal."""
+"""Figures of each teacher in each domain, signal by signal."""
 MEASURED = """
 select teacher, domain,
        sum(mean_teacher_entropy * tokens) / nullif(sum(tokens) filter (mean_teacher_entropy is not null), 0) as entropy,

@@ -60,7 +60,7 @@ def scan_state(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, fir
 
 
 class Columns(NamedTuple):
-    """What every formula needs of some columns, each [C, W]."""
+    """Terms of the formulas for some columns, each [C, W]."""
 
     q: Tensor
     p: Tensor

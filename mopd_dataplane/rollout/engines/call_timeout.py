@@ -38,7 +38,7 @@ class CallTimeout:
     def __init__(self) -> None:
         self._caller = threading.get_ident()
         self._since: float | None = None
-        """When the call in hand began."""
+        """Start of the current call."""
         self._ended = threading.Event()
         self._interrupts = threading.current_thread() is threading.main_thread()
         self._before: Any = signal.signal(signal.SIGALRM, self._interrupt) if self._interrupts else None
@@ -46,7 +46,7 @@ class CallTimeout:
         self._clock.start()
 
     def call(self, work: Callable[[], Answer]) -> Answer:
-        """What `work` returns or raises. Raises DeadlineError when it does neither in DEADLINE_S seconds."""
+        """Run `work` and return its result. Raises what it raises, or DeadlineError after DEADLINE_S seconds."""
         self._since = time.monotonic()
         try:
             return work()

@@ -44,7 +44,7 @@ def group_size(vocab: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What each of B tokens is drawn from: log q(v) = (logits[v] - peak) * scale - log(sum of masses)."""
+    """Distributions of B tokens: log q(v) = (logits[v] - peak) * scale - log(sum of masses)."""
 
     logits: Singles
     """[B, V] -inf outside the cut"""

@@ -24,7 +24,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """What each of B tokens is drawn from; see sampling.Distribution."""
+    """Distributions of B tokens; see sampling.Distribution."""
 
     log_q_values: Floats
     """[B, V] normalised log-probs; -inf outside the cut"""

@@ -255,7 +255,7 @@ class HfEngine:
         top_k: NDArray[np.int64],
         top_p: Floats,
     ) -> Distribution:
-        """What a sampler draws tokens from; logits [N, V] of each decoder."""
+        """Distribution that a sampler draws from; logits: [N, V] of each decoder."""
         parts = [kind.of(own, temperature, top_k, top_p) for own in logits]
         return parts[0] if self._partner is None else parts[0].mixed(parts[1], share=self._partner.share)
 
@@ -348,7 +348,7 @@ class HfEngine:
         return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
 
     def _identity(self) -> dict[str, str]:
-        """What keys, values and logits depend on besides the tokens."""
+        """Everything besides the tokens that keys, values and logits depend on."""
         return {
             "weights": self.policy_digest,
             "tokenizer": self.tokenizer_digest,

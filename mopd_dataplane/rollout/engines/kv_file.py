@@ -23,7 +23,7 @@ from mopd_dataplane.base.checksum import crc32c
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file holds."""
+    """Content of a file."""
 
     rows: list[str]
     """Request.digest() of each row."""

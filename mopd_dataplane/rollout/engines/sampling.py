@@ -27,16 +27,16 @@ from mopd_dataplane.rollout.engines.philox import Words
 Floats = NDArray[np.float64]
 
 SAMPLER = grouped_gumbel.NAME
-"""What new samples are drawn with."""
+"""Sampler of new samples."""
 FIRST_SAMPLER = gumbel.NAME
-"""What samples of a log that names no sampler are drawn with."""
+"""Sampler of logs that name none."""
 
 OWN_NOISE = "engine"
 """Stands for the sampler where an engine draws with noise of its own (Engine.samplers is empty)."""
 
 
 class Distribution(Protocol):
-    """What each of B tokens is drawn from, by one sampler."""
+    """Distributions of B tokens, and how one sampler draws from them."""
 
     @classmethod
     def of(cls, logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Self:

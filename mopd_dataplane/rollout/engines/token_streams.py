@@ -26,7 +26,7 @@ class Stream:
     """One live slot."""
 
     name: str
-    """What the engine calls the request; never used twice."""
+    """The engine's name of the request; never used twice."""
     request: Request
     stops: StopText | None
     again: tuple[int, ...]
@@ -169,5 +169,5 @@ class Streams:
 
 
 def rescored(streams: Sequence[tuple[int, Stream]]) -> dict[int, NDArray[np.float32]]:
-    """What Engine.admit returns, of streams whose prefix tokens have come back."""
+    """Log-probs for Engine.admit, of streams whose prefix tokens have arrived again."""
     return {slot: np.array(stream.rescored, np.float32) for slot, stream in streams if stream.again}

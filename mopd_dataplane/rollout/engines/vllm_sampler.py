@@ -46,7 +46,7 @@ class _Row:
 
 
 class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
-    """See the module."""
+    """vLLM logits processor that draws tokens with this package's keyed noise."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Row] = {}

@@ -60,7 +60,7 @@ def claim_epoch(folder: Path, *, above: int = 0) -> int:
 
 
 def claim_file(folder: Path, epoch: int) -> Path:
-    """Where an epoch is claimed."""
+    """Path of the file that claims an epoch."""
     return folder / "epoch" / f"{epoch}.json"
 
 

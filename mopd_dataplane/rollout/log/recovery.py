@@ -25,12 +25,12 @@ _SEGMENT = re.compile(r"[0-9a-f]{16}\.wal")
 
 @dataclass
 class Recovered:
-    """What a log holds."""
+    """Content of a log after recovery."""
 
     ledger: Ledger = field(default_factory=Ledger)
     next_lsn: int = 1
     fence: log_records.Fence = field(default_factory=lambda: log_records.Fence(0, 0, 0))
-    """Where the log ends; the next epoch begins by saying so."""
+    """Where the log ends; the first record of the next epoch."""
     torn_bytes: int = 0
     """Bytes behind the cut."""
 

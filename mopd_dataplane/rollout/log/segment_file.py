@@ -63,7 +63,7 @@ class SegmentFile:
             self.size += written
 
     def _with_space(self, call: Callable[[], int]) -> int:
-        """What a system call returns, made again while the disk is full."""
+        """Make a system call, and repeat it while the disk is full; returns its result."""
         full_since: float | None = None
         while True:
             try:

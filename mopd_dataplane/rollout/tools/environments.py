@@ -21,7 +21,7 @@ from mopd_dataplane.rollout.tools.sandbox import Result
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What an environment sees at the end of the policy's turn.
+    """An environment's view of a conversation at the end of the policy's turn.
 
     Example: said = ["add 3 4", "7", "The sum is 7."]: two turns of the policy, and the reply between them.
     """
@@ -50,7 +50,7 @@ class Environment(ABC):
 
     @abstractmethod
     def reply(self, conversation: Conversation) -> str | None:
-        """What the environment says to the policy's last turn; None ends the conversation."""
+        """Reply to the policy's last turn; None ends the conversation."""
 
 
 class CommandTool(Environment):

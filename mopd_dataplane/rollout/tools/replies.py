@@ -27,9 +27,9 @@ class ReplyForm:
     ids: Callable[[str], list[int]]
     """Text of a reply -> the tokens that follow the policy's turn, up to where the policy writes again."""
     before: str = ""
-    """What stands before a reply's text when its tokens are decoded without special tokens."""
+    """Text before a reply's own text when its tokens are decoded without special tokens."""
     after: str = ""
-    """What stands after it."""
+    """Text after it."""
 
     def text(self, decoded: str) -> str:
         """A reply's own text, of its decoded tokens."""
@@ -60,7 +60,7 @@ def answering(
 def turn_texts(
     response: Sequence[int], loss_mask: Sequence[int], form: ReplyForm, decode: Callable[[list[int]], str]
 ) -> list[str]:
-    """What the policy and its environment said in turn, without special tokens and without what frames a reply."""
+    """Texts of the policy and its environment in turn, without special tokens and without a reply's frame."""
     return [decode(ids) if own else form.text(decode(ids)) for ids, own in whose_turns(response, loss_mask)]
 
 

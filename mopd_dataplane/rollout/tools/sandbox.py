@@ -36,7 +36,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a command did. A time-out is a result, not an error: it is logged and replayed like any other."""
+    """Result of a command. A time-out is a result, not an error: it is logged and replayed like any other."""
 
     exit_code: int
     stdout: str

@@ -1,4 +1,4 @@
-"""What a recorded plan holds and what it will cost: `mopd plan JOB --explain`."""
+"""Content and cost of a recorded plan: `mopd plan JOB --explain`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def verify(run: Run, prompt: Prompt, response: list[int], loss_mask: list[int]) 
 
 
 def _conversation(run: Run, domain: str, response: list[int], loss_mask: list[int]) -> list[str]:
-    """What was said in turn, the policy first."""
+    """Texts of the conversation in turn, the policy first."""
     if not run.job.domains[domain].environment:
         return [run.decode(response)]
     return turn_texts(response, loss_mask, reply_form_of(run.job, domain, run.tokenizer), run.decode)

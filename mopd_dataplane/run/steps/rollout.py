@@ -87,7 +87,7 @@ def _sample(
 
 @dataclass(frozen=True)
 class Part:
-    """What one policy answers in one iteration of a stage."""
+    """The prompts that one policy answers in one iteration of a stage."""
 
     stage: Stage
     iteration: int
