@@ -22,19 +22,26 @@ from typing import TYPE_CHECKING, Any
 from mopd_dataplane.errors import MopdError
 
 if TYPE_CHECKING:
+    from mopd_dataplane.job.divergences import Divergence
     from mopd_dataplane.job.job import Job, load_job
+    from mopd_dataplane.job.objectives import Term
     from mopd_dataplane.load.spec import LoadSpec
     from mopd_dataplane.load.stream import BatchStream
     from mopd_dataplane.records import Batch, Pack, PlanWindow, Prompt, Sample, Signal, Snapshot, Teacher, sample_uid
+    from mopd_dataplane.rollout.engines.engine import Engine, Request, StepOutput
+    from mopd_dataplane.rollout.engines.kinds import EngineKind
     from mopd_dataplane.rollout.tools.environments import Conversation, Environment
-    from mopd_dataplane.run.pipeline import run_job
+    from mopd_dataplane.run.light_stages import plan_stage, reward_stage
+    from mopd_dataplane.run.pipeline import rollout_stage, run_job, score_stage, train_stage
+    from mopd_dataplane.score.signal_kinds import TokenSignal
     from mopd_dataplane.store.dataset import Store
 
 __version__ = "0.1.0"
 __all__ = [
-    "Batch", "BatchStream", "Conversation", "Environment", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow",
-    "Prompt", "Sample", "Signal", "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job",
-    "open_store", "run_job", "sample_uid",
+    "Batch", "BatchStream", "Conversation", "Divergence", "Engine", "EngineKind", "Environment", "Job", "LoadSpec",
+    "MopdError", "Pack", "PlanWindow", "Prompt", "Request", "Sample", "Signal", "Snapshot", "StepOutput", "Store",
+    "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job", "open_store", "plan_stage",
+    "reward_stage", "rollout_stage", "run_job", "sample_uid", "score_stage", "train_stage",
 ]  # fmt: skip
 
 
@@ -62,8 +69,13 @@ for _noisy in ("torchao", "torch.utils._pytree"):
 _RECORDS = ("Batch", "Pack", "PlanWindow", "Prompt", "Sample", "Signal", "Snapshot", "Teacher", "sample_uid")
 _HOMES = {
     **dict.fromkeys(_RECORDS, "records"), "Store": "store.dataset", "Job": "job.job", "load_job": "job.job",
-    "run_job": "run.pipeline", "LoadSpec": "load.spec", "BatchStream": "load.stream",
-    "Conversation": "rollout.tools.environments", "Environment": "rollout.tools.environments",
+    **dict.fromkeys(("run_job", "rollout_stage", "score_stage", "train_stage"), "run.pipeline"),
+    **dict.fromkeys(("reward_stage", "plan_stage"), "run.light_stages"),
+    "LoadSpec": "load.spec", "BatchStream": "load.stream",
+    **dict.fromkeys(("Engine", "Request", "StepOutput"), "rollout.engines.engine"),
+    "EngineKind": "rollout.engines.kinds", "Term": "job.objectives", "Divergence": "job.divergences",
+    "TokenSignal": "score.signal_kinds",
+    **dict.fromkeys(("Conversation", "Environment"), "rollout.tools.environments"),
 }  # fmt: skip
 """Loaded at first use: `mopd --help` waits for neither numpy nor lance."""
 

@@ -44,8 +44,7 @@ def measure(
     the same tokens and with the same log-prob bits as the uninterrupted run, the largest log-prob gap of samples with
     the same tokens in nat, and the equivalence test of mean lengths.
     """
-    kind = _InterruptedVllm if engine == "vllm" else _InterruptedHf
-    running = kind(model, slots=slots, threads=threads)
+    running = {"hf": _InterruptedHf, "vllm": _InterruptedVllm}[engine](model, slots=slots, threads=threads)
     settings = sections.Rollout(max_new_tokens=max_new_tokens)
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(samples)]
     whole = _sampled(running, prompts, settings, None, every)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.rollout.engines.kinds import EngineKind, engine_kind, kinds_that
+from mopd_dataplane.score.engines import SCORING, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
@@ -249,10 +250,10 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
         teachers.add(gradient.reference)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         rounded = job.teachers[teacher].quantisation
-        if rounded != "none" and stage.score.engine == "vllm":
+        if rounded != "none" and not SCORING[stage.score.engine].quantises:
             raise JobFileError(
-                f"{at}: teachers.{teacher}.quantisation = {rounded!r} is what the Hugging Face scorer applies; set "
-                'score.engine = "hf", or quantisation = "none"'
+                f"{at}: teachers.{teacher}.quantisation = {rounded!r} is not applied by {stage.score.engine}; set "
+                f'score.engine = {engines_that(lambda one: one.quantises)}, or quantisation = "none"'
             )
         source = job.teachers[teacher].source
         if not source.startswith("stage:") or source[6:] in earlier:

@@ -15,6 +15,7 @@ from mopd_dataplane.base.secrets import check_server_url
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
+from mopd_dataplane.score.engines import SCORING, engines_that
 
 NAME = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
 Name = typing.Annotated[str, Field(pattern=NAME)]
@@ -26,8 +27,6 @@ SAMPLING_MASK_MOST = 1 << 16
 """Largest sampling mask that is recorded."""
 Quantisation = Literal["none", "int8", "fp8", "mxfp4"]
 Device = typing.Annotated[str, Field(pattern=r"^(auto|cpu|(cuda|xpu|npu|mps)(:\d+)?)$")]
-
-
 _PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?(==[A-Za-z0-9][A-Za-z0-9.!+_-]*)?")
 
 
@@ -269,7 +268,6 @@ class Score(Section):
     states, temperature 1, the teacher's own top-k."""
     options: dict[str, Any] = {}
     """vLLM started here: more of its EngineArgs, e.g. `{ gpu_memory_utilization = 0.4 }`."""
-
     batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of one pass of a teacher."""
     hidden_codec: Literal["fp32", "bf16", "int8", "fp8", "mxfp4"] = "bf16"
@@ -304,8 +302,9 @@ class Score(Section):
     @model_validator(mode="after")
     def _of_its_engine(self) -> Score:
         given = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
-        if self.engine == "hf" and given:
-            raise ValueError(f"{', '.join(given)}: only for engine = 'vllm'")
+        if strange := set(given) - set(SCORING[self.engine].settings):
+            able = engines_that(lambda one: strange <= set(one.settings))
+            raise ValueError(f"{', '.join(given)}: only for engine = {able}")
         return self
 
 

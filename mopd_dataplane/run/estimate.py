@@ -29,6 +29,7 @@ from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.run.adapter_check import adapter_parameters, rate_problem
 from mopd_dataplane.run.preflight import Finding
+from mopd_dataplane.score.engines import SCORING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -307,7 +308,7 @@ def _memory(
         (shape.parameters * (2 if job.teachers[name].dtype == "bfloat16" else 4) for name, shape in teachers.items()
          if shape is not None and name in job.teachers_of(stage)), reverse=True,
     )  # fmt: skip
-    if sizes and stage.score.engine == "hf":
+    if sizes and SCORING[stage.score.engine].here:
         need = sum(sizes[: stage.score.max_resident])
         _fits(found, f"{stage.name} score", stage.score.device, need, "score.max_resident")
     adapter = _adapter(job, stage) if stage.train.lora.r else 0

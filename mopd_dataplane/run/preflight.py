@@ -30,6 +30,7 @@ from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.tools.environments import make_environment
 from mopd_dataplane.run.adapter_check import adapter_problems, check_adapter
 from mopd_dataplane.run.environments import environments_of
+from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.trackers import TRACKERS
@@ -244,7 +245,7 @@ def _devices(look: _Look) -> None:
     named: dict[str, dict[str, str]] = {"engine": {}, "score": {}, "train": {}}
     for stage in job.stages:
         named["train"][stage.name] = stage.train.device
-        if stage.score.engine == "hf" and job.teachers_of(stage):
+        if SCORING[stage.score.engine].here and job.teachers_of(stage):
             named["score"][stage.name] = stage.score.device
         if stage.data == "rollout" and engine_kind(job.engine.kind).here:
             named["engine"][stage.name] = job.engine.device

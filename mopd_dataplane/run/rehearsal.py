@@ -30,6 +30,7 @@ from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.prompts import find_prompts
 from mopd_dataplane.rollout.engines.kinds import engine_kind
+from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.reward import resolve_reward
 from mopd_dataplane.store.dataset import Store
 
@@ -232,7 +233,7 @@ def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
     if engine.options:
         small.never_run["engine.options"] = ", ".join(engine.options)
     for stage in given["stages"]:
-        if stage["score"]["engine"] == "vllm":
+        if SCORING[stage["score"]["engine"]].package == "vllm":
             stage["score"]["options"] = {}
             if not has_vllm:
                 stage["score"] |= {"engine": "hf", "reads": "states"}

@@ -6,6 +6,7 @@ signal_kinds.py         the kinds of signals, and how each follows from hidden s
 teacher_pool.py         any number of teachers on disk, a bounded number in memory
 adapted_base.py         teachers that are adapters on one base, which is loaded once
 teacher_forward.py      one teacher ready to score: one reader, or several whose logits are added with weights
+engines.py              what runs teachers, and what each can do
 readers.py              what turns token ids into the states behind them
 states.py               the states that predict given tokens, many sequences in one forward pass
 topk_source.py          the student's likeliest tokens, for signals with topk_source = "student"

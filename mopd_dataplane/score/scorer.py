@@ -44,7 +44,7 @@ def score_samples(
     """
     wanted = [signal_kind(kind, settings.signals) for kind in kinds]
     inputs = [model_input(sample, render_prompt) for sample in samples]
-    if settings.engine == "vllm" and settings.reads == "prompt_logprobs":
+    if settings.reads == "prompt_logprobs":
         yield from _said_of_text(pool.logprob_reader(teacher), teacher, wanted, inputs, settings)
         return
     judge = pool.judge(teacher)

@@ -18,6 +18,7 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader
+from mopd_dataplane.score.engines import SCORING, engines_that
 from mopd_dataplane.score.quantise import quantisation_of, quantise
 from mopd_dataplane.score.readers import HfReader, Reader
 from mopd_dataplane.score.teacher_forward import TeacherForward, blended_head
@@ -67,14 +68,14 @@ class TeacherPool:
         self._student_tokenizer = student_tokenizer
         self._max_resident = max_resident
         self._device = device
-        self._engine = engine
+        self._engine = SCORING[engine]
         self._reads = reads
         self._options = options or {}
         for name, spec in specs.items():
-            if engine == "vllm" and spec.settings.quantisation != "none":
+            if spec.settings.quantisation != "none" and not self._engine.quantises:
                 raise MismatchError(
-                    f"teacher {name!r} has quantisation = {spec.settings.quantisation!r}, which the Hugging Face "
-                    'scorer applies; set score.engine = "hf", or quantisation = "none"'
+                    f"teacher {name!r} has quantisation = {spec.settings.quantisation!r}, which {engine} does not "
+                    f'apply; set score.engine = {engines_that(lambda one: one.quantises)}, or quantisation = "none"'
                 )
             if spec.folder is not None and is_adapter(spec.folder):
                 _check_adapter(name, spec.settings, engine)
@@ -164,7 +165,7 @@ class TeacherPool:
         return f"{base} in {spec.settings.dtype}"
 
     def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
-        if self._engine == "hf":
+        if self._engine.here:
             reader = self._hf_reader(folder, settings.dtype)
             quantise(reader.model, settings.quantisation)
             return reader
@@ -190,7 +191,7 @@ class TeacherPool:
 
     def _head(self, name: str) -> Head:
         """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
-        if self._engine == "hf":
+        if self._engine.here:
             return self.judge(name).head
         blend = self._spec(name).settings.blend or {name: 1.0}
         heads = [hf.load_head(self._checked(one), dtype=self._spec(one).settings.dtype) for one in blend]
@@ -281,10 +282,11 @@ def _check_adapter(name: str, settings: sections.Teacher, engine: str) -> None:
         raise MismatchError(
             f'teacher {name!r} is an adapter, whose base is not rounded: set quantisation = "none", or merge it first'
         )
-    if engine == "vllm":
+    if not SCORING[engine].adapters:
+        able = engines_that(lambda one: one.adapters)
         raise MismatchError(
-            f'teacher {name!r} is an adapter, which vLLM is not asked to score with; set score.engine = "hf", or give '
-            "its merged form"
+            f"teacher {name!r} is an adapter, which {engine} is not asked to score with; set score.engine = {able}, or "
+            "give its merged form"
         )
 
 

@@ -9,14 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mopd_dataplane import Conversation, Divergence, EngineKind, Environment, Term, TokenSignal
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.rows import Row
-from mopd_dataplane.job.divergences import Divergence
-from mopd_dataplane.job.objectives import Term
 from mopd_dataplane.records import StepMetrics
-from mopd_dataplane.rollout.engines.kinds import EngineKind
-from mopd_dataplane.rollout.tools.environments import Conversation, Environment
-from mopd_dataplane.score.signal_kinds import TokenSignal
 
 
 class Marking(EngineKind):

@@ -147,7 +147,7 @@ def test_overrides_reach_tables_and_stages_by_name(tmp_path: Path) -> None:
         (
             "[teachers]",
             '[score]\nreads = "prompt_logprobs"\noptions = { seed = 1 }\n[teachers]',
-            ["reads, options: only for engine = 'vllm'"],
+            ['reads, options: only for engine = "vllm"'],
         ),
         (
             "[teachers]",

@@ -13,9 +13,10 @@ from mopd_dataplane import errors
 
 def test_names_of_the_package() -> None:
     assert mopd_dataplane.__all__ == [
-        "Batch", "BatchStream", "Conversation", "Environment", "Job", "LoadSpec", "MopdError", "Pack", "PlanWindow",
-        "Prompt", "Sample", "Signal", "Snapshot", "Store", "Teacher", "__version__", "create_store", "load_job",
-        "open_store", "run_job", "sample_uid",
+        "Batch", "BatchStream", "Conversation", "Divergence", "Engine", "EngineKind", "Environment", "Job", "LoadSpec",
+        "MopdError", "Pack", "PlanWindow", "Prompt", "Request", "Sample", "Signal", "Snapshot", "StepOutput", "Store",
+        "Teacher", "Term", "TokenSignal", "__version__", "create_store", "load_job", "open_store", "plan_stage",
+        "reward_stage", "rollout_stage", "run_job", "sample_uid", "score_stage", "train_stage",
     ]  # fmt: skip
     for name in mopd_dataplane.__all__:
         assert getattr(mopd_dataplane, name) is not None
@@ -27,6 +28,11 @@ def test_pages_and_examples_import_the_public_names_only() -> None:
     deep_import = re.compile(r"^from (mopd_dataplane\.(?!integrations\.)\S+) import", re.MULTILINE)
     deep = {page.name: deep_import.findall(page.read_text()) for page in pages}
     assert {page: names for page, names in deep.items() if names} == {}
+
+
+def test_every_name_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+    assert [name for name in mopd_dataplane.__all__ if f"`{name}`" not in page and f"`{name}(" not in page] == []
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -111,8 +111,9 @@ class Engine(Protocol):
     slots: int
     policy_version: int
     policy_digest: str
-    """Digest of the weights."""
+    """Digest of the weights: models/hf.py, weights_digest(folder)."""
     tokenizer_digest: str
+    """The same file's tokenizer_digest(load_tokenizer(folder))."""
     vocab_size: int
     context_length: int
     """Most tokens of prompt and response together."""
