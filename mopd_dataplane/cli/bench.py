@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mopd_dataplane.cli.output import note, print_facts, print_json, print_rows
+from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.rows import print_fitting
 
 Folder = Annotated[
     Path, typer.Option("--folder", metavar="DIR", exists=True, file_okay=False, help="Where to measure; default: here.")
@@ -103,7 +104,7 @@ def commits(
         print_json(figures)
         return
     curve = figures.pop("curve")
-    print_rows(tuple(curve[0]), [[round(value, 1) for value in point.values()] for point in curve])
+    print_fitting(tuple(curve[0]), [[round(value, 1) for value in point.values()] for point in curve])
     print_facts(figures)
 
 
@@ -183,7 +184,7 @@ def step(
         print_json(figures)
         return
     names = list(dict.fromkeys(name for part in figures.values() for name in part if name != "version"))
-    print_rows(("", *figures), [[name, *(part.get(name, "–") for part in figures.values())] for name in names])
+    print_fitting(("", *figures), [[name, *(part.get(name, "–") for part in figures.values())] for name in names])
 
 
 def adapters(
@@ -215,7 +216,7 @@ def train_memory(
     from mopd_dataplane.bench.train_memory import measure
 
     rows = measure(model.resolve())
-    print_json(rows) if as_json else print_rows(list(rows[0]), (row.values() for row in rows))
+    print_json(rows) if as_json else print_fitting(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def length_bias(
@@ -293,7 +294,7 @@ def size(
 
     if ladder:
         rows = sizes.ladder(fidelity, codec, topk)
-        print_json(rows) if as_json else print_rows(rows[0], (row.values() for row in rows))
+        print_json(rows) if as_json else print_fitting(list(rows[0]), [list(row.values()) for row in rows])
         return
     workload = sizes.Workload(
         tokens_per_day=tokens_per_day, prompt_tokens=prompt, response_tokens=response, student_b=student,

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from mopd_dataplane.cli.answers import StoreUri
-from mopd_dataplane.cli.output import note, print_json, print_rows, stderr
+from mopd_dataplane.cli.output import note, print_json, stderr
 from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.rows import print_fitting
 
 PANEL = "Answers"
 COLUMNS = {
@@ -59,7 +60,7 @@ def evaluate(
     if as_json:
         print_json(scores)
         return
-    print_rows(COLUMNS.values(), ([row[name] for name in COLUMNS] for row in scores))
+    print_fitting(list(COLUMNS.values()), [[row[name] for name in COLUMNS] for row in scores])
     note("scores are in `evals`, where finish_reason = 'benchmark'")
 
 

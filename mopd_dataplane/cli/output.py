@@ -75,18 +75,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def print_rows(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-    """Rows of values under their column names; columns of numbers stand to the right."""
-    body = [list(row) for row in rows]
-    grid = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for place, name in enumerate(head):
-        numeric = all(isinstance(row[place], int | float | None) for row in body)
-        grid.add_column(Text(one_line(name)), justify="right" if numeric and body else "left", overflow="fold")
-    for row in body:
-        grid.add_row(*(Text(cell(value)) for value in row))
-    stdout().print(grid)
-
-
 def print_csv(table: pa.Table) -> None:
     """An Arrow table as CSV on stdout; nested values are JSON inside their cell."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
@@ -129,11 +117,11 @@ def print_grid(grid: Grid) -> None:
     """A table of the report, with the small print of a cell behind its text; turned over when that makes it fit."""
     head, rows = list(map(Text, map(one_line, grid.head))), [list(map(_annotated, row)) for row in grid.rows]
     shown = _grid(head, rows, words=grid.words)
-    if _width(shown) > stdout().width:
+    if width_of(shown) > stdout().width:
         first, *others = zip(head, *rows, strict=True)
         turned = _grid(first, others, words=1)
-        shown = min(shown, turned, key=_width)
-        if _width(shown) > stdout().width:
+        shown = min(shown, turned, key=width_of)
+        if width_of(shown) > stdout().width:
             for column in shown.columns:  # a name breaks behind its underscores rather than lose its end
                 column.header = Text("_\n".join(str(column.header).split("_")))
     stdout().print(shown)
@@ -148,7 +136,7 @@ def _grid(head: Iterable[Text], rows: Iterable[Iterable[Text]], *, words: int) -
     return shown
 
 
-def _width(shown: Table) -> int:
+def width_of(shown: Table) -> int:
     """Characters that a table wants."""
     return Measurement.get(stdout(), stdout().options.update(width=10_000), shown).maximum
 

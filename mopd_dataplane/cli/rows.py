@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from mopd_dataplane.cli.output import cell, note, stdout
+from mopd_dataplane.cli.output import cell, note, stdout, width_of
 from mopd_dataplane.query.text import one_line
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def as_grid(head: Sequence[str], rows: Sequence[Sequence[Any]], *, width: int, t
     broken = [_broken(name, _longest(row[place] for row in short)) for place, name in enumerate(head)]
     for names, shown in ((head, full), (head, short), (broken, short)):
         grid = _grid(names, rows, shown)
-        if _width(grid) <= width:
+        if width_of(grid) <= width:
             return grid
     return _wrapped(broken, rows, short, width, MOST_LINES_EXPLAINED if tall else MOST_LINES)
 
@@ -213,8 +212,3 @@ def _blocks(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[Rend
         yield lines
         if len(kept) < len(head):
             yield Text(f"… {len(head) - len(kept)} more", style="dim")
-
-
-def _width(grid: Table) -> int:
-    """Characters that a table wants."""
-    return Measurement.get(stdout(), stdout().options.update(width=10_000), grid).maximum

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mopd_dataplane.cli.answers import StoreUri
-from mopd_dataplane.cli.output import note, plain, print_facts, print_json, print_rows
+from mopd_dataplane.cli.output import note, plain, print_facts, print_json
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.query.text import size
@@ -67,9 +67,11 @@ def verify(
         print_json({"ok": audit.ok, **plain(audit)})
     else:
         checked = [[name, rows, audit.orphans.get(name, 0)] for name, rows in audit.checked.items()]
-        print_rows(("table", "rows checked", "left over"), checked)
+        print_fitting(("table", "rows checked", "left over"), checked)
         if audit.findings:
-            print_rows(("table", "row", "uid", "problem"), [[f.table, f.row, f.uid, f.problem] for f in audit.findings])
+            print_fitting(
+                ("table", "row", "uid", "problem"), [[f.table, f.row, f.uid, f.problem] for f in audit.findings]
+            )
         note("sound" if audit.ok else f"{len(audit.findings)} wrong; restore them from a copy, or score them again")
     if not audit.ok:
         raise typer.Exit(AUDIT_FAILED)
@@ -198,11 +200,11 @@ def delete(
 
 
 def _show_preview(facts: Preview) -> None:
-    print_rows(("table", "rows that go"), facts.rows.items())
+    print_fitting(("table", "rows that go"), list(facts.rows.items()))
     if facts.uses:
         columns = ("stage", "window", "samples", "steps", "trained on them from version")
         uses = [[u.stage, u.window, u.samples, u.steps, _or_none(u.first_version)] for u in facts.uses]
-        print_rows(columns, uses)
+        print_fitting(columns, uses)
         note("policies stay as they are: each later version, and what was trained from it, has seen them too")
     if facts.snapshots:
         note(f"snapshots that hold them and are given up: {', '.join(facts.snapshots)}")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from mopd_dataplane.cli.jobs import AsJson, JobFile, Overrides, Seed, StageName, StoreUri, choose_stage, load
-from mopd_dataplane.cli.output import note, print_json, print_rows, print_title, stderr
+from mopd_dataplane.cli.output import note, print_json, print_title, stderr
 from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.rows import print_fitting
 
 PANEL = "Answers"
 COLUMNS = {
@@ -52,7 +53,7 @@ def teachers(
         return
     for domain, judged in groupby(rows, key=lambda row: row["domain"]):
         print_title(domain)
-        print_rows(COLUMNS.values(), ([_shown(row[name]) for name in COLUMNS] for row in judged))
+        print_fitting(list(COLUMNS.values()), [[_shown(row[name]) for name in COLUMNS] for row in judged])
     note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
 
 
