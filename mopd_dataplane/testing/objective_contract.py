@@ -52,8 +52,9 @@ def check_objective(objective: Objective) -> None:
     parts = zip(packs, (slice(None, cut), slice(cut, None)), strict=True)
     with torch.no_grad():
         apart = sum(float(_computed(loss, hidden[part], head, build([pack]), totals)[0]) for pack, part in parts)
-    gap = abs(apart - float(value.detach()))
-    assert gap <= TOLERANCE, f"two micro-batches lose {apart:g}, one with both of them {float(value):g}"
+    together = float(value.detach())
+    gap = abs(apart - together)
+    assert gap <= TOLERANCE, f"two micro-batches lose {apart:g}, one with both of them {together:g}"
 
 
 def _check_rows(term: Term, hidden: Tensor, head: Head, batch: MicroBatch) -> None:
