@@ -62,13 +62,15 @@ def show(
         ),
     ] = None,
     worst: Annotated[
-        bool, typer.Option("--worst", help="The sample with the lowest reward, of all iterations.")
+        bool, typer.Option("--worst", help="Show the sample with the lowest reward of all iterations.")
     ] = False,
     disagreement: Annotated[
         bool,
-        typer.Option("--disagreement", help="The sample whose teachers differ most, from one another or from it."),
+        typer.Option(
+            "--disagreement", help="Show the sample whose teachers differ most, from each other or from the sampler."
+        ),
     ] = False,
-    random: Annotated[bool, typer.Option("--random", help="Any sample.")] = False,
+    random: Annotated[bool, typer.Option("--random", help="Show a random sample.")] = False,
     domain: Annotated[
         str | None, typer.Option("--domain", metavar="NAME", help="Choose among the samples of this domain.")
     ] = None,
@@ -138,7 +140,7 @@ def report(
 
 def compare(
     a: Annotated[str, typer.Argument(metavar="A", help="STORE, STORE#STAGE or STORE#STAGE@VERSION.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="What A is held against.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The policy to compare A with.")],
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Also draw the differences: .svg, .png or .pdf.")
     ] = None,

@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def plan(
     samples: Annotated[int, typer.Option("--samples", min=1000, help="Samples to plan.")] = 1_000_000,
     strict: Annotated[bool, typer.Option("--strict", help="Draw each batch before packing it.")] = False,
-    window: Annotated[int, typer.Option("--window", min=0, help="Samples planned at once; 0 takes all.")] = 0,
+    window: Annotated[int, typer.Option("--window", min=0, help="Samples planned together; 0 takes all.")] = 0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -110,7 +110,7 @@ def commits(
 
 def wal(
     sequences: Annotated[int, typer.Option("--sequences", min=1, help="Sequences decoded together.")] = 64,
-    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Length of each part.")] = 3.0,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, help="Seconds of each part.")] = 3.0,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -164,7 +164,7 @@ def step(
     ] = None,
     prompts: Annotated[int, typer.Option("--prompts", min=2, help="Prompts of an iteration.")] = 32,
     peers: Annotated[
-        str, typer.Option("--peers", metavar="PYTHON", help="An interpreter with TRL, which is measured beside it.")
+        str, typer.Option("--peers", metavar="PYTHON", help="Python interpreter with TRL, which is measured too.")
     ] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
@@ -189,8 +189,8 @@ def step(
 
 def adapters(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM: the base.")],
-    count: Annotated[int, typer.Option("--count", min=1, help="Adapters, each a teacher.")] = 100,
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of each.")] = 8,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of adapters, each of which is a teacher.")] = 100,
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of each adapter.")] = 8,
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:
@@ -239,7 +239,7 @@ def length_bias(
 
 def resume(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder of a Hugging Face causal LM.")],
-    engine: Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="What samples.")] = "hf",
+    engine: Annotated[Literal["hf", "vllm"], typer.Option("--engine", help="Engine that samples.")] = "hf",
     samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts to sample, three times each.")] = 64,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded together.")] = 16,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of one sample.")] = 64,
@@ -266,12 +266,12 @@ def size(
     student: Annotated[float, typer.Option("--student", min=0.001, help="Student parameters, in 10^9.")] = 8.0,
     teacher: Annotated[float, typer.Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0,
     teachers: Annotated[float, typer.Option("--teachers", min=0, help="Teachers that score each sample.")] = 1.0,
-    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Of the teachers.")] = 5120,
+    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Hidden size of the teachers.")] = 5120,
     fidelity: Annotated[
-        Literal["logprob", "topk", "hidden"], typer.Option("--fidelity", help="What is kept of a teacher.")
+        Literal["logprob", "topk", "hidden"], typer.Option("--fidelity", help="Signal that is stored of a teacher.")
     ] = "hidden",
     codec: Annotated[
-        Literal["fp32", "bf16", "int8", "fp8", "mxfp4"], typer.Option("--codec", help="Of hidden states.")
+        Literal["fp32", "bf16", "int8", "fp8", "mxfp4"], typer.Option("--codec", help="Codec of hidden states.")
     ] = "int8",
     topk: Annotated[int, typer.Option("--topk", min=1, help="K of the top-k.")] = 64,
     hidden_days: Annotated[float, typer.Option("--hidden-days", min=0, help="Days that hidden states are kept.")] = 1.0,
@@ -282,7 +282,7 @@ def size(
     gpu_hour: Annotated[float, typer.Option("--gpu-hour", min=0, help="Price of a GPU, dollars an hour.")] = 2.5,
     gb_month: Annotated[float, typer.Option("--gb-month", min=0, help="Price of storage, dollars a GB-month.")] = 0.023,
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="A table from one laptop to 10^10 tokens a day instead.")
+        bool, typer.Option("--ladder", help="Print a table from one laptop to 10^10 tokens a day instead.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -310,8 +310,8 @@ def size(
 
 def view(
     samples: Annotated[int, typer.Option("--samples", min=100, help="Samples of the store that is made.")] = 1_000_000,
-    mean_tokens: Annotated[int, typer.Option("--mean-tokens", min=32, help="Tokens of a sample on average.")] = 1000,
-    store: Annotated[str, typer.Option("--store", metavar="STORE", help="A store that is there, instead.")] = "",
+    mean_tokens: Annotated[int, typer.Option("--mean-tokens", min=32, help="Mean tokens of a sample.")] = 1000,
+    store: Annotated[str, typer.Option("--store", metavar="STORE", help="Measure this existing store instead.")] = "",
     folder: Folder = Path(),
     as_json: AsJson = False,
 ) -> None:

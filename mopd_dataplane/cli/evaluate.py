@@ -24,18 +24,22 @@ COLUMNS = {
 def evaluate(
     store: StoreUri,
     tasks: Annotated[str, typer.Option("--tasks", metavar="NAMES", help="Tasks of lm-eval, as arc_easy,hellaswag.")],
-    policy: Annotated[str, typer.Option("--policy", metavar="STAGE", help="Stage whose policy is asked.")] = "student",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="STAGE", help="Stage whose policy is evaluated.")
+    ] = "student",
     version: Annotated[
         int | None, typer.Option("--version", metavar="N", min=1, help="Its version; by default the newest.")
     ] = None,
     include_path: Annotated[
-        str, typer.Option("--include-path", metavar="DIR", help="Folder of task definitions of your own.")
+        str, typer.Option("--include-path", metavar="DIR", help="Folder with your own task definitions.")
     ] = "",
     shots: Annotated[
         int | None, typer.Option("--shots", min=0, help="Examples before a question; by default the task's.")
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first questions of a task.")] = None,
-    chat: Annotated[bool, typer.Option("--chat-template", help="Ask through the tokenizer's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat-template", help="Format questions with the tokenizer's chat template.")
+    ] = False,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions in one batch.")] = 8,
     dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,

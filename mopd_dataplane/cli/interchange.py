@@ -38,7 +38,10 @@ def import_(
         typer.Option("--tokenizer", metavar="DIR", help="Tokenizer of the model to train: a folder, URL or hub name."),
     ],
     stage: Annotated[
-        str, typer.Option("--stage", metavar="NAME", help="Job stage that owns the samples; a plain row may say it.")
+        str,
+        typer.Option(
+            "--stage", metavar="NAME", help="Job stage that owns the samples; a row of format plain may name its own."
+        ),
     ] = "",
     domain: Annotated[
         str, typer.Option("--domain", metavar="NAME", help="Domain of rows that name none; it routes to a teacher.")
@@ -77,13 +80,14 @@ def export(
         str, typer.Option("--format", metavar="KIND", help="parquet, jsonl, arrow or datasets; else as OUT ends.")
     ] = "",
     form: Annotated[
-        str, typer.Option("--as", metavar="FORM", help="What a row is: plain, sft, messages, tokens or traces.")
+        str, typer.Option("--as", metavar="FORM", help="Form of a row: plain, sft, messages, tokens or traces.")
     ] = "plain",
     signals: Annotated[
-        str, typer.Option("--signals", metavar="KINDS", help="Signals of teachers to carry: logprob,topk,hidden.")
+        str, typer.Option("--signals", metavar="KINDS", help="Signals of teachers to include: logprob,topk,hidden.")
     ] = "",
     teacher: Annotated[
-        list[str] | None, typer.Option("--teacher", metavar="NAME", help="Whose; several times for several.")
+        list[str] | None,
+        typer.Option("--teacher", metavar="NAME", help="Teacher whose signals are included; repeatable."),
     ] = None,
     where: Annotated[
         str | None, typer.Option("--where", metavar="SQL", help="Predicate over samples, as domain = 'math'.")

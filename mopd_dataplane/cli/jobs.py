@@ -74,7 +74,7 @@ def run(
         bool,
         typer.Option(
             "--rehearse",
-            help="Run it small, in a store of its own (STORE-rehearsal): tiny random models, few prompts and tokens.",
+            help="Run a small version in a store of its own (STORE-rehearsal): tiny models, few prompts and tokens.",
         ),
     ] = False,
     as_json: AsJson = False,

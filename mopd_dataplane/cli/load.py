@@ -28,10 +28,18 @@ def serve(
     ] = None,
     signal: Annotated[
         list[str] | None,
-        typer.Option("--signal", metavar="KIND", help="Of a store: logprob, topk or hidden; repeatable."),
+        typer.Option(
+            "--signal",
+            metavar="KIND",
+            help="For a store: signal that packs carry: logprob, topk or hidden; repeatable.",
+        ),
     ] = None,
-    rewards: Annotated[bool, typer.Option("--rewards", help="Of a store: outcome rewards and advantages.")] = False,
-    slots: Annotated[int, typer.Option("--slots", min=2, help="Of a store: fewest packs kept ready of a rank.")] = 4,
+    rewards: Annotated[
+        bool, typer.Option("--rewards", help="For a store: packs carry outcome rewards and advantages.")
+    ] = False,
+    slots: Annotated[
+        int, typer.Option("--slots", min=2, help="For a store: fewest packs kept ready for each rank.")
+    ] = 4,
     socket: Annotated[
         Path | None, typer.Option("--socket", metavar="FILE", help="Unix socket to listen on; default: a private one.")
     ] = None,

@@ -113,7 +113,7 @@ def compact(
 
 def upgrade(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Store of format 1; it is never changed.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="Folder to make the store of today's format in.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Folder of the new store of format 2.")],
 ) -> None:
     """Copy a store of format 1 into a store of format 2, with snapshots, plans, checkpoints and the token log.
 
@@ -130,9 +130,9 @@ def upgrade(
 
 def copy(
     source: StoreUri,
-    target: Annotated[str, typer.Argument(metavar="DST", help="Folder or URI to make the copy in; nothing is there.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Folder or URI of the copy; nothing may be there yet.")],
     where: Annotated[
-        str, typer.Option("--where", help="Only samples that fit: a predicate over samples, \"domain = 'math'\".")
+        str, typer.Option("--where", help="Only samples that match this predicate over samples, \"domain = 'math'\".")
     ] = "",
 ) -> None:
     """Copy a store, or samples of it with everything that refers to them, into a folder or onto an object store.
@@ -158,10 +158,10 @@ def copy(
 def delete(
     store: StoreUri,
     where: Annotated[
-        str, typer.Option("--where", help="Samples that go: a predicate over samples, \"prompt_id = 'p17'\".")
+        str, typer.Option("--where", help="Samples to delete: a predicate over samples, \"prompt_id = 'p17'\".")
     ],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go; change nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be deleted; change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Delete samples with everything that refers to them; `compact --now` then frees their bytes on disk.

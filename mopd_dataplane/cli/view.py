@@ -19,19 +19,22 @@ def view(
         int, typer.Option("--port", min=0, max=65535, help="Port on this machine; 0 takes a free one.")
     ] = 0,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Show what a running job adds, unfinished samples too.")
+        bool, typer.Option("--follow", help="Follow a running job, with its unfinished samples.")
     ] = False,
     export: Annotated[
         Path | None,
         typer.Option("--export", metavar="DIR", help="Write the page as files and end; with --sample, one HTML file."),
     ] = None,
-    where: Annotated[str, typer.Option("--where", metavar="SQL", help="Of an export: the samples to take.")] = "",
+    where: Annotated[str, typer.Option("--where", metavar="SQL", help="Condition on the samples of an export.")] = "",
     order: Annotated[
-        str, typer.Option("--order", metavar="COLUMN", help="Of an export: taken in this order; -COLUMN is downwards.")
+        str,
+        typer.Option(
+            "--order", metavar="COLUMN", help="Order in which an export takes samples; -COLUMN is descending."
+        ),
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="Of an export: most samples.")] = 200,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="Most samples of an export.")] = 200,
     sample: Annotated[
-        str | None, typer.Option("--sample", metavar="UID", help="Of an export: one sample, one file.")
+        str | None, typer.Option("--sample", metavar="UID", help="Export one sample as one file.")
     ] = None,
     tokenizer: TokenizerFolder = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what an export wrote as one JSON object.")] = False,
