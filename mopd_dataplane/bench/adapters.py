@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.score.teacher_pool import TeacherPool
 
-PACKS, TOKENS, PROMPT = 2, 256, 32
+PACKS, TOKENS, PROMPT = 2, 64, 16
 CHECKED = 3
 """Adapters whose log-probs are compared with those of the merged model."""
 SPREAD = 0.02
