@@ -113,7 +113,7 @@ class Engine(Protocol):
     policy_digest: str
     """Digest of the weights: models/hf.py, weights_digest(folder)."""
     tokenizer_digest: str
-    """The same file's tokenizer_digest(load_tokenizer(folder))."""
+    """Digest of the tokenizer: models/hf.py, tokenizer_digest(load_tokenizer(folder))."""
     vocab_size: int
     context_length: int
     """Most tokens of prompt and response together."""
