@@ -94,7 +94,10 @@ def read_file(place: Place, most: int | None = None) -> bytes:
     DeadlineError or ResourceError when its server does not answer or fails.
     """
     with open_file(place) as file:
-        return file.read() if most is None else file.read(most + 1)
+        try:
+            return file.read() if most is None else file.read(most + 1)
+        except OSError as error:
+            raise InputError(f"{place} cannot be read: {error.strerror or error}; give another file") from None
 
 
 @contextmanager

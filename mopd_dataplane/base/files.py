@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 
@@ -38,6 +39,16 @@ def publish_file(target: Path, content: bytes) -> None:
         os.fsync(file.fileno())
         staging.rename(target)
     fsync(target.parent)
+
+
+def publish_figure(figure: Any, target: Path, *, dpi: int) -> None:
+    """A matplotlib figure into a file, in the form that its ending names, as publish_file does. Raises InputError."""
+    forms = figure.canvas.get_supported_filetypes()
+    if (form := target.suffix[1:].lower()) not in forms:
+        raise InputError(f"{target} ends in none of .{', .'.join(sorted(forms))}; give a picture's name")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=form, dpi=dpi)
+    publish_file(target, drawn.getvalue())
 
 
 def check_target(target: Path) -> None:

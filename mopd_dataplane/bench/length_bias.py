@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.files import publish_figure
 from mopd_dataplane.bench.length_stats import equivalence, permutation_p, tilt
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job import sections
@@ -299,7 +300,7 @@ def draw_plot(arms: dict[str, list[Response | None]], file: Path) -> None:
     right.bar(names, [100 * (means[name] / means["A"] - 1) for name in names])
     right.axhline(0, color="black", linewidth=0.8)
     right.set(ylabel="mean length against uninterrupted, %")
-    figure.savefig(file, dpi=150)
+    publish_figure(figure, file, dpi=150)
     plt.close(figure)
 
 

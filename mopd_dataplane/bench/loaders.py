@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mopd_dataplane.base.files import publish_figure
 from mopd_dataplane.bench.crowd import Crowd, measure_crowd
 from mopd_dataplane.bench.load import HIDDEN_SPEC, SPEC, deliver, hidden_store, token_store
 from mopd_dataplane.bench.peers import PEERS, write_work
@@ -80,7 +81,7 @@ def draw(figures: dict[str, dict[str, Any]], path: Path) -> None:
             axes[0].barh(place, wrote, left=read, color="white", edgecolor="grey", hatch="///")
     axes[0].set_xlabel("hatched: writing the packs of each plan", fontsize=8)
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=130)
+    publish_figure(figure, path, dpi=130)
 
 
 def _label(value: float) -> str:

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.bench.opened import opened_files
 from mopd_dataplane.bench.synthetic import lengths_of
 from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
-from mopd_dataplane.plan.memory import freed_memory_kept
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.stage_rows import scan_stage

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from mopd_kernels import row_bytes
 
+from mopd_dataplane.errors import InputError
+
 Fidelity = Literal["logprob", "topk", "hidden"]
 
 TOKEN_BYTES = 4
@@ -92,6 +94,9 @@ class Machine:
 def size(workload: Workload, machine: Machine | None = None) -> dict[str, Any]:
     """Every figure by name; bytes are bytes, rates are per second and averages over a day."""
     rates = machine or Machine()
+    for name, value in inputs(workload, rates).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InputError(f"{name} is {value}; a finite number is needed")
     length = workload.prompt_tokens + workload.response_tokens
     samples = workload.tokens_per_day / length
     responses = samples * workload.response_tokens

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from mopd_dataplane.base.files import check_target
 from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
+from mopd_dataplane.errors import InputError
 
 Folder = Annotated[
     Path, typer.Option("--folder", metavar="DIR", exists=True, file_okay=False, help="Where to measure; default: here.")
@@ -54,6 +57,10 @@ def load(
 
     The speed of memcpy and of preadv into the same slots is measured in the same run. The stores are made first.
     """
+    if plot is not None:
+        if not peers:
+            raise InputError("--plot draws what --peers measures; give both")
+        check_target(plot)
     if peers:
         from mopd_dataplane.bench.loaders import compare, draw
 
@@ -176,6 +183,8 @@ def step(
     """
     from mopd_dataplane.bench.step import measure
 
+    if peers and shutil.which(peers) is None:
+        raise InputError(f"--peers {peers!r:.200} is no program; give the Python of an environment with TRL")
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-step-") as scratch:
         figures = measure(
             Path(scratch).resolve(), iterations=iterations, prompts=prompts, model=model, peer_python=peers
@@ -233,6 +242,8 @@ def length_bias(
     """
     from mopd_dataplane.bench.length_bias import measure
 
+    if plot is not None:
+        check_target(plot)
     figures = measure(samples, dose=dose, plot=plot)
     print_json(figures) if as_json else print_facts(figures)
 

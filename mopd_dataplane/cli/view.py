@@ -12,6 +12,9 @@ from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import InputError
 
+EXPORTED = 200
+"""Samples of an export, unless the command line says how many."""
+
 
 def view(
     stores: Annotated[list[str], typer.Argument(metavar="STORE…", help="Folders or URIs of stores.")],
@@ -32,7 +35,9 @@ def view(
             "--order", metavar="COLUMN", help="Order in which an export takes samples; -COLUMN is descending."
         ),
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", min=1, max=5000, help="Most samples of an export.")] = 200,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, max=5000, help="Most samples of an export; default: 200.")
+    ] = None,
     sample: Annotated[
         str | None, typer.Option("--sample", metavar="UID", help="Export one sample as one file.")
     ] = None,
@@ -45,10 +50,12 @@ def view(
     page filters a table of samples by histograms or SQL, shows all teachers over one text, the answers to a prompt side
     by side, the history of a sample, and the curves and times of the run. It writes nothing but labels. Ctrl-C ends it.
     """
-    if export is None and (where or order or sample):
+    if export is None and (where or order or sample or limit is not None or as_json):
         raise InputError(
-            "--where, --order and --sample choose what --export DIR writes; the page has filters of its own"
+            "--where, --order, --limit, --sample and --json say what --export DIR writes; the page filters by itself"
         )
+    if export is not None and follow:
+        raise InputError("an export shows a store as it is; --follow is of the page that a server shows")
 
     from mopd_dataplane import open_store
 
@@ -71,7 +78,7 @@ def view(
     if sample is not None:
         done = export_sample(shown, export, find_sample(opened[0], sample)[0])
     else:
-        done = export_folder(shown, export, where=where, order=order, limit=limit)
+        done = export_folder(shown, export, where=where, order=order, limit=limit or EXPORTED)
     if as_json:
         print_json(done)
     else:

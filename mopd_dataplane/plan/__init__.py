@@ -10,5 +10,4 @@ packing.py           best-fit-decreasing on the histogram of lengths
 balance.py           cost of a pack; a step's packs dealt to data-parallel ranks
 follow.py            windows of a stage whose samples and signals are still being written
 group_advantages.py  outcome rewards and their advantage over their group
-memory.py            reuse of freed memory inside a large plan
 """

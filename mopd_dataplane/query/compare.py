@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mopd_dataplane.base.files import publish_figure
 from mopd_dataplane.errors import MismatchError, UnknownNameError, nearest
 from mopd_dataplane.query.answers import Answers, Values, held_out
 from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, share
@@ -122,8 +123,7 @@ def plot_comparison(comparison: Comparison, out: Path) -> None:
     unit = "points of accuracy" if all(row.accuracy for row in rows) else "points of accuracy, or mean reward"
     axes.set_xlabel(f"B − A, {unit}, 95 % interval; B = {comparison.b}")
     axes.set_title(f"A = {comparison.a}", fontsize=9, loc="left")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
+    publish_figure(figure, out, dpi=130)
 
 
 def _row(name: str, right: Columns, paid: Columns, domains: list[str]) -> ComparedDomain:

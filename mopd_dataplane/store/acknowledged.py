@@ -35,6 +35,7 @@ class Acknowledged:
         self._place = place
         self._table = table
         self._name = f"{FOLDER}/{table}"
+        self.uri = place.of(self._name)
         self._newest = 0
         """The largest this process has seen."""
 

@@ -30,8 +30,9 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
 
 RUN = 4
 """Tokens of a run that counts as repeated: two pairs."""
-SLOTS = 4
-"""Slots a run has when those that might repeat are looked for: enough that most are alone, few enough for the cache."""
+SLOTS, MOST_SLOTS = 16, 1 << 20
+"""Slots a run has when those that might repeat are looked for: enough that nearly all others are alone. And most slots,
+which fit into a cache."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -233,14 +234,9 @@ def repetition(response: NDArray[np.int32]) -> float:
 
 def _share_a_slot(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Hashes whose upper bits another one has too: all that have an equal, and few of many that have none."""
-    bits = (SLOTS * len(hashes)).bit_length()
-    slots = (hashes >> np.uint64(64 - bits)).astype(np.int32)
-    own = np.arange(len(hashes), dtype=np.int32)
-    last = np.empty(1 << bits, np.int32)
-    last[slots] = own
-    shared = np.zeros(1 << bits, bool)
-    shared[slots[last[slots] != own]] = True
-    return hashes[shared[slots]]
+    bits = min(SLOTS * len(hashes), MOST_SLOTS - 1).bit_length()
+    slots = (hashes >> np.uint64(64 - bits)).astype(np.intp)
+    return hashes[np.bincount(slots, minlength=1 << bits).take(slots) > 1]
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

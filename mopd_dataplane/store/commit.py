@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import lance
@@ -19,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
+from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_record, sample_rows, token_rows
@@ -26,6 +28,9 @@ from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
 from mopd_dataplane.store.sample_values import other_content
 from mopd_dataplane.store.table import Table
+
+LARGE = 4 << 20
+"""Bytes of tokens from which on a commit keeps the memory that Lance takes and frees, for the next one."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,9 @@ def commit_samples(
     dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
     absent = np.flatnonzero(found < 0).tolist()
     payload_rows = np.full(len(batch), -1, np.int64)
-    with ThreadPoolExecutor(1, "metadata") as beside:  # the disk is waited for meanwhile
+    size = sum(sample.tokens.nbytes for sample in batch)
+    memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
+    with memory, ThreadPoolExecutor(1, "metadata") as beside:  # the disk is waited for meanwhile
         records = beside.submit(lambda: list(map(sample_record, batch)))
         payload_rows[absent], with_payload = place_payload(
             tokens,

@@ -24,12 +24,12 @@ from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify import verify
+from mopd_dataplane.store.verify_files import JOB_FILES
 from mopd_dataplane.tables import FORMAT_VERSION
 
 PROGRESS = "copy.json"
 """File that names the source of an unfinished copy; removed when the copy is complete."""
 WEIGHTS = ("policies", "discriminators")
-_JSON = ("job.json", "provenance.json")
 
 
 def begin_copy(source: Store, place: Place, where: str) -> None:
@@ -72,7 +72,7 @@ def finish_copy(source: Store, place: Place, names: Iterable[str]) -> None:
 
 def copy_job(source: Store, place: Place) -> None:
     """Copy job.json, provenance.json, and the tokenizers of imports."""
-    for name in _JSON:
+    for name in JOB_FILES:
         value = source.read_json(name)
         if value is not None:
             place.write_json(name, {**value, "store": place.uri} if "store" in value else value)

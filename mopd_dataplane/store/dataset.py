@@ -23,7 +23,7 @@ from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.arrow_rows import plan_of, plan_record, to_rows
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
-from mopd_dataplane.store.dataset_format import MARK, check_teacher, read_mark
+from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.lock import committing
@@ -157,13 +157,14 @@ class Store:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order."""
+        """Names of all datasets: the fixed tables, then signals/<teacher>/<kind> in order. None is opened."""
         found = [
             signal_table(teacher, kind)
             for teacher in self._place.children("signals")
             for kind in self._place.children(f"signals/{teacher}")
+            if is_table(signal_table(teacher, kind))
         ]
-        return [*(name for name in TABLES if name not in LATER or self._table(name).exists()), *found]
+        return [*(name for name in TABLES if name not in LATER or self._table(name).was_made()), *found]
 
     def dataset(self, name: str, snapshot: Snapshot | None = None) -> lance.LanceDataset:
         """The Lance dataset of a table, at the snapshot's version or the newest."""

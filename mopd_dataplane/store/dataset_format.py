@@ -50,6 +50,15 @@ def sql_name(name: str) -> str:
     return name.replace("/", "_")
 
 
+def is_table(name: str) -> bool:
+    """Whether a dataset may have this name: a store's folders may hold what somebody else put there."""
+    try:
+        spec_of(name)
+    except UnknownNameError:
+        return False
+    return True
+
+
 def check_teacher(teacher: Teacher) -> None:
     """Raise InputError unless a teacher's name can name a folder and its head file lies inside the store."""
     if not TEACHER_NAME.fullmatch(teacher.name):

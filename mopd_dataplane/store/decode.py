@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import UnknownNameError
+from mopd_dataplane.base.file_checksums import CHECKSUMS, read_recorded
+from mopd_dataplane.errors import InputError, UnknownNameError
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -23,10 +24,13 @@ class Decoder:
     """Pieces of text, one per token."""
 
     def __init__(self, text: str) -> None:
-        """text: content of a tokenizer.json."""
+        """text: content of a tokenizer.json. Raises InputError when it is none."""
         from tokenizers import Tokenizer
 
-        self._tokenizer: Any = Tokenizer.from_str(text)
+        try:
+            self._tokenizer: Any = Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing narrower
+            raise InputError(f"not a tokenizer.json ({error!s:.120}): {text[:60]!r}…; give another one") from None
 
     def plain_texts(self, rows: Sequence[Sequence[int]]) -> list[str]:
         """Text of each row of token ids, without special tokens."""
@@ -72,7 +76,7 @@ def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
     if folder is not None and not (folder / "tokenizer.json").is_file():
         raise UnknownNameError(f"no tokenizer.json in {folder}; give a folder of a Hugging Face tokenizer")
     if folder is not None:
-        return Decoder((folder / "tokenizer.json").read_text())
+        return Decoder((folder / "tokenizer.json").read_text(errors="replace"))
     content = next(_tokenizers(store), "")
     return Decoder(content) if content else Numbers()
 
@@ -87,7 +91,7 @@ def keep_tokenizer(store: Store, digest: str, content: dict[str, Any] | None) ->
 def _tokenizers(store: Store) -> Iterator[str]:
     """Content of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
     if store.root is not None:
-        yield from (file.read_text() for file in sorted((store.root / "policies").glob("**/tokenizer.json")))
+        yield from map(_of_policy, sorted((store.root / "policies").glob("**/tokenizer.json")))
     elif stored := _stored_tokenizer(store):
         yield stored
     for name in store._place.children(KEPT):
@@ -96,7 +100,13 @@ def _tokenizers(store: Store) -> Iterator[str]:
             yield json.dumps(kept["tokenizer"])
     start = ((store.read_json("job.json") or {}).get("student") or {}).get("path", "")
     if start and (file := Path(start) / "tokenizer.json").is_file():
-        yield file.read_text()
+        yield file.read_text(errors="replace")
+
+
+def _of_policy(file: Path) -> str:
+    """Content of the tokenizer.json of a policy folder. Raises DamagedError when it is not as it was written."""
+    recorded = (file.parent / CHECKSUMS).is_file()
+    return (read_recorded(file.parent, file.name) if recorded else file.read_bytes()).decode(errors="replace")
 
 
 def _stored_tokenizer(store: Store) -> str:

@@ -44,6 +44,10 @@ CLEAN_UP_S = 3600.0
 """How often a process that commits drops old versions, which are kept for a day."""
 
 
+FIRST_COMMIT = 2
+"""Version of the first rows of a dataset; 1 is the empty one."""
+
+
 @dataclass(frozen=True)
 class Inserted:
     """rows [n] int64: row id of every asked key; new [n] bool: whether this call made it visible."""
@@ -126,8 +130,11 @@ class Table:
         return dataset
 
     def manifest_damage(self) -> str:
-        """Damage of the manifest that was acknowledged last; empty when it is sound, or none is known."""
-        if self._folder is None or not (version := self._acknowledged.newest()):
+        """Damage of the manifest that was acknowledged last, or of the record of it; empty when both are sound."""
+        if not (version := self._acknowledged.newest()):
+            # A process that makes a table may be killed before it records the first versions.
+            return "" if self.open().version <= FIRST_COMMIT else f"{self._acknowledged.uri} names no version"
+        if self._folder is None:
             return ""
         known = self._acknowledged.manifest_crc(version)
         try:
@@ -189,6 +196,10 @@ class Table:
         except UnknownNameError:
             return False
         return True
+
+    def was_made(self) -> bool:
+        """Whether there is, or was, such a dataset; it is not opened, so it may be damaged."""
+        return self._acknowledged.newest() > 0 or bool(self._place.children(f"{self.name}/_versions"))
 
     def find(self, keys: pa.Table) -> tuple[NDArray[np.int64], lance.LanceDataset]:
         """[n] row id of each key in the newest version, -1 where the table does not have it; and that version."""

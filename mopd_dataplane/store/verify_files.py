@@ -14,8 +14,10 @@ from mopd_dataplane.store.dataset_format import MARK
 from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.place import Place
 
-FOLDERS = {"policies": r"v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}
+FOLDERS = {"policies": r"(merged-)?v\d+", "discriminators": r"v\d+", "checkpoints": r"step-\d+"}
 """Where recorded folders lie, below one folder per stage, and their names."""
+JOB_FILES = ("job.json", "provenance.json")
+"""What a job leaves of itself: its settings, and what ran it."""
 INITIAL = "policies/init"
 """The one that belongs to no stage."""
 _NEWEST, _METRICS = "latest", "metrics.jsonl"
@@ -29,7 +31,7 @@ def audit_files(place: Place, *, deep: bool) -> Iterator[Damage]:
     """Damage of every file that is no part of a table; deep: also of those that hold tensors."""
     snapshots = [f"snapshots/{name}" for name in place.children("snapshots") if name.endswith(".json")]
     tokenizers = [f"{KEPT}/{name}" for name in place.children(KEPT)]
-    for name in (MARK, "job.json", *snapshots, *tokenizers):
+    for name in (MARK, *JOB_FILES, *snapshots, *tokenizers):
         yield from _sealed(place, name)
     for stage in place.children("checkpoints"):
         yield from _metrics(place, f"checkpoints/{stage}/{_METRICS}")

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,44 @@ def test_weights_checkpoints_log_and_job_are_carried(upgraded: tuple[Path, Path]
     assert not (new / "upgrade.json").exists()
 
 
+CONTINUED = {
+    "21fd79f6c15d9e68e47022cd65e74bec": [80, 86, 11, 14, 3, 25, 2],
+    "6c4dbbec1e471eb5290f65f2735e9743": [67, 54, 92, 20, 69, 72, 15, 91, 5, 44, 30, 46],
+    "f881989cda64b8c1ac4cc0eaf4a618a0": [7, 63, 77, 3, 51, 27, 79, 34, 28, 67, 52, 79],
+    "9a584543c09c1bbdfd0e1c8a5db6c7e5": [26, 15, 4, 44, 52, 98, 75, 5, 56, 56, 68, 63],
+    "9fc3c64038c9dc32f40f0a433747cdb9": [25, 85, 15, 1, 78, 78, 99, 54, 82, 16, 87, 31],
+    "a8ac6c609dc60d2f553324993a52d47b": [15, 8, 35, 92, 36, 93, 74, 98, 88, 23, 45, 69],
+    "349d18322f0e2959a42d4f5e2841a656": [60, 56, 70, 74, 29, 75, 27, 48, 76, 91, 23, 71],
+    "580d167d551141e1dd28253605dceb53": [18, 12, 40, 29, 35, 8, 31, 44, 68, 69, 58, 91],
+}
+"""Responses that commit 1a01221 itself gave the samples of its log when it continued this store."""
+BEGUN_LATER = {
+    "4a452763bf7515bdb003c3824244d8d7", "7afed249c44441bd03cba284ff5bbf6e", "309cc47c08e648c3aa90c4f746b5020a",
+    "650c1c7e7afadc00cf449b06db905376", "4821c2139ce89256160e46cbc96ede3c", "a0638f360cfb8e7c7bc826a8781e9e1a",
+    "fd41f2411fea457fdd1e03d223f742a1", "0934bbb0e010449aecc752ea03f70744",
+}  # fmt: skip
+"""uids of the samples that had not begun: today's sampler draws them."""
+
+
+def test_the_interrupted_rollout_continues_to_the_samples_it_would_have_had(
+    upgraded: tuple[Path, Path], tmp_path: Path
+) -> None:
+    old, source = upgraded
+    shutil.copytree(source, tmp_path / "new")
+    before = rows(f"{source}/samples"), rows(f"{source}/tokens")
+    job = old.parent / "job.toml"
+    run_mopd("rollout", job, "--stage", "student", "--store", tmp_path / "new")
+    store = open_store(tmp_path / "new")
+    assert rows(f"{store.uri}/samples")[: len(before[0])] == before[0]
+    assert rows(f"{store.uri}/tokens")[: len(before[1])] == before[1]
+    fresh = store.samples(["uid", "prompt_len", "resume"], "stage = 'student' and iteration = 2").to_pylist()
+    tokens = {row["uid"]: row["tokens"] for row in lance.dataset(f"{store.uri}/tokens").to_table().to_pylist()}
+    responses = {row["uid"]: tokens[row["uid"]][row["prompt_len"] :] for row in fresh if row["resume"] != "none"}
+    assert responses == CONTINUED
+    assert {row["uid"] for row in fresh if row["resume"] == "none"} == BEGUN_LATER
+    assert store.verify().findings == []
+
+
 @pytest.mark.parametrize("visit", [2, 17, 33, 36])
 def test_killed_anywhere_the_same_call_goes_on(
     old: Path, tmp_path: Path, visit: int, upgraded: tuple[Path, Path]
@@ -177,7 +216,9 @@ def test_killed_anywhere_the_same_call_goes_on(
     assert died.returncode == -signal.SIGKILL, died.stderr
     with pytest.raises(InputError, match="no store at"):
         Store.open(new)
+    before = contents(old)
     run_mopd("store", "upgrade", old, new)
+    assert contents(old) == before, "the source was changed"
     assert open_store(new).verify().findings == []
     for name in ("samples", "tokens", "events", "scores", "signals/words/hidden"):
         assert rows(f"{new}/{name}") == rows(f"{upgraded[1]}/{name}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pyarrow.compute as pc
 
+from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.columns import EFFORT_COLUMN, GROUP_COLUMN, SAMPLE_COLUMNS, Columns, collect_columns
-from mopd_dataplane.plan.memory import freed_memory_kept
 from mopd_dataplane.plan.plan import Training, build_window
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run

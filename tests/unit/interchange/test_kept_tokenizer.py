@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from mopd_dataplane import Store, create_store, open_store
+from mopd_dataplane.base.file_checksums import write_checksums
+from mopd_dataplane.errors import DamagedError, InputError
 from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
 from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
 from mopd_dataplane.models.hf import tokenizer_digest
@@ -55,6 +57,25 @@ def test_a_damaged_tokenizer_is_found(imported: Store) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert [finding.table for finding in imported.verify().findings] == [f"{KEPT}/{name}"]
+
+
+def test_text_is_shown_only_by_a_tokenizer_that_is_as_it_was_written(imported: Store) -> None:
+    """A policy's tokenizer.json is read for text alone, so nothing else would notice."""
+    folder = imported.path("policies/student/v1")
+    folder.mkdir(parents=True)
+    file = folder / "tokenizer.json"
+    character_tokenizer().save_pretrained(folder)
+    write_checksums(folder, identities=True)
+    before = find_decoder(imported).texts([[5, 6, 7]])
+    content = file.read_bytes()
+    place = content.index(json.dumps(before[0][0]).encode()[1:-1])
+    file.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    with pytest.raises(DamagedError, match=r"policies/student/v1/tokenizer\.json has crc32c"):
+        find_decoder(imported)
+    (folder / "checksums.json").unlink()
+    file.write_text("{}")
+    with pytest.raises(InputError, match=r"not a tokenizer\.json"):
+        find_decoder(imported)
 
 
 def test_on_an_object_store_too(s3: str) -> None:

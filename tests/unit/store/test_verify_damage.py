@@ -16,8 +16,11 @@ import store_builders as build
 from lance.fragment import RowIdSequence, write_fragments
 from replacing import replace_rows
 
+from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.records import PlanWindow, Prompt
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.decode import keep_tokenizer
+from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
 Row = dict[str, Any]
 
@@ -177,3 +180,64 @@ def test_files_of_interrupted_commits_are_swept_when_they_are_old(scored: Store)
     scored.compact()
     assert (young.exists(), old.exists()) == (True, False)
     assert scored.verify().findings == []
+
+
+def _beside(store: Store) -> None:
+    """What else a store may hold: statistics of tokens, a tokenizer, what ran the job, merged weights."""
+    entropy = np.linspace(0, 1, build.sample(0).loss_tokens, dtype=np.float32)
+    for step in range(2):
+        stats = TokenStats(sample_row=0, stage="student", step=step, values={"student_entropy": entropy})
+        write_token_stats(store, [stats])
+    keep_tokenizer(store, "9f2c", {"model": "none"})
+    store.write_json("provenance.json", {"runs": [{"commit": "a"}]})
+    merged = store.path("policies/student/merged-v1")
+    merged.mkdir(parents=True)
+    (merged / "model.safetensors").write_bytes(b"weights")
+    write_checksums(merged, identities=True)
+    assert store.verify().findings == []
+
+
+def _flip(name: str) -> Callable[[Store], None]:
+    def damage(store: Store) -> None:
+        content = bytearray(store.path(name).read_bytes())
+        content[len(content) // 2] ^= 1
+        store.path(name).write_bytes(content)
+
+    return damage
+
+
+def _cut(name: str) -> Callable[[Store], None]:
+    def damage(store: Store) -> None:
+        for manifest in store.path(f"{name}/_versions").glob("*.manifest"):
+            manifest.write_bytes(manifest.read_bytes()[:-9])
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [(_flip("policies/student/merged-v1/model.safetensors"), "policies/student/merged-v1/model.safetensors"),
+     (_flip("policies/student/merged-v1/checksums.json"), "policies/student/merged-v1/checksums.json"),
+     (_flip("provenance.json"), "provenance.json"), (_flip("tokenizers/9f2c.json"), "tokenizers/9f2c.json"),
+     (_cut("token_stats"), "token_stats"),
+     (lambda store: shutil.rmtree(store.path("token_stats")), "token_stats"),
+     (lambda store: shutil.rmtree(store.path("acknowledged/samples")), "samples"),
+     (lambda store: shutil.rmtree(store.path("acknowledged/token_stats")), "token_stats")],
+)  # fmt: skip
+def test_what_lies_beside_the_first_tables_is_audited_too(
+    scored: Store, damage: Callable[[Store], None], place: str
+) -> None:
+    _beside(scored)
+    scored.commit_samples([build.sample(9)])
+    damage(scored)
+    for deep in (True, False):
+        found = {finding.table for finding in Store.open(scored.uri).verify(deep=deep).findings}
+        # a quick audit does not read weights
+        assert found == ({place} if deep or "safetensors" not in place else set())
+
+
+def test_what_somebody_else_put_into_a_store_is_no_table(scored: Store) -> None:
+    (scored.path("signals") / "t" / "My Notes").mkdir()
+    (scored.path("signals") / ".DS_Store").write_bytes(b"")
+    assert scored.verify().findings == []
+    assert "signals/t/logprob" in scored.info()["tables"]

@@ -6,11 +6,15 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from mopd_dataplane.plan.memory import freed_memory_kept
+from mopd_dataplane.base.memory import freed_memory_kept
+from mopd_dataplane.bench.write import bench_sample
+from mopd_dataplane.store.dataset import Store
 
 NBYTES = 64 << 20
 PAGES = NBYTES // os.sysconf("SC_PAGE_SIZE") * 9 // 10
@@ -40,10 +44,26 @@ def check() -> None:
     assert faults_of_one_array() >= PAGES, "as before"
 
 
-def test_freed_memory_is_used_again_inside_and_given_back_after():
+def check_commits(folder: str) -> None:
+    """In a process of its own: a large commit finds the memory of the one before."""
+    store = Store.create(folder)
+    faults = []
+    for number in range(4):
+        samples = [replace(bench_sample(place, 32_768), uid=f"{number:016x}{place:016x}") for place in range(40)]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        store.commit_samples(samples)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    pages = sum(sample.tokens.nbytes for sample in samples) // os.sysconf("SC_PAGE_SIZE")
+    assert min(faults[1:]) < pages // 10, (faults, pages)
+
+
+@pytest.mark.parametrize("words", [["check"], ["check_commits"]])
+def test_freed_memory_is_used_again_inside_and_given_back_after(words: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"}
-    subprocess.run([sys.executable, __file__], check=True, env=environment, timeout=60)
+    subprocess.run(
+        [sys.executable, __file__, *words, str(tmp_path / "store")], check=True, env=environment, timeout=120
+    )
 
 
 if __name__ == "__main__":
-    check()
+    check() if sys.argv[1] == "check" else check_commits(sys.argv[2])

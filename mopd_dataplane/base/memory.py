@@ -1,4 +1,4 @@
-"""Keeps memory that a large plan frees, for use in the same plan."""
+"""Keeps memory that large work frees, for use in the same work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ USUAL_TRIM_BYTES = 64 << 20
 
 
 @contextmanager
-def freed_memory_kept() -> Iterator[None]:
+def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
     """Inside the block, the memory of freed arrays is used for new ones; at its end it is returned to the kernel.
 
-    A plan of millions of samples takes and frees arrays of tens of megabytes. glibc returns each to the kernel
-    immediately, which clears every page before it is used again: a sixth of the planner's time. Without glibc nothing
-    changes.
+    A plan of millions of samples takes and frees arrays of tens of megabytes, and so does a large commit, in Lance.
+    glibc returns each to the kernel immediately, which clears every page before it is used again: a sixth of the
+    planner's time. Without glibc nothing changes.
+    return_it: False keeps up to USUAL_TRIM_BYTES at the end, for the next block.
     """
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):
@@ -31,4 +32,5 @@ def freed_memory_kept() -> Iterator[None]:
     finally:
         libc.mallopt(MMAP_MAX, USUAL_MAPPINGS)
         libc.mallopt(TRIM_THRESHOLD, USUAL_TRIM_BYTES)
-        libc.malloc_trim(0)
+        if return_it:
+            libc.malloc_trim(0)
