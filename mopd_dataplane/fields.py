@@ -117,17 +117,17 @@ FIELDS: tuple[Field, ...] = (
     Field(
         name="sampling_mask_sizes", dtype="<i4", axis="trained", table=TOKENS, null=True, record="sampling_mask",
         values=IDS, batch="", unit="ids",
-        doc="[M] ids that top-k and top-p kept for each loss token; 0 where nothing was cut; null if not recorded",
+        doc="[M] ids in the sampling mask of each trained token; 0 for the whole vocabulary; null if not recorded",
     ),
     Field(
         name="sampling_mask_ids", dtype="<i4", axis="ragged", table=TOKENS, null=True, record="sampling_mask",
         sizes="sampling_mask_sizes", count="sampling_mask_len", values=IDS, token_ids=True, batch="",
-        doc="[sum of sampling_mask_sizes] those ids, token after token; null if not recorded",
+        doc="[sum of sampling_mask_sizes] the ids of these masks, token after token; null if not recorded",
     ),
     Field(
         name="experts", dtype="<i2", axis="read", table=TOKENS, null=True, record="experts", width="experts_width",
         blank=-1, values=(0, 32767), batch="body",
-        doc="[(L - 1) * W] expert ids of every token but the last: layers in order, the chosen of each; or null",
+        doc="[(L - 1) * W] expert ids of every token but the last, layer after layer; null if not recorded",
     ),
     Field(name="cu_seqlens", dtype="<i4", axis="bound", batch="", doc="where the samples of the pack begin and end"),
     Field(name="sample_rows", dtype="<i8", axis="sample", doc="row id in `samples`"),
@@ -193,7 +193,7 @@ def guest_field(kind: str) -> Field:
         )
     return Field(
         name=kind, column=GUEST_COLUMN, dtype="<f4", axis="response", table=SIGNALS + kind,
-        doc="[R] what another package's kind of signal says of each response token; 0 where loss_mask is 0",
+        doc="[R] value of another package's kind of signal for each response token; 0 where loss_mask is 0",
     )  # fmt: skip
 
 

@@ -85,7 +85,7 @@ PROMPTS = TableSpec(
             _field("split", _STRING, "train, eval, tune or import"),
             _field("effort", _STRING, "reasoning-effort mode; empty when unused"),
             _field("source", _STRING, "where the prompt came from"),
-            _field("text", _STRING, "what the student sees, before the tokenizer's template"),
+            _field("text", _STRING, "text of the prompt, before the tokenizer's template"),
             _field("answer", _STRING, "reference answer"),
             _field("teacher_context", _STRING, "privileged text only the teacher sees"),
             _field("verifier_data", _STRING, "JSON for the reward function"),
@@ -104,7 +104,7 @@ SAMPLES = TableSpec(
             _field("uid", _STRING, "128-bit identity, 32 hex digits"),
             _field("prompt_id", _STRING, "prompt it answers"),
             _field("group_id", _STRING, "samples of one prompt in one iteration share it"),
-            _field("group_index", pa.int16(), "place inside the group"),
+            _field("group_index", pa.int16(), "position inside the group"),
             _field("iteration", pa.int32(), "iteration of the run that asked for it"),
             _field("domain", _STRING, "domain of the prompt"),
             _field("effort", _STRING, "effort mode of the prompt"),
@@ -131,13 +131,11 @@ SAMPLES = TableSpec(
             _field("payload_crc", pa.int64(), "crc32c over the payload arrays, 0 to 2^32 - 1"),
             _field("created_at", _TIME, "wall clock, informative only"),
             _field("schema_version", pa.int16(), "FORMAT_VERSION of the writer"),
-            _field(
-                "version_spans", pa.int32(), "spans of one policy version in `tokens`; null of older writers", null=True
-            ),
+            _field("version_spans", pa.int32(), "version spans in `tokens`; null for older writers", null=True),
             _field(
                 "sampling_mask_len",
                 pa.int32(),
-                "kept token ids in `tokens`; null when not recorded",
+                "ids in the sampling masks of `tokens`; null when not recorded",
                 null=True,
                 unit="ids",
             ),
@@ -147,13 +145,13 @@ SAMPLES = TableSpec(
             _field(
                 "sampler",
                 _STRING,
-                "name and version of what drew the tokens; 'engine' for an engine's own noise; null when not recorded",
+                "name and version of the sampler; 'engine' for an engine's own noise; null when not recorded",
                 null=True,
             ),
             _field(
                 "repetition",
                 pa.float32(),
-                "share of the response's runs of four tokens that occurred before in it; null of older writers",
+                "share of the response's runs of four tokens that occurred before in it; null for older writers",
                 null=True,
             ),
         ]
@@ -188,7 +186,7 @@ TEACHERS = TableSpec(
             _field(
                 "quantisation",
                 _STRING,
-                "none, int8, fp8 or mxfp4: how its weights are rounded; of a blend, each that occurs",
+                "none, int8, fp8 or mxfp4: quantisation of its weights; for a blend, each that occurs",
             ),
             _field("head_file", _STRING, "LM head, relative to the store root; empty where an import brought none"),
             _field("head_digest", _STRING, "sha256 of the head file"),
@@ -201,7 +199,7 @@ TEACHERS = TableSpec(
 
 def signal_spec(kind: str, doc: str, *header: pa.Field) -> TableSpec:
     """Table of a kind of signal: the sample's uid, what describes the arrays, then the arrays (fields.py)."""
-    columns = [_field("uid", _STRING, "sample it speaks of"), *header, *_fields(fields.of_signal(kind))]
+    columns = [_field("uid", _STRING, "sample it belongs to"), *header, *_fields(fields.of_signal(kind))]
     blob = any(field.blob for field in fields.of_signal(kind))
     storage = DATA_STORAGE_VERSION if blob else LIST_STORAGE_VERSION
     return TableSpec(fields.SIGNALS + kind, doc, pa.schema(columns), key=("uid",), heavy=True, storage=storage)
@@ -226,7 +224,7 @@ SIGNAL_HIDDEN = signal_spec(
 
 SCORES = TableSpec(
     "scores",
-    "One row says: teacher T has signal K for sample U. A signal exists when this row is visible.",
+    "One row is the signal of one kind by one teacher for one sample. A signal exists when this row is visible.",
     pa.schema(
         [
             _field("uid", _STRING, "sample"),
@@ -242,8 +240,8 @@ SCORES = TableSpec(
             _field(
                 "coverage",
                 pa.float32(),
-                "of topk: probability that the teacher gives the stored ids, mean over loss tokens; 1 of the other "
-                "kinds, and of older writers",
+                "for topk: probability that the teacher gives the stored ids, mean over loss tokens; 1 for other "
+                "kinds, and for older writers",
             ),
             _field("teacher_digest", _STRING, "weights digest of the teacher"),
             _field("created_at", _TIME, "wall clock, informative only"),
@@ -263,9 +261,14 @@ REWARDS = TableSpec(
             _field("verifier", _STRING, "reward function"),
             _field("verifier_version", _STRING, "version of the package it comes from"),
             _field("reward", pa.float32(), "value, by convention in [0, 1]"),
-            _field("detail", _STRING, "what the verifier said", null=True),
+            _field("detail", _STRING, "output of the verifier", null=True),
             _field("created_at", _TIME, "wall clock, informative only"),
-            _field("correct", pa.bool_(), "entirely right; null where the reward is no verifier", null=True),
+            _field(
+                "correct",
+                pa.bool_(),
+                "whether the answer is entirely right; null where the reward does not say",
+                null=True,
+            ),
         ]
     ),
     key=("uid", "verifier"),
@@ -333,23 +336,28 @@ EVALS = TableSpec(
         [
             _field("policy", _STRING, "stage whose policy answered"),
             _field("policy_version", pa.int32(), "its version"),
-            _field("prompt_id", _STRING, "held-out prompt; of a score, what was asked how"),
-            _field("domain", _STRING, "domain of the prompt; of a score, the task"),
+            _field("prompt_id", _STRING, "held-out prompt; for a score, task and settings"),
+            _field("domain", _STRING, "domain of the prompt; for a score, the task"),
             _field(
                 "reward",
                 pa.float32(),
-                "what the reward function said, partial credit included; or the score",
+                "result of the reward function, partial credit included; or the score",
                 null=True,
             ),
             _field("reverse_kl", pa.float32(), "mean student minus teacher log-prob", null=True, unit="nat/token"),
-            _field("response", _STRING, "decoded answer; empty of a score"),
+            _field("response", _STRING, "decoded answer; empty for a score"),
             _field("response_len", pa.int32(), "R", unit="tokens"),
-            _field("finish_reason", _STRING, "stop, length, or benchmark of a score"),
+            _field("finish_reason", _STRING, "stop, length, or benchmark for a score"),
             _field("created_at", _TIME, "wall clock, informative only"),
-            _field("correct", pa.bool_(), "entirely right; null where the reward is no verifier", null=True),
-            _field("metric", _STRING, "of a score: metric, filter and how it was asked", null=True),
-            _field("stderr", pa.float32(), "of a score: lm-eval's standard error of it", null=True),
-            _field("documents", pa.int32(), "of a score: questions asked", null=True),
+            _field(
+                "correct",
+                pa.bool_(),
+                "whether the answer is entirely right; null where the reward does not say",
+                null=True,
+            ),
+            _field("metric", _STRING, "for a score: metric, filter and settings", null=True),
+            _field("stderr", pa.float32(), "for a score: its standard error by lm-eval", null=True),
+            _field("documents", pa.int32(), "for a score: number of questions", null=True),
         ]
     ),
     key=("policy", "policy_version", "prompt_id"),
@@ -364,7 +372,7 @@ EVENTS = TableSpec(
             _field("stage", _STRING, "job stage"),
             _field("kind", _STRING, "stage_time, drop, abandon, wait, recovery …"),
             _field("iteration", pa.int32(), "iteration; -1 when it has none"),
-            _field("value", pa.float64(), "number that goes with it", null=True),
+            _field("value", pa.float64(), "number of the event", null=True),
             _field("detail", _STRING, "JSON"),
             _field("created_at", _TIME, "wall clock, informative only"),
         ]
@@ -374,15 +382,15 @@ EVENTS = TableSpec(
 
 LABELS = TableSpec(
     "labels",
-    "One row is a label that a reader put on a sample, or took back. The newest row of a sample and label counts.",
+    "One row is a label that a reader gave a sample, or removed. The newest row of a sample and label counts.",
     pa.schema(
         [
             _field("label_id", _STRING, "unique name of the row"),
             _field("uid", _STRING, "sample"),
             _field("label", _STRING, "one word or a few"),
-            _field("note", _STRING, "what the reader wrote; may be empty"),
+            _field("note", _STRING, "note of the reader; may be empty"),
             _field("author", _STRING, "user name on the reader's machine"),
-            _field("removed", pa.bool_(), "true takes the label back"),
+            _field("removed", pa.bool_(), "true removes the label"),
             _field("created_at", _TIME, "wall clock"),
         ]
     ),
@@ -392,22 +400,22 @@ LABELS = TableSpec(
 
 def _halves(name: str, doc: str, unit: str = "nat") -> pa.Field:
     kind = pa.list_(pa.field("item", pa.float16(), nullable=False))
-    return _field(name, kind, f"[M] {doc}; null when not in hand or freed", null=True, unit=unit)
+    return _field(name, kind, f"[M] {doc}; null when not computed or freed", null=True, unit=unit)
 
 
 TOKEN_STATS = TableSpec(
     "token_stats",
-    "One row is what one pass over a sample found for each trained token: a teacher's scoring, or a training step.",
+    "One row holds statistics of each trained token from one pass over a sample, in scoring or in a training step.",
     pa.schema(
         [
             _field("uid", _STRING, "sample"),
             _field("stage", _STRING, "job stage that scored or trained"),
-            _field("step", pa.int32(), "optimizer step of the stage; -1 of scoring"),
-            _field("teacher", _STRING, "teacher whose distribution was in hand; empty when none was"),
+            _field("step", pa.int32(), "optimizer step of the stage; -1 for scoring"),
+            _field("teacher", _STRING, "teacher whose distribution was computed; empty for none"),
             _field("sample_row", pa.int64(), "row id of the sample in `samples`"),
-            _field("policy_version", pa.int32(), "version the step starts from; -1 of scoring"),
+            _field("policy_version", pa.int32(), "version the step starts from; -1 for scoring"),
             _field("tokens", pa.int32(), "M", unit="tokens"),
-            _field("bytes", pa.int64(), "of the lists; 0 once they are freed", unit="bytes"),
+            _field("bytes", pa.int64(), "bytes of the lists; 0 once they are freed", unit="bytes"),
             _field("mean_abs_gap", pa.float32(), "mean of |logprob_gap|", null=True, unit="nat"),
             _field("mean_student_entropy", pa.float32(), "mean of student_entropy", null=True, unit="nat"),
             _field("mean_teacher_entropy", pa.float32(), "mean of teacher_entropy", null=True, unit="nat"),
@@ -416,7 +424,7 @@ TOKEN_STATS = TableSpec(
             _halves("teacher_entropy", "entropy of the teacher's distribution"),
             _halves("reverse_kl", "exact KL(student | teacher) over the vocabulary"),
             _halves("forward_kl", "exact KL(teacher | student) over the vocabulary"),
-            _halves("top1_agreement", "1 where both hold the same token likeliest, else 0", unit=""),
+            _halves("top1_agreement", "1 where both have the same likeliest token, else 0", unit=""),
             _field("created_at", _TIME, "wall clock, informative only"),
         ]
     ),

@@ -20,7 +20,8 @@ from mopd_dataplane.fields import FIELDS, Field
 
 _HEAD = """# The command line
 
-This page is made from the help texts (`make docs`); `mopd COMMAND --help` says the same on a terminal.
+Every command of `mopd` with its options and examples, made from the help texts (`make docs`); `mopd COMMAND --help`
+prints the same on a terminal.
 
 Answers go to stdout, progress and notes to stderr; with `--json` stdout is exactly one JSON value.
 
@@ -39,10 +40,10 @@ Answers go to stdout, progress and notes to stderr; with `--json` stdout is exac
 
 _FIELDS_HEAD = """# Per-token fields
 
-Every array that is stored for each token, or that a pack carries, is one row of `mopd_dataplane/fields.py`; this page
-is made from it (`make docs`). Columns and schemas, checks, checksums, the layout of a slot, how a pack is cut, what a
-micro-batch carries, import and export follow from the row. A record keeps a field as an attribute where its class
-declares one, else in `extra` by its name.
+For whoever reads payload or packs. Every array that is stored for each token, or that a pack carries, is one row of
+`mopd_dataplane/fields.py`; this page is made from it (`make docs`). Columns and schemas, checks, checksums, the layout
+of a slot, how a pack is cut, what a micro-batch carries, import and export follow from the row. A record keeps a field
+as an attribute where its class declares one, else in `extra` by its name.
 
 Axes: **token** all tokens of a sample; **read** all but the last; **response** those after the prompt; **trained**
 those with `loss_mask` 1; **ragged** several for each trained token; **span** one for each stretch of one policy

@@ -51,7 +51,7 @@ class View:
 
     @property
     def call(self) -> str:
-        """How a query names it: `responses`, `worse_between(v, w)`."""
+        """Its name in a query: `responses`, `worse_between(v, w)`."""
         return f"{self.name}({', '.join(self.parameters)})" if self.parameters else self.name
 
     @property
@@ -77,11 +77,11 @@ _FIXED = (
             "stage": "job stage that owns the sample",
             "iteration": "iteration of the stage that asked for it",
             "domain": "domain of the prompt",
-            "policy": "who wrote it; 'reference' for text that was not sampled",
+            "policy": "policy that sampled it; 'reference' for text that was not sampled",
             "policy_version": "version that wrote the first token",
             "prompt": "text of the prompt",
             "answer": "reference answer",
-            "response": "what was written, decoded, without special tokens",
+            "response": "decoded response, without special tokens",
             "response_len": "length in tokens, tool output included",
             "reward": "outcome reward; null where none was given",
             "correct": "whether the answer is entirely right; null where the reward does not say",
@@ -101,7 +101,7 @@ _FIXED = (
     View(
         name="sample_text",
         doc="The decoded response of one sample, by its full uid.",
-        columns={"sample_text": "what was written, decoded, without special tokens"},
+        columns={"sample_text": "decoded response, without special tokens"},
         sql=f"""
             select {DECODE}(any_value(written)) from (
                 select t.uid as written_uid, t.tokens[s.prompt_len + 1:] as written
@@ -120,10 +120,10 @@ _FIXED = (
             "policy_version": "its version",
             "split": "eval, or tune: held-out prompts that settings are chosen on",
             "domain": "domain of the prompts",
-            "answers": "held-out prompts of which it is known whether the answer is right",
+            "answers": "held-out prompts whose answer is known to be right or wrong",
             "right_answers": "answers that are entirely right",
             "accuracy": "right_answers / answers",
-            "mean_reward": "mean reward, which partly right answers raise",
+            "mean_reward": "mean reward, partial credit included",
         },
         sql="""
             select e.policy, e.policy_version, coalesce(p.split, 'eval') as split, e.domain,
@@ -159,7 +159,7 @@ _FIXED = (
     ),
     View(
         name="kl_by_step",
-        doc="One row is an optimizer step: how far the student stood from its teachers on the tokens it trained on.",
+        doc="One row is an optimizer step: the student's distance from its teachers on the trained tokens.",
         columns={
             "stage": "job stage",
             "step": "ordinal inside the stage",
@@ -197,9 +197,9 @@ _FIXED = (
         columns={
             "stage": "job stage that owns the samples",
             "domain": "domain of the samples",
-            "teacher": "who judged",
+            "teacher": "teacher that scored the samples",
             "iteration": "iteration of the stage",
-            "samples": "samples judged",
+            "samples": "samples that it scored",
             "reverse_kl": "sampler to teacher, mean over trained tokens, nat/token",
         },
         sql="""
