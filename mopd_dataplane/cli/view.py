@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -63,9 +64,11 @@ def view(
     if export is None:
         from mopd_dataplane.view.server import serve
 
-        serve(
-            opened, port=port, tokenizer=tokenizer, follow=follow, announce=lambda address: print(address, flush=True)
-        )
+        with suppress(KeyboardInterrupt):  # this is how it ends
+            serve(
+                opened, port=port, tokenizer=tokenizer, follow=follow,
+                announce=lambda address: print(address, flush=True),
+            )  # fmt: skip
         return
     if len(opened) != 1:
         raise InputError(f"an export is of one store, {len(opened)} were given")

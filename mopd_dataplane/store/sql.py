@@ -8,7 +8,10 @@ store can be read or written by a query.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import duckdb
@@ -16,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
 
-from mopd_dataplane.errors import QueryError, nearest
+from mopd_dataplane.base.processes import scratch_folder
+from mopd_dataplane.errors import DeadlineError, QueryError, nearest
 from mopd_dataplane.store.dataset_format import blob_columns, spec_of, sql_name
 from mopd_dataplane.store.decode import find_decoder
 from mopd_dataplane.store.describe import columns
@@ -29,24 +33,78 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
+ROWS_AT_ONCE = 1024
+"""Rows of one batch of an answer that has a limit."""
 READ_ONLY = ("SELECT", "EXPLAIN")
 DESCRIBE = re.compile(r'\s*desc(?:ribe)?\s+"?(?P<name>[\w.-]+)"?\s*;?\s*', re.IGNORECASE)
 
 
-def run_sql(store: Store, query: str, snapshot: Snapshot | None = None) -> pa.Table:
-    """Answer a query; see Store.sql. Raises QueryError for anything but one readable statement."""
-    with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a query that a server answers may take."""
+
+    rows: int
+    """Rows of the answer that are read at most."""
+    seconds: float
+    memory: str
+    """Memory that DuckDB may take, in its notation; the rest lies in a scratch folder."""
+
+
+def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
+    """Answer a query; see Store.sql.
+
+    limits: none by default. Raises QueryError for anything but one readable statement, and for one that takes more
+    memory; DeadlineError for one that takes longer.
+    """
+    with ExitStack() as resources:
+        config: dict[str, str | bool | int | float | list[str]] = {"python_enable_replacements": "false"}
+        if limits is not None:
+            scratch = resources.enter_context(scratch_folder())
+            config |= {"memory_limit": limits.memory, "temp_directory": str(scratch)}
+        connection = resources.enter_context(duckdb.connect(config=config))
         statement = _single_statement(connection, query)
         _register(connection, store, query, snapshot)
         connection.execute("set enable_external_access = false")
         connection.execute("set lock_configuration = true")
         try:
             with reading(store.uri):
-                answer = connection.sql(statement.query).to_arrow_table()
+                answer = _answer(connection, statement.query, limits)
         except duckdb.Error as error:
+            if limits is not None and isinstance(error, duckdb.InterruptException):
+                raise DeadlineError(f"the query ran for {limits.seconds:g} s: narrow it, or ask `mopd query`") from None
+            if limits is not None and isinstance(error, duckdb.OutOfMemoryException):
+                raise QueryError(
+                    f"the query takes more than {limits.memory} of memory: narrow it, or ask `mopd query`"
+                ) from None
             raise QueryError(_explain(error, store)) from error
     described = DESCRIBE.fullmatch(query)
     return answer if described is None else _with_comments(answer, store, described["name"])
+
+
+def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | None) -> pa.Table:
+    if limits is None:
+        return connection.sql(query).to_arrow_table()
+    with interrupted_after(connection, limits.seconds):
+        reader = connection.sql(query).to_arrow_reader(ROWS_AT_ONCE)
+        batches, held = [], 0
+        for batch in reader:
+            batches.append(batch.slice(0, limits.rows - held))
+            held += len(batches[-1])
+            if held == limits.rows:
+                break
+        return pa.Table.from_batches(batches, reader.schema)
+
+
+@contextmanager
+def interrupted_after(connection: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
+    """What the connection runs in this block is interrupted after so many seconds: duckdb.InterruptException."""
+    timer = threading.Timer(seconds, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _with_comments(described: pa.Table, store: Store, name: str) -> pa.Table:

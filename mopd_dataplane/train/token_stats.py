@@ -102,11 +102,15 @@ class StatsOfSteps:
         held, self._step = self._step, _Step()
         if not held.rows:
             return
-        parts = [torch.full((len(rows),), place, dtype=torch.int16) for place, rows in enumerate(held.rows)]
-        tensors = {"row": torch.cat(held.rows), "position": torch.cat(held.positions), "part": torch.cat(parts)}
-        for name in held.values[0]:
-            tensors[name] = torch.cat([part[name] for part in held.values]).cpu()
-        about = {"step": str(step), "policy_version": str(policy_version), "teachers": "\n".join(held.teachers)}
+        parts = [torch.full((len(rows),), place) for place, rows in enumerate(held.rows)]
+        places = torch.stack([torch.cat(held.rows), torch.cat(held.positions), torch.cat(parts)])
+        names = list(held.values[0])
+        values = torch.cat([torch.stack([part[name] for name in names]) for part in held.values], dim=1)
+        tensors = {"places": places, "values": values.cpu()}  # two, since each tensor of a file has its own cost
+        about = {
+            "step": str(step), "policy_version": str(policy_version), "teachers": "\n".join(held.teachers),
+            "names": " ".join(names),
+        }  # fmt: skip
         path = self._folder / f"{step:08d}-{self._rank}.safetensors"
         staging = path.with_suffix(".tmp")
         save_file(tensors, staging, metadata=about)
@@ -142,11 +146,11 @@ def read_stats(files: Sequence[Path]) -> Iterator[FoundOfSample]:
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
-                said, names = file.metadata(), list(file.keys())
-                arrays = {name: file.get_tensor(name) for name in names}
+                said = file.metadata()
+                rows, positions, parts = file.get_tensor("places")
+                arrays = dict(zip(said["names"].split(), file.get_tensor("values"), strict=True))
         except (OSError, SafetensorError):
             continue
-        rows, positions, parts = arrays.pop("row"), arrays.pop("position"), arrays.pop("part")
         teachers = said["teachers"].split("\n")
         order = np.argsort(rows, kind="stable")
         starts = np.flatnonzero(np.diff(rows[order], prepend=-1))

@@ -20,6 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
 from mopd_dataplane.query.text import visible
+from mopd_dataplane.store.sql import Limits, run_sql
 from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
@@ -31,6 +32,9 @@ from mopd_dataplane.view.topk import candidates
 ASSETS = Path(__file__).parent / "assets"
 MOST_ROWS = 500
 SQL_ROWS = 1000
+SQL_S = 60.0
+SQL_MEMORY = "1GB"
+"""What a statement that a reader typed may take, so that it stands in no other's way."""
 STATUS = {UnknownNameError: 404, InputError: 400}
 
 Answer = Callable[[Shown, dict[str, str]], Any]
@@ -107,7 +111,7 @@ def _all(shelf: Shelf) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         def work() -> Response:
             try:
-                return _json([shown.describe() for shown in shelf])
+                return _json(shelf.describe())
             except MopdError as error:
                 return _error(error)
 
@@ -252,8 +256,10 @@ def _student(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 def _prompt(shown: Shown, asked: dict[str, str]) -> Any:
-    return prompt.answers(shown.store, shown.index(), shown.decoder, prompt_id=asked.get("prompt", ""),
-                          group=asked.get("group", ""), offset=_number(asked, "offset", 0))  # fmt: skip
+    return prompt.answers(
+        shown.store, shown.index(), shown.decoder, prompt_id=asked.get("prompt", ""), group=asked.get("group", ""),
+        stage=asked.get("stage", ""), offset=_number(asked, "offset", 0),
+    )  # fmt: skip
 
 
 def _compare(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
@@ -286,10 +292,11 @@ def _step(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 def _sql(shown: Shown, asked: dict[str, str]) -> Any:
-    """Any read-only statement, in the sandbox of `mopd query`."""
-    table = shown.store.sql(asked.get("q", ""), snapshot=shown.index().snapshot)
+    """Any read-only statement, in the sandbox of `mopd query`; `more`: it has more rows than those."""
+    limits = Limits(rows=SQL_ROWS + 1, seconds=SQL_S, memory=SQL_MEMORY)
+    table = run_sql(shown.store, asked.get("q", ""), shown.look().snapshot, limits)
     rows = [list(row.values()) for row in table.slice(0, SQL_ROWS).to_pylist()]
-    return {"columns": table.column_names, "rows": rows, "total": table.num_rows}
+    return {"columns": table.column_names, "rows": rows, "more": table.num_rows > SQL_ROWS}
 
 
 ANSWERS: dict[str, Answer] = {

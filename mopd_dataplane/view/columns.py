@@ -165,4 +165,4 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
          teachers = 0 and max(teachers) over batched > 0 as unscored,
          coalesce(kl >= quantile_cont(kl, 0.99) over (partition by domain) and kl > 0, false) as surprising
   from joined
-  window grouped as (partition by group_id), batched as (partition by stage, iteration)"""
+  window grouped as (partition by stage, group_id), batched as (partition by stage, iteration)"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import duckdb
@@ -17,6 +17,7 @@ import pyarrow as pa
 from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest
 from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.sql import interrupted_after
 from mopd_dataplane.tables import SAMPLES
 from mopd_dataplane.view.columns import LABELLED, READ, definition, described, held
 from mopd_dataplane.view.histograms import Histograms
@@ -93,7 +94,7 @@ class Index:
     def ask(self, sql: str, values: Sequence[Any] = ()) -> duckdb.DuckDBPyConnection:
         """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_S."""
         cursor = self._connection.cursor()
-        with _interrupted_after(cursor, QUERY_S):
+        with interrupted_after(cursor, QUERY_S):
             try:
                 return cursor.execute("use held").execute(sql, list(values))
             except duckdb.InterruptException:
@@ -185,14 +186,3 @@ def _pass_over(dataset: lance.LanceDataset, columns: Sequence[str]) -> pa.Record
     names = [name for name in columns if name in dataset.schema.names]
     schema = pa.schema([dataset.schema.field(name) for name in names])
     return pa.RecordBatchReader.from_batches(schema, dataset.scanner(columns=names).to_batches())
-
-
-@contextmanager
-def _interrupted_after(cursor: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
-    timer = threading.Timer(seconds, cursor.interrupt)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.query.lineage import literal, uses_of
-from mopd_dataplane.store.dataset_format import FREED
-from mopd_dataplane.tables import signal_table
 from mopd_dataplane.view.sample import finite
+from mopd_dataplane.view.topk import freed
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -52,11 +51,12 @@ def _by_row(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _resumed(row: dict[str, Any]) -> list[Event]:
-    if not row["interruptions"]:
+    if not (times := row["interruptions"]):
         return []
     versions = f"{row['policy_version_first']} to {row['policy_version_last']}"
     return [{
-        "kind": "resumed", "title": f"interrupted {row['interruptions']} times, resumed {row['resume']}", "at": "",
+        "kind": "resumed", "at": "",
+        "title": f"interrupted {'once' if times == 1 else f'{times} times'}, resumed {row['resume']}",
         "facts": {"policy versions": versions}, "uids": [],
     }]  # fmt: skip
 
@@ -137,7 +137,7 @@ def _trained(row: dict[str, Any], step: dict[str, Any]) -> Event:
     return {
         "kind": "trained", "at": _iso(step["created_at"]), "uids": [], "step": step["step"], "stage": step["stage"],
         "title": f"trained at step {step['step']} of {step['stage']}",
-        "facts": {"policy version": step["policy_version"], "share of the batch's loss tokens": share,
+        "facts": {"policy version": step["policy_version"], "share of the step's trained tokens": share,
                   "staleness": step["policy_version"] - row["policy_version_first"], "loss of the step": step["loss"],
                   "learning rate": step["learning_rate"]},
     }  # fmt: skip
@@ -152,12 +152,8 @@ def _gone(store: Store, scored: dict[int, list[dict[str, Any]]]) -> dict[int, li
                 asked[score["teacher"]][score["uid"]] = at
     gone: dict[int, list[str]] = defaultdict(list)
     for teacher, uids in asked.items():
-        keys = f"uid IN ({', '.join(map(literal, uids))})"
-        table = store.table(signal_table(teacher, "hidden"), ["uid", "codec"], keys).to_pylist()
-        kept = {row["uid"] for row in table if row["codec"] != FREED}
-        for uid, at in uids.items():
-            if uid not in kept:
-                gone[at].append(teacher)
+        for uid in freed(store, teacher, uids):
+            gone[uids[uid]].append(teacher)
     return gone
 
 

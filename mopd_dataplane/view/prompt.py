@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MopdError, UnknownNameError
 from mopd_dataplane.query.lineage import literal
-from mopd_dataplane.query.text import visible
-from mopd_dataplane.view.sample import Payload, at_trained, packed, pieces_of, read_payload, read_teachers, score_rows
+from mopd_dataplane.view.sample import (
+    Payload,
+    at_trained,
+    packed,
+    pieces_of,
+    prompt_shown,
+    read_payload,
+    read_teachers,
+    score_rows,
+)
 
 if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
@@ -42,18 +50,21 @@ def answers(
     *,
     prompt_id: str,
     group: str = "",
+    stage: str = "",
     offset: int = 0,
     only: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Answers to a prompt in the order of policy versions, with the first token in which each leaves the first one.
 
+    group: that group alone, of `stage`: a group is named after its prompt and iteration, which stages may share.
     only: uids of the answers to read; all by default. Raises UnknownNameError when nobody answered it.
     """
-    condition, values = ("group_id = ?", [group]) if group else ("prompt_id = ?", [prompt_id])
+    asked = {"group_id": group, "stage": stage} if group else {"prompt_id": prompt_id}
+    condition = " and ".join(f"{name} = {literal(value)}" for name, value in asked.items())
     order = "stage, iteration, policy_version_first, group_index, sample_row"
-    (total,) = index.ask(f"select count(*) from rollouts where {condition}", values).fetchone() or (0,)
+    (total,) = index.ask(f"select count(*) from rollouts where {condition}").fetchone() or (0,)
     rows = index.rows(
-        f"select * from rollouts where {condition} order by {order} limit {MOST_ANSWERS} offset {int(offset)}", values
+        f"select * from rollouts where {condition} order by {order} limit {MOST_ANSWERS} offset {int(offset)}"
     )
     if only is not None:
         rows = [row for row in rows if row["uid"] in only]
@@ -66,14 +77,12 @@ def answers(
         response = answer.pop("response")
         answer["leaves_at"] = None if first is None or response is None else first_difference(first, response)
     return {
-        "prompt": {key: visible(str(text.get(key, ""))) for key in ("prompt_id", "domain", "text", "answer")},
+        "prompt": prompt_shown(text),
         "prompt_id": rows[0]["prompt_id"],
         "total": total,
         "answers": shown,
         "groups": _groups(index, rows[0]["prompt_id"]),
-        "sql": index.statement(
-            f"group_id = {literal(group)}" if group else f"prompt_id = {literal(prompt_id)}", "", MOST_ANSWERS
-        ),
+        "sql": index.statement(condition, "", MOST_ANSWERS),
         "trend": _trend(index, rows[0]["prompt_id"]),
     }
 

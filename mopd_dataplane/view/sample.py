@@ -44,6 +44,7 @@ STATS_SHOWN = {
 }
 """Title and unit of each statistic."""
 PROMPT_CHARACTERS = 200_000
+"""Longest prompt that travels; a page says how much of it is left out."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def pieces_of(decoder: Decoder | Numbers, ids: NDArray[np.int32]) -> list[str]:
         pieces = decoder.pieces(ids.tolist())
     except OverflowError:  # a negative id
         pieces = Numbers().pieces(ids.tolist())
-    return [visible(piece[:PIECE_CHARACTERS]) for piece in pieces]
+    return [visible(piece if len(piece) <= PIECE_CHARACTERS else f"{piece[:PIECE_CHARACTERS]}…") for piece in pieces]
 
 
 def excerpts(
@@ -176,10 +177,9 @@ def describe(
 ) -> dict[str, Any]:
     """Everything the page of a sample needs. `damage` says what of the sample itself could not be read."""
     about = {name: value for name, value in row.items() if name not in ("payload_row", "payload_crc")}
-    shown = {
-        key: visible(str(prompt.get(key, "")))[:PROMPT_CHARACTERS] for key in ("text", "answer", "teacher_context")
-    }
-    view: dict[str, Any] = {"uid": row["uid"], "row": about, "prompt": shown, "damage": "", "teachers": []}
+    view: dict[str, Any] = {
+        "uid": row["uid"], "row": about, "prompt": prompt_shown(prompt), "damage": "", "teachers": [],
+    }  # fmt: skip
     try:
         payload = read_payload(store, row, snapshot)
     except (MopdError, OSError) as error:
@@ -204,6 +204,13 @@ def describe(
         view["teachers"].append(teacher)
     view["stats"] = stats_of(store, row["uid"], payload.mask, snapshot)
     return view
+
+
+def prompt_shown(prompt: dict[str, Any]) -> dict[str, Any]:
+    """What a page shows of a row of `prompts`: texts that are harmless to look at, and `cut`, characters left out."""
+    texts = {key: str(prompt.get(key, "")) for key in ("text", "answer", "teacher_context")}
+    shown: dict[str, Any] = {key: visible(text[:PROMPT_CHARACTERS]) for key, text in texts.items()}
+    return shown | {"cut": max(0, len(texts["text"]) - PROMPT_CHARACTERS)}
 
 
 def stats_of(store: Store, uid: str, mask: NDArray[np.uint8], snapshot: Snapshot) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -36,5 +38,12 @@ def serve(
             build_app(shelf, token=token, port=bound), log_level="warning", access_log=False, server_header=False,
             lifespan="off", timeout_graceful_shutdown=2,
         )  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(_no_ending)
         announce(f"http://{LOOPBACK}:{bound}/?token={token}")
         uvicorn.Server(config).run(sockets=[listening])
+
+
+def _no_ending(record: logging.LogRecord) -> bool:
+    """Whether to log it: not that Ctrl-C cut an answer short, which it is meant to."""
+    cut_short = record.exc_info is not None and record.exc_info[0] is asyncio.CancelledError
+    return not cut_short and "graceful shutdown" not in record.getMessage()

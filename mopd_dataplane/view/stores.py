@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,9 +128,11 @@ class Shown:
         )
 
     def pulse(self) -> dict[str, Any]:
-        """Whether something is new: digest and rows of the newest index, and samples still in the token log."""
+        """Whether something is new: digest and rows of the newest index, the longest samples of those that are still in
+        the token log (`live`), and how many are (`writing`)."""
         index = self.index()
-        return {"digest": index.snapshot.digest, "samples": index.total, "live": live_samples(self.store, self.decoder)}
+        live, writing = live_samples(self.store, self.decoder)
+        return {"digest": index.snapshot.digest, "samples": index.total, "live": live, "writing": writing}
 
 
 class Shelf:
@@ -138,8 +141,14 @@ class Shelf:
     def __init__(self, shown: list[Shown]) -> None:
         self._shown = shown
 
-    def __iter__(self) -> Any:
-        return iter(self._shown)
+    def describe(self) -> list[dict[str, Any]]:
+        """Shown.describe() of each; stores of jobs of one name go by their folders too."""
+        found = [shown.describe() for shown in self._shown]
+        times = Counter(about["name"] for about in found)
+        for about in found:
+            if times[about["name"]] > 1:
+                about["name"] += f" in {'/'.join(about['uri'].rstrip('/').split('/')[-2:])}"
+        return found
 
     def get(self, key: str) -> Shown:
         """The store of a key. Raises UnknownNameError."""

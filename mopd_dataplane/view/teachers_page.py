@@ -39,7 +39,7 @@ from placed group by teacher, domain, kind, codec order by teacher, domain, kind
 MEASURED = """
 select teacher, domain,
        sum(mean_teacher_entropy * tokens) / nullif(sum(tokens) filter (mean_teacher_entropy is not null), 0) as entropy,
-       avg(list_avg(top1_agreement::float[])) as top1
+       sum(list_sum(top1_agreement::double[])) / nullif(sum(len(top1_agreement)), 0) as top1
 from token_stats join samples using (uid) where teacher <> '' group by teacher, domain"""
 """From the statistics of tokens that scoring and training kept."""
 

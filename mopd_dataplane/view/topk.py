@@ -16,6 +16,9 @@ from mopd_kernels.layout import codec_named
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MopdError, UnknownNameError
+from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.store.dataset_format import FREED
+from mopd_dataplane.tables import signal_table
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,10 +62,20 @@ def candidates(
             for answers, (ids, logprobs), (token, _) in zip(found, said, places, strict=True):
                 answers.append(about | ranked(ids, logprobs, token, whole=source == "hidden"))
         except (MopdError, OSError, ValueError) as error:
+            gone = source == "hidden" and freed(store, name, [row["uid"]])
+            said_of_it = "its hidden states were freed when they had served" if gone else str(error)
             for answers in found:
                 answers[:] = [answer for answer in answers if answer["teacher"] != name]
-                answers.append(about | {"error": str(error)})
+                answers.append(about | {"error": said_of_it})
     return found
+
+
+def freed(store: Store, teacher: str, uids: Iterable[str]) -> set[str]:
+    """Samples whose hidden states of a teacher can be read no more, as of now."""
+    asked = set(uids)
+    keys = f"uid IN ({', '.join(map(literal, sorted(asked)))})"
+    table = store.table(signal_table(teacher, "hidden"), ["uid", "codec"], keys).to_pylist()
+    return asked - {row["uid"] for row in table if row["codec"] != FREED}
 
 
 def _from_topk(

@@ -170,7 +170,7 @@ def test_the_filter_is_sql_that_can_be_edited(page: Page, store: Store, refusals
 
 
 def test_sorting_by_a_head_and_turning_to_a_sample_by_keys(page: Page) -> None:
-    page.get_by_role("button", name="kl", exact=True).click()
+    page.get_by_role("button", name="kl nat/token", exact=True).click()
     expect(page.locator("th[aria-sort=descending]")).to_have_count(1)
     ready(page)
     uids = page.locator("tbody tr").evaluate_all("rows => rows.map(r => r.dataset.uid)")

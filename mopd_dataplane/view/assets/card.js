@@ -7,6 +7,9 @@ import { number, percent, short, shown, signed } from "./format.js";
 
 const SOURCES = { hidden: "whole vocabulary, from hidden state × head", weights: "whole vocabulary, its weights read again" };
 
+const HEADS = [["", null], ["log p", "natural log of the probability it gave this token"], ["p", "that probability"], ["− student", "log p minus the student's, in nats"],
+  ["rank", "place of this token in its stored top-k; 1 is its likeliest"], ["others", "probability outside its stored top-k"]];
+
 let asked = 0;
 
 function versionAt(data, i) {
@@ -15,16 +18,17 @@ function versionAt(data, i) {
 }
 
 function said(data, i) {
+  const ranked = data.teachers.some((t) => t.topk), heads = ranked ? HEADS : HEADS.slice(0, 4);
+  const place = (t) => (ranked ? [h("td", {}, t?.topk ? (t.topk.rank[i] > 0 ? `${t.topk.rank[i]}` : `> ${t.topk.k}`) : "–"), h("td", {}, t?.topk ? percent(t.topk.tail[i]) : "–")] : null);
   const rows = data.teachers.filter((t) => t.logprob).map((t) => {
     const ratio = data.sampler ? t.logprob[i] - data.sampler[i] : NaN;
     return h("tr", {}, h("th", { scope: "row", title: t.name }, t.name), h("td", {}, number(t.logprob[i])), h("td", {}, percent(Math.exp(t.logprob[i]))),
-      h("td", { style: { backgroundColor: paint("diverging", diverging(ratio)) } }, signed(ratio)),
-      h("td", {}, t.topk ? (t.topk.rank[i] > 0 ? `${t.topk.rank[i]}` : `> ${t.topk.k}`) : "–"), h("td", {}, t.topk ? percent(t.topk.tail[i]) : "–"));
+      h("td", { style: { backgroundColor: paint("diverging", diverging(ratio)) } }, signed(ratio)), place(t));
   });
   return h("table", { class: "said" },
-    h("thead", {}, h("tr", {}, ["", "log p", "p", "− student", "rank", "tail"].map((t) => h("th", { scope: "col" }, t)))),
+    h("thead", {}, h("tr", {}, heads.map(([t, tip]) => h("th", { scope: "col", title: tip }, t)))),
     h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "student"), h("td", {}, data.sampler ? number(data.sampler[i]) : "–"),
-      h("td", {}, data.sampler ? percent(Math.exp(data.sampler[i])) : "–"), h("td", {}, "–"), h("td", {}, "–"), h("td", {}, "–")), rows));
+      h("td", {}, data.sampler ? percent(Math.exp(data.sampler[i])) : "–"), h("td", {}, "–"), place(null)), rows));
 }
 
 function stats(data, i) {
@@ -37,7 +41,7 @@ function column(teacher, token) {
   const top = Math.exp(teacher.logprobs[0]);
   const rank = teacher.rank ? `rank ${teacher.rank}` : `not among its ${teacher.k}`;
   return h("div", { class: "candidates" }, h("h3", {}, teacher.teacher),
-    h("p", {}, h("small", {}, `${rank} · tail ${percent(teacher.tail)} · ${SOURCES[teacher.source] || `stored top-${teacher.k}`}`)),
+    h("p", {}, h("small", {}, `${rank} · ${percent(teacher.tail)} on others · ${SOURCES[teacher.source] || `stored top-${teacher.k}`}`)),
     h("ol", {}, teacher.ids.map((id, n) => {
       const p = Math.exp(teacher.logprobs[n]);
       return h("li", { class: id === token ? "sampled" : "" }, h("i", { class: "p", style: { width: `${Math.max(1, 100 * p / top)}%` } }),
@@ -53,7 +57,7 @@ export function card(aside, data, i, { params, uid, store }) {
     data.mask[i] ? said(data, i) : null, stats(data, i), below);
   if (!data.mask[i]) return;
   const student = h("div", { class: "flat" }), teachers = h("div", { class: "flat" });
-  put(below, isStatic() ? null : student, teachers);
+  put(below, isStatic() ? null : put(student, h("p", { class: "empty" }, h("small", {}, "reading the student's weights…"))), teachers);
   const fill = async (name, place, show) => {
     if (own !== asked) return;
     try {

@@ -58,11 +58,11 @@ function build(holder, lines, options, width) {
     line.x.forEach((x, i) => { const v = values[i]; out[place.get(x)] = v !== null && Number.isFinite(v) ? v : null; });
     return out;
   };
-  const series = [{ label: options.x || "step" }], columns = [xs], bands = [];
+  const series = [{ label: options.x || "step", value: (u, v) => (v === null || v === undefined ? "" : String(v)) }], columns = [xs], bands = [];
   lines.forEach((line, n) => {
     const ink = colour(`--series-${(line.hue ?? n) % HUES}`);
     series.push({ label: short(visible(line.name), NAME), stroke: ink, width: 1.6, spanGaps: true, points: { show: xs.length < 60, size: 5 },
-      dash: (line.hue ?? n) >= HUES ? [5, 3] : undefined, value: (u, v) => number(v) });
+      dash: (line.hue ?? n) >= HUES ? [5, 3] : undefined, value: (u, v) => (v === null || v === undefined ? "" : number(v)) });
     columns.push(spread(line, line.y));
     if (line.low) {
       series.push({ show: true, label: `${line.name} high`, stroke: "transparent", points: { show: false }, class: "u-hide" },

@@ -10,7 +10,7 @@ async function choices(stores, signal) {
   const stages = await Promise.all(stores.map((store, n) => ask("stages", { store: n }, { signal })));
   return stores.flatMap((store, n) => stages[n].flatMap((s) => Array.from({ length: Math.min(60, s.last + 1) }, (_, i) => {
     const where = `stage = '${s.stage.replace(/'/g, "''")}' and iteration = ${i}`;
-    return { key: `${n}|${where}`, store: n, where, title: `${stores.length > 1 ? `${store.name} · ` : ""}${s.stage} · iteration ${i}` };
+    return { key: `${n}|${where}`, store: n, stage: s.stage, where, title: `${stores.length > 1 ? `${store.name} · ` : ""}${s.stage} · iteration ${i}` };
   })));
 }
 
@@ -23,23 +23,40 @@ function pair(key, digits) {
   };
 }
 
+// What one compares with where nothing was chosen: the same stage from its first iteration on, of the first store.
+function partners(known, b) {
+  const own = known.filter((c) => c !== b && c.stage === b.stage && c.store === 0);
+  return own.length ? own : [known[0]];
+}
+
+// The first of these that answered prompts which b answered too.
+async function compared(candidates, b, signal) {
+  let last = null;
+  for (const a of candidates) {
+    const asked = { store: a.store, other: b.store, a: a.where, b: b.where };
+    last = { a, asked, found: await ask("compare", asked, { signal }) };
+    if (last.found.shared) break;
+  }
+  return last;
+}
+
 export async function comparePage(main, { params }, { stores, signal }) {
   const known = await choices(stores, signal);
   if (known.length < 2) { put(main, h("h1", {}, "Compare"), h("p", { class: "empty" }, "There is only one iteration of one stage to look at.")); return { keys: {} }; }
-  const a = known.find((c) => c.key === params.a) || known[0], b = known.find((c) => c.key === params.b) || known[known.length - 1];
+  const b = known.find((c) => c.key === params.b) || known[known.length - 1];
+  const chosen = known.find((c) => c.key === params.a);
+  const { a, asked, found } = await compared(chosen ? [chosen] : partners(known, b), b, signal);
   const options = known.map((c) => [c.key, c.title]);
-  const asked = { store: a.store, other: b.store, a: a.where, b: b.where };
-  const found = await ask("compare", asked, { signal });
   put(main, h("h1", {}, "Compare"), h("div", { class: "row controls" }, select("A", a.key, options, (k) => adjust({ a: k })), select("B", b.key, options, (k) => adjust({ b: k }))),
     h("p", { class: "lead" }, `${count(found.shared)} prompts answered by both, ${count(found.only_a)} by A only, ${count(found.only_b)} by B only. Differences are paired by prompt, ± 95 %; bold: beyond it.`),
     found.domains.length ? table([
       { title: "domain", word: true, show: (r) => r.domain }, { title: "prompts", show: (r) => count(r.prompts) }, { title: "reward", show: pair("reward", 3) },
-      { title: "reverse KL", show: pair("kl", 3) }, { title: "length", show: pair("response_len", 1) }, { title: "mean log p", show: pair("mean_logprob", 3) },
+      { title: "reverse KL, nat/token", show: pair("kl", 3) }, { title: "length, tokens", show: pair("response_len", 1) }, { title: "mean log p, nat/token", show: pair("mean_logprob", 3) },
     ], found.domains) : h("p", { class: "empty" }, "No prompt was answered by both: choose iterations that share prompts."),
     found.prompts.length ? [h("h2", {}, "Prompts whose reward changed most"), table([
       { title: "prompt", word: true, show: (p) => h("a", { href: address("prompt", p.prompt_id, { store: a.store || "", a: p.a.uid, b: p.b.uid, other: a.store === b.store ? "" : String(b.store) }) }, p.prompt_id) },
-      { title: "reward", show: (p) => `${number(p.a.reward, 2)} → ${number(p.b.reward, 2)}` }, { title: "reverse KL", show: (p) => `${signed(p.a.kl, 3)} → ${signed(p.b.kl, 3)}` },
-      { title: "length", show: (p) => `${number(p.a.response_len, 0)} → ${number(p.b.response_len, 0)}` },
+      { title: "reward", show: (p) => `${number(p.a.reward, 2)} → ${number(p.b.reward, 2)}` }, { title: "reverse KL, nat/token", show: (p) => `${signed(p.a.kl, 3)} → ${signed(p.b.kl, 3)}` },
+      { title: "length, tokens", show: (p) => `${number(p.a.response_len, 0)} → ${number(p.b.response_len, 0)}` },
     ], found.prompts.slice(0, 40))] : null,
     sources("compare", asked, found.sql, { store: a.store }));
   return { keys: {} };

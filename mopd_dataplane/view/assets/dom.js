@@ -51,12 +51,13 @@ export function select(label, value, options, onchange, attributes = {}) {
   return h("label", { class: "field" }, h("span", {}, label), box);
 }
 
+// columns: [{title, show(row), word?: left-aligned and cut where it is long, tip?: what its title means}]
 export function table(columns, rows, attributes = {}) {
   return h("div", { class: "scroll" }, h("table", attributes,
-    h("thead", {}, h("tr", {}, columns.map((c) => h("th", { scope: "col", class: c.word ? "word" : "" }, c.title)))),
+    h("thead", {}, h("tr", {}, columns.map((c) => h("th", { scope: "col", class: c.word ? "word" : "", title: c.tip }, c.title)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, columns.map((c, i) => {
       const shown = c.show(row);
-      return h(i === 0 ? "th" : "td", { scope: i === 0 ? "row" : null, class: c.word ? "word" : "" }, shown);
+      return h(i === 0 ? "th" : "td", { scope: i === 0 ? "row" : null, class: c.word ? "word" : "", title: typeof shown === "string" ? shown : null }, shown);
     }))))));
 }
 

@@ -40,7 +40,7 @@ export function seconds(value) {
 }
 
 export function clock(iso) {
-  return iso ? iso.slice(0, 19).replace("T", " ") : "–";
+  return iso ? `${iso.slice(0, 19).replace("T", " ")} UTC` : "–";
 }
 
 // Spaces and line ends of a token, made visible.

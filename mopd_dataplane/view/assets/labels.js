@@ -2,6 +2,7 @@
 
 import { forget, send } from "./api.js";
 import { h, put, say } from "./dom.js";
+import { clock } from "./format.js";
 
 export function labelPanel(store, uid, labels, params) {
   const list = h("ul", { class: "labels" }), trouble = h("p", { class: "damage" });
@@ -14,7 +15,7 @@ export function labelPanel(store, uid, labels, params) {
       trouble.textContent = "";
     } catch (error) { put(trouble, error.message); }
   };
-  const show = (rows) => put(list, rows.map((row) => h("li", { class: "chip on" }, row.label, row.note ? h("small", {}, ` ${row.note}`) : null,
+  const show = (rows) => put(list, rows.map((row) => h("li", { class: "chip on", title: `${row.author}, ${clock(row.created_at)}` }, row.label, row.note ? h("small", {}, ` ${row.note}`) : null,
     h("button", { class: "quiet", "aria-label": `Remove label ${row.label}`, onclick: () => write({ label: row.label, removed: true }) }, "×"))));
   const label = h("input", { "aria-label": "Label", placeholder: "label", maxlength: 64, size: 14, required: true });
   const note = h("input", { "aria-label": "Note", placeholder: "note", maxlength: 4000, size: 40 });

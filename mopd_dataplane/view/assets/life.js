@@ -2,14 +2,21 @@
 
 import { once } from "./api.js";
 import { h, put } from "./dom.js";
-import { clock, count, number, size } from "./format.js";
+import { clock, count, number, percent, signed, size } from "./format.js";
 import { literal, sources } from "./sources.js";
 import { address } from "./state.js";
 
+// Facts that are more than a word or a count: their text and their unit.
+const UNITS = {
+  bytes: (v) => [size(v), ""], "mean reverse KL": (v) => [signed(v, 4), "nat/token"], staleness: (v) => [number(v, 0), v === 1 ? "version" : "versions"],
+  "share of the step's trained tokens": (v) => [percent(v), ""], "learning rate": (v) => [v.toExponential(2).replace("-", "−"), ""], "loss of the step": (v) => [number(v, 4), ""],
+  "top-p": (v) => [v === 1 ? "off" : String(v), ""], "top-k": (v) => [v === 0 ? "off" : String(v), ""],
+};
+
 function fact(name, value) {
   if (value === null || value === undefined || value === "") return null;
-  const shown = name === "bytes" ? size(value) : typeof value === "number" ? (Number.isInteger(value) ? count(value) : number(value, 4)) : String(value);
-  return h("div", {}, h("dt", {}, name), h("dd", {}, shown));
+  const [text, unit] = UNITS[name] ? UNITS[name](value) : [typeof value === "number" ? (Number.isInteger(value) ? count(value) : number(value, 4)) : String(value), ""];
+  return h("div", {}, h("dt", {}, name), h("dd", {}, text, unit ? h("small", {}, ` ${unit}`) : null));
 }
 
 function statement(uid) {

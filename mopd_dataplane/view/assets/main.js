@@ -107,15 +107,14 @@ async function follow() {
   if (!document.hidden) {
     try {
       const key = read().params.store || 0, pulse = await ask("pulse", { store: key });
-      const mark = document.getElementById("live-mark");
-      if (mark) mark.textContent = `● live · ${count(pulse.live.length)} being written`;
-      livePanel(pulse.live);
       if (pulse.digest !== stores[Number(key)].digest) {
         stores = await ask("stores");
         forget();
         const view = read().view;
         if (view !== "sample" && view !== "sql" && !document.activeElement.closest("input, textarea, select")) await draw({ still: true });
       }
+      document.getElementById("live-mark").textContent = `● live · ${count(pulse.writing)} being written`;
+      livePanel(pulse.live, pulse.writing);
     } catch (error) { say(error.message); }
   }
   setTimeout(follow, FOLLOW_MS);

@@ -5,6 +5,7 @@ import { chart } from "./chart.js";
 import { diverging, legend, paint } from "./colours.js";
 import { h, put, select, table } from "./dom.js";
 import { count, number, shown, signed } from "./format.js";
+import { question } from "./question.js";
 import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
 
@@ -23,8 +24,8 @@ function answerCard(answer, teacher, params, picked) {
       h("span", {}, row.policy === "reference" ? "reference" : `${row.stage} v${row.policy_version_first}`),
       h("span", {}, `reward ${number(row.reward, 2)}`), h("span", {}, `KL ${signed(row.kl, 3)}`), h("span", {}, `${count(row.response_len)} tokens`),
       h("small", {}, answer.leaves_at === null ? "same as the first" : `parts at token ${answer.leaves_at}`),
-      ["a", "b"].map((side) => h("label", {}, h("input", { type: "radio", name: `diff-${side}`, checked: picked[side] === row.uid,
-        onchange: () => adjust(side === "b" ? { b: row.uid, other: "" } : { a: row.uid }) }), side.toUpperCase()))),
+      h("span", { class: "sides" }, ["a", "b"].map((side) => h("label", {}, h("input", { type: "radio", name: `diff-${side}`, checked: picked[side] === row.uid,
+        onchange: () => adjust(side === "b" ? { b: row.uid, other: "" } : { a: row.uid }) }), side.toUpperCase())))),
     answer.damage ? h("p", { class: "damage" }, answer.damage) : text(answer, teacher));
 }
 
@@ -47,25 +48,29 @@ function trend(rows) {
 
 export async function promptPage(main, { id, params }, { stores, signal }) {
   const store = stores[Number(params.store || 0)] || stores[0];
-  const asked = { store: params.store || 0, prompt: id, group: params.group || "", offset: params.offset || 0 };
+  const asked = { store: params.store || 0, prompt: id, group: params.group || "", stage: params.stage || "", offset: params.offset || 0 };
   const found = await once("prompt", asked, store.digest);
-  if (params.group) found.answers = found.answers.filter((a) => a.row.group_id === params.group);
+  // A group is named after its prompt and iteration, which several stages may share.
+  const here = (group) => group.group_id === params.group && group.stage === params.stage;
+  if (params.group) found.answers = found.answers.filter((a) => here(a.row));
   const teachers = [...new Set(found.answers.flatMap((a) => Object.keys(a.ratios)))];
   const teacher = teachers.includes(params.teacher) ? params.teacher : teachers[0];
   // B may be another store's answer, which can bear the same uid: its own address says so, and no radio button is set.
   const other = params.other && stores[Number(params.other)] !== store ? params.other : "";
-  const picked = { a: params.a || found.answers[0]?.row.uid, b: other ? params.b : params.b || found.answers[1]?.row.uid };
+  // The first and the last that a policy wrote, where it wrote two.
+  const written = found.answers.filter((a) => a.row.policy !== "reference"), pair = written.length > 1 ? written : found.answers;
+  const picked = { a: params.a || pair[0]?.row.uid, b: other ? params.b : params.b || pair[pair.length - 1]?.row.uid };
   const difference = h("section", { "aria-label": "Difference" });
   const pages = Math.ceil(found.total / 64);
   put(main, h("h1", {}, params.group ? "Group " : "Prompt ", h("code", {}, params.group || id)),
-    h("pre", { class: "prompt", dir: "auto" }, found.prompt.text), found.prompt.answer ? h("p", {}, h("small", {}, "reference answer "), h("span", { class: "mono" }, found.prompt.answer)) : null,
+    question(found.prompt),
     h("h2", {}, "Groups"),
     table([
-      { title: "group", word: true, show: (g) => h("a", { href: address("prompt", id, { store: params.store, group: g.group_id }), "aria-current": g.group_id === params.group ? "true" : null }, g.group_id) },
+      { title: "group", word: true, show: (g) => h("a", { href: address("prompt", id, { store: params.store, group: g.group_id, stage: g.stage }), "aria-current": here(g) ? "true" : null }, g.group_id) },
       { title: "stage", word: true, show: (g) => g.stage }, { title: "iteration", show: (g) => g.iteration }, { title: "version", show: (g) => g.version },
       { title: "answers", show: (g) => count(g.answers) }, { title: "reward", show: (g) => number(g.reward, 2) },
       { title: "spread", show: (g) => (g.answers > 1 && g.spread === 0 ? "0: teaches nothing to a group baseline" : number(g.spread, 2)) },
-      { title: "KL", show: (g) => signed(g.kl, 3) }, { title: "length", show: (g) => number(g.length, 0) },
+      { title: "KL, nat/token", show: (g) => signed(g.kl, 3) }, { title: "length, tokens", show: (g) => number(g.length, 0) },
     ], found.groups),
     params.group ? h("p", {}, h("a", { href: address("prompt", id, { store: params.store }) }, "all groups: the prompt over policy versions")) : trend(found.trend),
     h("div", { class: "row controls" }, h("h2", {}, `${count(found.total)} answers`),
@@ -82,10 +87,10 @@ export async function promptPage(main, { id, params }, { stores, signal }) {
     ask("difference", { store: params.store || 0, other: other || params.store || 0, a: picked.a, b: picked.b }, { signal })
       .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d, titles)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });
   }
-  const groups = found.groups.map((g) => g.group_id), now = groups.indexOf(params.group);
-  const jump = (step) => { const to = groups[now + step]; if (to) adjust({ group: to, a: "", b: "", other: "" }); };
+  const now = found.groups.findIndex(here);
+  const jump = (step) => { const to = found.groups[now + step]; if (to) adjust({ group: to.group_id, stage: to.stage, a: "", b: "", other: "" }); };
   return { keys: {
-    j: ["next group", () => jump(1)], k: ["previous group", () => jump(-1)], g: ["all groups", () => adjust({ group: "", a: "", b: "", other: "" })],
+    j: ["next group", () => jump(1)], k: ["previous group", () => jump(-1)], g: ["all groups", () => adjust({ group: "", stage: "", a: "", b: "", other: "" })],
     "]": ["next teacher", () => turn(1)], "[": ["previous teacher", () => turn(-1)],
   } };
   function turn(step) { if (teachers.length) adjust({ teacher: teachers[(teachers.indexOf(teacher) + step + teachers.length) % teachers.length] }); }

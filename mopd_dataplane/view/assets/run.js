@@ -28,13 +28,23 @@ function stepLines(rows, key) {
   return [{ name: key, x: rows.map((r) => r.step), y: rows.map((r) => r[key]) }];
 }
 
+// Title and unit of what objectives measure; another package's terms go by their own names.
+const MEASURES = { forward_kl: ["Forward KL", "nat/token"], entropy: ["Entropy", "nat/token"], student_entropy: ["Student entropy", "nat/token"],
+  teacher_entropy: ["Teacher entropy", "nat/token"], top1_agreement: ["Same likeliest token", "share"], reward: ["Reward of what was trained", "mean"] };
+
 function extras(rows) {
   const keys = [...new Set(rows.flatMap((r) => Object.keys(r.extra || {})))].filter((k) => rows.some((r) => Number.isFinite(r.extra[k])));
-  const teachers = keys.filter((k) => k.startsWith("teacher/"));
   const line = (key, name) => ({ name, x: rows.map((r) => r.step), y: rows.map((r) => r.extra[key] ?? null) });
+  const ofTeachers = (what, title, unit) => {
+    const own = keys.filter((k) => k.startsWith("teacher/") && k.endsWith(`/${what}`));
+    return own.length ? chart(own.map((k) => line(k, k.slice("teacher/".length, -what.length - 1))), { title, unit }) : null;
+  };
   return [
-    teachers.length ? chart(teachers.map((k) => line(k, k.split("/")[1])), { title: "Reverse KL by teacher, while training", unit: "nat/token" }) : null,
-    ...keys.filter((k) => !k.startsWith("teacher/")).map((k) => chart([line(k, k)], { title: k.replace(/_/g, " ") })),
+    ofTeachers("reverse_kl", "Reverse KL by teacher, while training", "nat/token"), ofTeachers("weight", "Weight of each teacher"),
+    ...keys.filter((k) => !k.startsWith("teacher/")).map((k) => {
+      const [title, unit] = MEASURES[k] || [k.replace(/_/g, " "), ""];
+      return chart([line(k, k)], { title, unit });
+    }),
   ];
 }
 
@@ -67,12 +77,13 @@ function timeline(times, steps) {
     })));
 }
 
-function settings(value) {
+// open: how many levels are open.
+function settings(value, open = 0) {
   if (value === null || typeof value !== "object") return h("code", {}, JSON.stringify(value));
   const entries = Object.entries(value);
   if (!entries.length) return h("code", {}, Array.isArray(value) ? "[]" : "{}");
   return h("ul", { class: "tree" }, entries.map(([key, v]) => h("li", {}, v !== null && typeof v === "object" && Object.keys(v).length
-    ? h("details", {}, h("summary", {}, key), settings(v)) : [h("span", {}, `${key} = `), settings(v)])));
+    ? h("details", { open: open > 0 }, h("summary", {}, key), settings(v, open - 1)) : [h("span", {}, `${key} = `), settings(v)])));
 }
 
 // Held-out answers of a policy with several versions: the share that is entirely right, where that is known, and the mean reward.
@@ -120,7 +131,7 @@ export async function runPage(main, { params }, { stores }) {
       chart([{ name: "share", x: steps.map((s) => s.step), y: waits }], { title: "Waiting for data", unit: "share of the step" }), extras(steps), kept(run.measured.filter((r) => r.stage === stage)))
       : h("p", { class: "empty" }, "This stage has not trained yet."),
     h("h2", {}, "Time"), timeline(run.times, run.steps),
-    h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with) : h("p", { class: "empty" }, "The store does not say what it was made with."),
+    h("h2", {}, "Made with"), Object.keys(run.made_with).length ? settings(run.made_with, 4) : h("p", { class: "empty" }, "The store does not say what it was made with."),
     h("h2", {}, "Settings of the job"), Object.keys(run.job).length ? settings(run.job) : h("p", { class: "empty" }, "No job made this store."),
     sources("run", { store: params.store || 0 }, run.sql, params));
   const turn = (step) => { if (stages.length) adjust({ stage: stages[(stages.indexOf(stage) + step + stages.length) % stages.length] }); };

@@ -7,6 +7,7 @@ import { legend, paint } from "./colours.js";
 import { copier, h, put, say, select } from "./dom.js";
 import { clock, count, number, shown, signed } from "./format.js";
 import { labelPanel } from "./labels.js";
+import { question } from "./question.js";
 import { contextOf } from "./samples.js";
 import { lanesOf, nextSurprise, signalsOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
@@ -31,7 +32,7 @@ function flagsOf(row, store) {
 }
 
 function legendOf(signal) {
-  const steps = legend(signal.scale, signal.edges);
+  const steps = signal.scale === "kinds" ? signal.kinds : legend(signal.scale, signal.edges);
   return h("div", { class: "legend", role: "img", "aria-label": `Scale of ${signal.title}${signal.unit ? ` in ${signal.unit}` : ""}` },
     steps.map(([level, text]) => h("span", { style: { backgroundColor: paint(signal.scale, level) } }, text)),
     signal.unit ? h("small", {}, signal.scale === "diverging" && signal.unit === "nat" ? "nat; blue: the teacher liked it more" : signal.unit) : null);
@@ -67,13 +68,10 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
   const sample = await once("sample", { store: params.store || 0, uid: id }, store.digest);
   const head = h("header", { class: "row" }, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"));
   const tabs = h("nav", { class: "row", "aria-label": "About this sample" },
-    h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id }) }, "group"),
+    h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id, stage: sample.row.stage }) }, "group"),
     h("a", { href: address("life", id, { ...contextOf(params), at: params.at }) }, "life"),
     h("a", { href: address("samples", "", { ...contextOf(params), at: params.at, page: Math.floor(Number(params.at || 0) / 50) || "" }) }, "back to the table"));
-  const prompt = h("details", { open: sample.prompt.text.length < 2000 }, h("summary", {}, "prompt"),
-    h("pre", { class: "prompt", dir: "auto" }, sample.prompt_pieces || sample.prompt.text),
-    sample.prompt.answer ? h("p", {}, h("small", {}, "reference answer "), h("span", { class: "mono" }, sample.prompt.answer)) : null,
-    sample.prompt.teacher_context ? h("pre", { class: "prompt" }, sample.prompt.teacher_context) : null);
+  const prompt = question(sample.prompt, sample.prompt_pieces || sample.prompt.text);
   if (sample.damage) {
     put(main, head, tabs, facts(sample.row, params), prompt, h("p", { class: "damage", role: "alert" }, `The tokens cannot be read: ${sample.damage}`));
     return { keys: {} };
@@ -143,7 +141,7 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
       "]": ["next teacher", () => turn(1)], "[": ["previous teacher", () => turn(-1)],
       j: ["next sample of the table", () => move(1)], k: ["previous sample of the table", () => move(-1)],
       s: ["choose a signal", () => controls.querySelector("select").focus()],
-      g: ["its group", () => { location.hash = address("prompt", data.row.prompt_id, { store: params.store, group: data.row.group_id }); }],
+      g: ["its group", () => { location.hash = address("prompt", data.row.prompt_id, { store: params.store, group: data.row.group_id, stage: data.row.stage }); }],
       i: ["its life", () => { location.hash = address("life", id, { store: params.store }); }],
       u: ["back to the table", () => { location.hash = tabs.lastChild.getAttribute("href"); }],
       "/": ["search in text", () => { location.hash = address("samples", "", { ...contextOf(params), focus: "search" }); }],

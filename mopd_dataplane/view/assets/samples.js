@@ -83,7 +83,7 @@ function head(store, params, columns, histograms) {
     const next = sorted === "none" ? `-${name}` : sorted === "descending" ? name : "";
     return h("th", { scope: "col", "aria-sort": sorted, class: meta.kind === "word" ? "word" : "" },
       h("button", { class: "sort", title: `${meta.doc}${meta.unit ? ` (${meta.unit})` : ""}`, onclick: () => adjust({ order: next, page: "" }) },
-        TITLES[name] || name, { ascending: " ▲", descending: " ▼", none: "" }[sorted]),
+        TITLES[name] || name, meta.unit && FIRST.concat(THEN).includes(name) ? h("small", {}, ` ${meta.unit}`) : null, { ascending: " ▲", descending: " ▼", none: "" }[sorted]),
       histograms && histograms[name] && name !== "uid" ? histogram(histograms[name], name,
         conditions(params).some((c) => c.c === name), (c) => adjust(withCondition(params, c))) : h("div", { class: "histogram none" }));
   }).toSpliced(TEXT_AT, 0, h("th", { scope: "col", class: "word" }, "prompt"), h("th", { scope: "col", class: "word" }, "answer"))));
@@ -110,7 +110,8 @@ export async function samplesPage(main, { params }, { stores, signal }) {
     const text = name === "uid" ? row.uid.slice(0, 10) : cell(row[name], kinds[name]);
     if (name === "uid") return h("a", { href: open(i) }, text);
     if (name !== "group_id" && name !== "prompt_id") return short(text, 40);
-    return h("a", { href: address("prompt", row.prompt_id, { store: params.store, group: name === "group_id" ? row.group_id : "" }) }, short(text, 28));
+    const group = name === "group_id" ? { group: row.group_id, stage: row.stage } : {};
+    return h("a", { href: address("prompt", row.prompt_id, { store: params.store, ...group }) }, short(text, 28));
   };
   body.append(...rows.map((row, i) => h("tr", { "data-i": i, "data-uid": row.uid }, columns.map((name, n) =>
     h(n === 0 ? "th" : "td", { scope: n === 0 ? "row" : null, class: kinds[name] === "word" ? "word" : "", "data-c": name }, cellOf(row, i, name)),
@@ -173,7 +174,7 @@ export async function samplesPage(main, { params }, { stores, signal }) {
       j: ["next sample", () => mark(cursor + 1)], ArrowDown: ["next sample", () => mark(cursor + 1)],
       k: ["previous sample", () => mark(cursor - 1)], ArrowUp: ["previous sample", () => mark(cursor - 1)],
       Enter: ["open the sample", () => { if (rows.length) location.hash = open(cursor); }],
-      g: ["its group", () => { if (rows.length) location.hash = address("prompt", rows[cursor].prompt_id, { store: params.store, group: rows[cursor].group_id }); }],
+      g: ["its group", () => { if (rows.length) location.hash = address("prompt", rows[cursor].prompt_id, { store: params.store, group: rows[cursor].group_id, stage: rows[cursor].stage }); }],
       f: ["edit the filter", () => document.getElementById("where").focus()],
       "/": ["search in text", () => document.getElementById("search")?.focus()],
       ".": ["next page", () => { if (page < pages - 1) turn(page + 1); }],

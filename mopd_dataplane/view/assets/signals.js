@@ -60,19 +60,20 @@ const OF_SAMPLE = [
     level: (v) => rising(v, RANKS), values: (data) => data.kept && each(data, (i) => data.kept[i]) },
   { key: "advantage", title: "advantage: reward − mean of the group", scale: "diverging", level: diverging, unit: "reward",
     values: (data) => (Number.isFinite(data.row.advantage) ? each(data, () => data.row.advantage) : null) },
-  { key: "version", title: "policy version", scale: "kinds", unit: "", level: (v) => v, values: (data) => {
+  { key: "version", title: "policy version", scale: "kinds", unit: "", level: (v) => v,
+    kinds: (data) => [...new Set(data.spans.map((span) => span.version))].map((v) => [v, `v${v}`]), values: (data) => {
     const out = new Float32Array(data.length);
     data.spans.forEach((span) => out.fill(span.version, span.start, span.end));
     return out;
   } },
-  { key: "mask", title: "trained or not", scale: "kinds", unit: "", level: (v) => (v ? null : 7),
+  { key: "mask", title: "trained or not", scale: "kinds", unit: "", level: (v) => (v ? null : 7), kinds: () => [[null, "trained"], [7, "not trained"]],
     values: (data) => Float32Array.from(data.mask) },
 ];
 
 // Signals there are for this sample and teacher, with their values.
 export function signalsOf(data, teacher) {
   const made = teacher ? OF_TEACHER.map((s) => ({ ...s, teacher: teacher.name, values: s.values(data, teacher) })) : [];
-  const own = OF_SAMPLE.map((s) => ({ ...s, values: s.values(data) }));
+  const own = OF_SAMPLE.map((s) => ({ ...s, kinds: s.kinds?.(data), values: s.values(data) }));
   const stored = Object.entries(data.stats).map(([key, s]) => ({ key: `stat/${key}`, title: s.title, unit: s.unit,
     scale: s.diverging ? "diverging" : "rising", level: s.diverging ? diverging : (v) => rising(v), values: s.values }));
   return [...made, ...own, ...stored].filter((s) => s.values);

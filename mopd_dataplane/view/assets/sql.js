@@ -15,13 +15,13 @@ export async function sqlPage(main, { params }, { stores, signal }) {
   } });
   box.value = q;
   const out = h("div", { "aria-live": "polite" });
-  put(main, h("h1", {}, "SQL"), h("p", { class: "lead" }, `Tables: ${Object.keys(store.rows).join(", ")}, and signals_TEACHER_KIND. Read-only; the snapshot of this page. Ctrl-Enter runs it.`), box,
+  put(main, h("h1", {}, "SQL"), h("p", { class: "lead" }, `Tables: ${Object.keys(store.rows).join(", ")}, and signals_TEACHER_KIND. Views: responses, with decoded text; accuracy; worse_between(v, w). Read-only; the snapshot of this page. Ctrl-Enter runs it. What a column means: mopd help TABLE.`), box,
     h("div", { class: "row" }, h("button", { onclick: () => adjust({ q: box.value }) }, "run"), copier(() => box.value, "copy SQL"),
       copier(() => curlOf("sql", { store: params.store || 0, q: box.value }), "copy as curl")), out);
   try {
     const found = await ask("sql", { store: params.store || 0, q }, { signal });
-    put(out, h("p", { class: "status" }, `${count(found.total)} rows${found.total > found.rows.length ? `, the first ${count(found.rows.length)}` : ""}`),
-      table(found.columns.map((title, i) => ({ title, show: (row) => {
+    put(out, h("p", { class: "status" }, found.more ? `the first ${count(found.rows.length)} rows` : `${count(found.rows.length)} ${found.rows.length === 1 ? "row" : "rows"}`),
+      table(found.columns.map((title, i) => ({ title, word: found.rows.some((row) => typeof row[i] === "string"), show: (row) => {
         const text = short(typeof row[i] === "object" && row[i] !== null ? JSON.stringify(row[i]) : cell(row[i]), 300);
         return title === "uid" && row[i] ? h("a", { href: address("sample", row[i], { store: params.store }) }, text) : text;
       } })), found.rows));
