@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import badcommands
+
 JOB = """
 name = "bad"
 store = "new/store"
@@ -73,6 +75,8 @@ def cases(folder: Path, store: Path) -> Iterator[tuple[str, list[str]]]:
     yield from _jobs(folder, job)
     yield from _stores(folder)
     yield from _imports(folder)
+    for words in badcommands.lines(folder, job, store):
+        yield " ".join(word[:60] for word in words), words
     for statement in STATEMENTS:
         yield f"query {statement[:40]!r}", ["query", str(store), statement]
     for uid in ("zz", "", "../x", "f" * 33):

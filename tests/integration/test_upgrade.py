@@ -187,6 +187,7 @@ BEGUN_LATER = {
 """uids of the samples that had not begun: today's sampler draws them."""
 
 
+@pytest.mark.slow
 def test_the_interrupted_rollout_continues_to_the_samples_it_would_have_had(
     upgraded: tuple[Path, Path], tmp_path: Path
 ) -> None:
