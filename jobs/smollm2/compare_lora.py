@@ -5,7 +5,7 @@
 
 Writes results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where it exists; an
 interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out
-answer at the start, between the two stages and at the end, and what an iteration left on disk.
+answer at the start and at the end, and what an iteration left on disk.
 """
 
 from __future__ import annotations
@@ -23,39 +23,37 @@ import numpy as np
 from mopd_dataplane import open_store
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import load_job
-from mopd_dataplane.query.statistics import Difference, compare
+from mopd_dataplane.query.statistics import compare
 from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.newest import newest_checkpoint
 
 JOB = Path(__file__).parent / "lora.toml"
 RESULTS = Path(__file__).parent / "results"
-ARMS = {"weights": ("weights", "weights-longer"), "adapter": ("adapter", "adapter-longer")}
-"""Arm -> its stages."""
+ARMS = ("weights", "adapter")
 
 
 def figures(store: Path, arm: str, seed: int) -> dict[str, Any]:
-    """What an arm of a finished store began and ended with, and what it cost."""
+    """What one stage of a finished store began and ended with, and what it cost."""
     opened, job = open_store(str(store)), load_job(JOB)
-    first, last = map(job.stage, ARMS[arm])
-    checkpoints = store / "checkpoints" / last.name
+    stage = job.stage(arm)
+    checkpoints = store / "checkpoints" / arm
     times = opened.sql(
         "select json_extract_string(detail, '$.action') as action, sum(value) as seconds from events "
-        f"where kind = 'stage_time' and stage in ('{first.name}', '{last.name}') group by 1"
+        f"where kind = 'stage_time' and stage = '{arm}' group by 1"
     )
     return {
         "arm": arm,
         "seed": seed,
-        "iterations": first.iterations + last.iterations,
-        "learning_rate": last.train.learning_rate,
-        "rank": last.train.lora.r,
+        "iterations": stage.iterations,
+        "learning_rate": stage.train.learning_rate,
+        "rank": stage.train.lora.r,
         "start": answers(opened, "init", 0),
-        "middle": answers(opened, first.name, first.iterations),
-        "end": answers(opened, last.name, last.iterations),
-        "version_bytes": size(store / "policies" / last.name / f"v{last.iterations}"),
+        "end": answers(opened, arm, stage.iterations),
+        "version_bytes": size(store / "policies" / arm / f"v{stage.iterations}"),
         "checkpoint_bytes": size(checkpoints / newest_checkpoint(checkpoints)),
         "seconds": {row["action"]: round(row["seconds"], 1) for row in times.to_pylist()},
-        **provenance(job, stages=ARMS[arm]),
+        **provenance(job, stages=[arm]),
     }
 
 
@@ -76,27 +74,20 @@ def answers(store: Store, policy: str, version: int) -> dict[str, dict[str, Any]
 
 
 def table() -> Iterator[str]:
-    """Rows of Markdown: every seed, and all of them with the answers to one prompt taken together."""
+    """Rows of Markdown: a seed each, and all seeds, the answers to one prompt taken together."""
     found = {(r["arm"], r["seed"]): r for r in (json.loads(file.read_text()) for file in RESULTS.glob("*.json"))}
-    seeds = sorted(seed for arm, seed in found if all((other, seed) in found for other in ARMS) and arm == "weights")
-    yield "| seed | start | arm | between | end | end - start | adapter - weights |"
+    seeds = sorted(seed for arm, seed in found if arm == ARMS[0] and (ARMS[1], seed) in found)
+    yield f"| seed | start | {' | '.join(ARMS)} | {ARMS[0]} - start | {ARMS[1]} - start | {ARMS[1]} - {ARMS[0]} |"
     yield "|---" * 7 + "|"
-    for name, own in [*((str(seed), [seed]) for seed in seeds), ("all", seeds)]:
-        start = _distances([found["weights", seed]["start"] for seed in own])
-        middles, ends = ({arm: _distances([found[arm, s][when] for s in own]) for arm in ARMS}
-                         for when in ("middle", "end"))  # fmt: skip
-        for arm in ARMS:
-            apart = _told(compare(ends["weights"], ends["adapter"], binary=False)) if arm == "adapter" else ""
-            fell = _told(compare(start, ends[arm], binary=False))
-            yield f"| {name} | {_mean(start)} | {arm} | {_mean(middles[arm])} | {_mean(ends[arm])} | {fell} | {apart} |"
-
-
-def _told(found: Difference) -> str:
-    return f"{found.value:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
-
-
-def _mean(domains: dict[str, np.ndarray]) -> str:
-    return f"{sum(values.mean() for values in domains.values()) / len(domains):.3f}"
+    sets = [(str(seed), [seed]) for seed in seeds]
+    for name, own in [*sets, ("all", seeds)] if len(seeds) > 1 else sets:
+        start = _distances([found[ARMS[0], seed]["start"] for seed in own])
+        ends = [_distances([found[arm, seed]["end"] for seed in own]) for arm in ARMS]
+        means = [sum(values.mean() for values in domains.values()) / len(domains) for domains in (start, *ends)]
+        pairs = [(start, ends[0]), (start, ends[1]), (ends[0], ends[1])]
+        told = [compare(before, after, binary=False) for before, after in pairs]
+        shown = [f"{d.value:+.3f} ({d.low:+.3f} to {d.high:+.3f})" for d in told]
+        yield f"| {name} | {' | '.join([*(f'{value:.3f}' for value in means), *shown])} |"
 
 
 def _distances(results: list[dict[str, dict[str, Any]]]) -> dict[str, np.ndarray]:
@@ -123,9 +114,8 @@ def main() -> None:
         for arm in ARMS:
             out = RESULTS / f"{arm}-{seed}.json"
             if not out.exists():
-                for stage in ARMS[arm]:
-                    run = ["run", str(JOB), "--stage", stage, "--seed", str(seed), "--store", str(store)]
-                    subprocess.run([sys.executable, "-m", "mopd_dataplane", *run], check=True)
+                run = ["run", str(JOB), "--stage", arm, "--seed", str(seed), "--store", str(store)]
+                subprocess.run([sys.executable, "-m", "mopd_dataplane", *run], check=True)
                 out.parent.mkdir(parents=True, exist_ok=True)
                 publish_file(out, (json.dumps(figures(store, arm, seed)) + "\n").encode())
                 print(f"wrote {out}", flush=True)
