@@ -3,8 +3,8 @@
     python jobs/smollm2/compare_lora.py [--seeds 0 1 2]
     python jobs/smollm2/compare_lora.py --table          what is there, in Markdown; runs nothing
 
-Writes results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where it exists; an
-interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out
+Writes lora-results/ARM-SEED.json for the arms of lora.toml, `weights` and `adapter`, and does nothing where it exists;
+an interrupted run goes on in its store, runs/smollm2-lora-SEED. A file holds the exact reverse KL of every held-out
 answer at the start and at the end, and what an iteration left on disk.
 """
 
@@ -29,7 +29,7 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.newest import newest_checkpoint
 
 JOB = Path(__file__).parent / "lora.toml"
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "lora-results"
 ARMS = ("weights", "adapter")
 
 
