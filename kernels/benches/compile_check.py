@@ -26,7 +26,7 @@ from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import KINDS, divergence_form
 from mopd_kernels.layout import CODECS
 from mopd_kernels.torch_rows.policy import PolicySettings
-from mopd_kernels.triton_rows import fdiv, policy, quant, scale, softmax
+from mopd_kernels.triton_rows import fdiv, group_masses, policy, quant, scale, softmax
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -103,6 +103,7 @@ def launches() -> Iterator[Callable[[], object]]:
         settings = PolicySettings(clip=(0.2, 0.28), correction=correction, distill_clip=1.0)
         yield lambda s=settings: policy.policy_rows(tokens, tokens, tokens, tokens, tokens, tokens, tokens, s)
     yield lambda: scale.scale_unless_one(narrow, ones[0])
+    yield lambda: group_masses.group_masses(z, ones, 512)
     for codec in (codec for codec in CODECS.values() if codec.group):
         states = torch.zeros(4, 4096, dtype=torch.bfloat16)
         stored = torch.zeros(4, codec.row_bytes(4096), dtype=torch.uint8)

@@ -7,6 +7,7 @@
     policy_loss        policy-gradient term over packed tokens: advantages, clip, IcePop / TIS / MIS
     fused_policy_loss  token_logprob and policy_loss in one pass
     token_weights      normalisers for packed tokens
+    group_masses       what a sampler draws from, by groups of the vocabulary
     encode, decode     compact bytes for stored hidden states; row_bytes says how many
     explain            which path a call takes and why
     reference          the definition of every op in a few lines of PyTorch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mopd_kernels.normaliser import token_weights
     from mopd_kernels.ops.divergence import divergence
     from mopd_kernels.ops.fused_policy import PolicyResult, fused_policy_loss
+    from mopd_kernels.ops.group_masses import group_masses
     from mopd_kernels.ops.policy import policy_loss
     from mopd_kernels.ops.token_logprob import token_logprob
     from mopd_kernels.ops.topk import topk_divergence
@@ -46,6 +48,7 @@ _HOMES = {
     "fused_policy_loss": "ops.fused_policy",
     "Head": "heads",
     "token_weights": "normaliser",
+    "group_masses": "ops.group_masses",
     "policy_loss": "ops.policy",
     "RowState": "rowstate",
     "RowStats": "rowstate",
@@ -72,6 +75,7 @@ __all__ = [
     "explain",
     "finish_row_state",
     "fused_policy_loss",
+    "group_masses",
     "merge_row_states",
     "policy_loss",
     "reference",

@@ -24,6 +24,13 @@ ROUNDS = 5
 CUTS = {"": (0, 1.0), "top_k_50": (50, 1.0), "top_p_0.9": (0, 0.9)}
 """top_k and top_p of each case by the name it has in the figures."""
 PROMPT = 64
+"""Tokens behind which a step decodes."""
+_TEXT = (
+    "A farmer has seventeen sheep and all but nine of them run away in the night. In the morning he counts what is "
+    "left, writes the number into his book, and drives to the market in the next town, where he sells three and buys "
+    "a dog for twenty-four coins. How many animals does he own now, and how many coins has he spent on each of them?"
+)
+"""What a model reads: behind text it prefers few tokens, as it does at work."""
 
 
 def measure(vocab: int, slots: int, *, model: Path | None = None) -> dict[str, Any]:
@@ -76,20 +83,21 @@ def _draw(
 
 
 def _decode_step(model: Path, slots: int) -> Callable[[], NDArray[np.float32]]:
-    """A decode step of a model behind random prompts, without a draw: [slots, V] logits."""
+    """A decode step of a model behind pieces of a text, without a draw: [slots, V] logits."""
     import torch
 
+    from mopd_dataplane.models.hf import load_tokenizer
     from mopd_dataplane.rollout.engines.decoder import Decoder
 
     decoder = Decoder(model, rows=slots, dtype="float32", device="cpu")
-    draw = np.random.default_rng(0)
-    prompts = draw.integers(0, decoder.vocab_size, (slots, PROMPT))
+    text = np.array(load_tokenizer(model)(_TEXT)["input_ids"])
+    prompts = text[(np.arange(slots)[:, None] + np.arange(PROMPT)) % len(text)]
     with torch.inference_mode():
         decoder.prefill(range(slots), prompts)
 
     def step() -> NDArray[np.float32]:
         with torch.inference_mode():
-            return decoder.forward(prompts[:, -1], np.full(slots, PROMPT))
+            return decoder.forward(prompts[:, -1], np.full(slots, PROMPT)).numpy()
 
     return step
 

@@ -147,10 +147,15 @@ def _phases(store: Store, iterations: int) -> dict[str, Any]:
             spent[action].append(event["value"])
         if action == "train":
             ended[event["iteration"]] = event["created_at"]
+    steps: dict[int, float] = {}
+    for row in store.table("steps").to_pylist():
+        if row["stage"] == STAGE and row["window"] > 0:
+            steps[row["window"]] = steps.get(row["window"], 0.0) + row["step_time_s"]
     whole = [(ended[one] - ended[one - 1]).total_seconds() for one in range(1, iterations)]
     return {
         "an iteration, s": statistics.median(whole),
         **{f"{name}, s": statistics.median(values) for name, values in spent.items() if values},
+        "train, steps alone, s": statistics.median(steps.values()),  # the rest: the policy is written, and found
         "response tokens": sum(
             row["response_len"]
             for row in store.samples(["stage", "response_len", "iteration"]).to_pylist()

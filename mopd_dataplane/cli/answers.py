@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -41,6 +45,7 @@ def query(
     """
     if as_json and as_csv:
         raise InputError("give one of --json and --csv")
+    _arrow_without_pandas()
     from mopd_dataplane import open_store
 
     table = open_store(store).sql(sql)
@@ -50,6 +55,28 @@ def query(
         print_csv(table.slice(0, limit))
     else:
         print_table(table, limit=limit or 50)
+
+
+def _arrow_without_pandas() -> None:
+    """Import pyarrow's datasets as if pandas were not installed.
+
+    pyarrow looks for pandas then, which takes as long as a query does; it looks again where a data frame is asked for.
+    """
+    if "pandas" in sys.modules:
+        return
+    finder = _NoPandas()
+    sys.meta_path.insert(0, finder)
+    try:
+        import pyarrow.dataset  # noqa: F401
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _NoPandas(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Nothing, and for pandas the end of the search."""
+        if fullname == "pandas":
+            raise ModuleNotFoundError("pandas is not needed here", name=fullname)
 
 
 def show(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,9 +43,34 @@ class MetricsLog:
         self._file.close()
 
 
-def read_metrics(folder: Path) -> list[StepMetrics]:
+class MetricsReader:
+    """Follows a metrics file: each line is read and checked once, however often one looks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        self._steps: list[StepMetrics] = []
+        self._inode = 0
+        self._read = 0
+
+    def steps(self) -> Sequence[StepMetrics]:
+        """Every complete line in order; a line still being written is left out. Raises DamagedError."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            about = os.fstat(file.fileno())
+            if about.st_ino != self._inode or about.st_size < self._read:  # a trainer has begun it anew
+                self._steps, self._inode, self._read = [], about.st_ino, 0
+            file.seek(self._read)
+            new = file.read()
+        new = new[: new.rfind(b"\n") + 1]
+        self._steps += [StepMetrics(**unseal(line, str(self._path))) for line in new.splitlines()]
+        self._read += len(new)
+        return self._steps
+
+
+def read_metrics(folder: Path) -> Sequence[StepMetrics]:
     """Every complete line of a metrics file, in order; a line still being written is left out. Raises DamagedError."""
-    return [StepMetrics(**unseal(line, str(folder / FILE))) for line in _whole_lines(folder / FILE)]
+    return MetricsReader(folder).steps()
 
 
 def _whole_lines(path: Path) -> list[str]:

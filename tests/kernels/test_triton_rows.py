@@ -14,6 +14,7 @@ from mopd_kernels import (
     divergence,
     encode,
     fused_policy_loss,
+    group_masses,
     policy_loss,
     token_logprob,
     topk_divergence,
@@ -211,3 +212,21 @@ def test_scale_unless_one():
     for factor in (1.0, 0.0, -2.5):
         found = scale_unless_one(values.clone(), torch.tensor(factor, device=DEVICE))
         assert torch.equal(found, values * factor)
+
+
+@pytest.mark.parametrize(("columns", "size"), [(127, 16), (4096, 64), (4099, 64), (3, 1), (5, 8)])
+def test_group_masses(columns, size):
+    logits = torch.randn(3, columns, device=DEVICE) * 4
+    logits[0, : size + 1] = -torch.inf  # a group of nothing
+    scale = torch.tensor([1.0, 0.5, 2.0], device=DEVICE)
+    groups = [logits[:, start : start + size].double() for start in range(0, columns, size)]
+    for backend in ("torch", "triton"):
+        tops, masses = group_masses(logits, scale, size, backend=backend)
+        assert tops.shape == masses.shape == (3, len(groups))
+        torch.testing.assert_close(tops, torch.stack([own.amax(1) for own in groups], 1).float(), rtol=0, atol=0)
+        truth = torch.stack([(own * scale[:, None]).logsumexp(1) for own in groups], 1)
+        torch.testing.assert_close((tops * scale[:, None]).double() + masses.double().log(), truth, rtol=0, atol=CLOSE)
+    with pytest.raises(ValueError, match="power of two"):
+        group_masses(logits, scale, 12)
+    with pytest.raises(ValueError, match="scale must be"):
+        group_masses(logits, scale[:2], size)

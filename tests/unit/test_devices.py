@@ -22,7 +22,10 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
+from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
+from mopd_dataplane.rollout.engines.philox import key_words
+from mopd_dataplane.rollout.engines.sampling import SAMPLERS, sample_key
 from mopd_dataplane.score.discriminator import Discriminator, Pair
 from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.quantisation_effect import quantisation_effect
@@ -111,7 +114,37 @@ def test_the_engine_decodes_on_a_device_as_on_the_cpu(
     ours = HfEngine(folders["policy"], slots=3, device=NAME, partner=partner)
     assert [decoder.model.device.type for decoder in ours._decoders] == [NAME] * (1 + mixed)
     assert_same(decode(ours, work), decode(HfEngine(folders["policy"], slots=3, device="cpu", partner=partner), work))
-    assert host_copies.keys() == {"rollout/engines/decoder.py:logits"}
+    drawn = "rollout/engines/device_sampling.py:"  # sums of groups, one group's logits, what the cut left
+    assert host_copies.keys() == {drawn + "draw", drawn + "logprobs", drawn + "kept", "rollout/engines/hf.py:step"}
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (30, 1.0), (0, 0.9), (2000, 0.97), (1, 0.5)])
+def test_a_device_draws_what_the_host_draws(top_k: int, top_p: float, host_copies: Counter[str]) -> None:
+    """Peaked and flat rows, ties, greedy ones, behind the likeliest thousand too; no logits come to the host."""
+    rng = np.random.default_rng(2)
+    logits = (rng.normal(0, 1, (40, 3000)) * rng.uniform(0.05, 5, (40, 1))).astype(np.float32)
+    logits[::5] = np.round(logits[::5])
+    temperature = np.where(np.arange(40) % 7 == 0, 0.0, rng.uniform(0.5, 1.5, 40))
+    settings = temperature, np.full(40, top_k), np.full(40, top_p)
+    keys = np.stack([key_words(sample_key(str(row))) for row in range(40)])
+    kind = SAMPLERS["grouped-gumbel/1"]
+    ours = distribution_of(kind, torch.from_numpy(logits).to(NAME), *settings)
+    theirs = distribution_of(kind, torch.from_numpy(logits), *settings)
+    for position in range(20):
+        drawn = [one.draw(keys, np.full(40, position), temperature) for one in (ours, theirs)]
+        np.testing.assert_array_equal(*drawn)
+        np.testing.assert_allclose(*(one.logprobs(drawn[0]) for one in (ours, theirs)), rtol=0, atol=2e-6)
+    copies = dict(host_copies)
+    assert {name.rpartition(":")[2] for name in copies} <= {"draw", "logprobs", "_floors"}, copies
+    assert (ours.kept() != theirs.kept()).sum() <= 1  # a boundary that float32 sums move
+    np.testing.assert_allclose(np.exp(ours.log_q()).sum(1), 1, atol=1e-5)
+
+
+def test_an_older_sampler_draws_on_the_host(folders: dict[str, Path], host_copies: Counter[str]) -> None:
+    work = make_requests(3, sampler="gumbel/1")
+    ours, theirs = (HfEngine(folders["policy"], slots=3, device=device) for device in (NAME, "cpu"))
+    assert_same(decode(ours, work), decode(theirs, work))
+    assert "rollout/engines/device_sampling.py:distribution_of" in host_copies
 
 
 def test_keys_and_values_survive_a_save_from_a_device(

@@ -13,6 +13,8 @@ token_streams.py      their tokens, kept as they arrive and handed to the loop o
 completions.py        many streaming completions of one server at a time
 sampling.py           a token as a pure function of (logits, sample key, position); the samplers by name
 grouped_gumbel.py     the sampler of new samples
+device_sampling.py    the same draws where the logits are, on a GPU
+nucleus.py            where a cut to the likeliest tokens ends
 gumbel.py             the sampler of logs that name none
 philox.py             the random numbers of a key and a position
 vllm_sampler.py       sampling.py as a logits processor inside vLLM

@@ -88,7 +88,7 @@ class Decoder:
         self.cache.fill(torch.tensor(rows, device=self._device), cache)
         return states
 
-    def forward(self, last: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float32]:
+    def forward(self, last: NDArray[np.int64], columns: NDArray[np.int64]) -> torch.Tensor:
         """[N, V] logits behind the tokens `last` [N], which stand at `columns` [N] of the first N rows."""
         places = torch.from_numpy(columns).to(self._device)
         states = self.model.base_model(
@@ -100,14 +100,15 @@ class Decoder:
         ).last_hidden_state
         return self.logits(states[:, 0])
 
-    def logits(self, states: torch.Tensor) -> NDArray[np.float32]:
-        """[N, V] float32 logits of states [N, D], as the architecture scales and caps them."""
-        # Few rows against many: a CPU is a third faster with the large matrix on the left.
-        logits = (self._head_weight @ states.float().T).T.contiguous()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[N, V] float32 logits of states [N, D] on their device, as the architecture scales and caps them."""
+        if states.device.type == "cpu":  # few rows against many: a third faster with the large matrix on the left
+            logits = (self._head_weight @ states.float().T).T.contiguous()
+        else:
+            logits = states.float() @ self._head_weight.T
         if self._head_bias is not None:
             logits += self._head_bias
         logits *= self._logit_scale
         if self._softcap:
             logits = self._softcap * torch.tanh(logits / self._softcap)
-        array: NDArray[np.float32] = logits.cpu().numpy()
-        return array
+        return logits

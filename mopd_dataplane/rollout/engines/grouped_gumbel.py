@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.rollout.engines.nucleus import floor_of
 from mopd_dataplane.rollout.engines.philox import Words, uniforms
 
 NAME = "grouped-gumbel/1"
@@ -27,10 +28,10 @@ NAME = "grouped-gumbel/1"
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 
-_DEPTHS = (8.0, 16.0, 32.0, np.inf)
-"""How far below the likeliest token a cut looks for its candidates, in nat, one after the other until it has enough."""
 _BUFFER_VALUES = 1 << 17
-"""Entries whose exponentials are taken at a time, to stay in the processor's cache."""
+"""Entries that are worked on at a time, to stay in the processor's cache."""
+_UNCUT = (np.float32(-np.inf), -1)
+"""Floor and last id of a row without a cut: every token is above it, but one without any probability."""
 
 
 def group_size(vocab: int) -> int:
@@ -47,13 +48,17 @@ class Distribution:
     """Distributions of B tokens: log q(v) = (logits[v] - peak) * scale - log(sum of masses)."""
 
     logits: Singles
-    """[B, V] -inf outside the cut"""
+    """[B, V]"""
     peak: Singles
     """[B] largest logit"""
     scale: Singles
     """[B] 1 / temperature"""
     masses: Floats
-    """[B, G] sums of exp((logits - peak) * scale) over each group"""
+    """[B, G] sums of exp((logits - peak) * scale) over the tokens of each group that the cut left"""
+    floor: Singles
+    """[B] lowest (logits - peak) * scale inside the cut; -inf without one"""
+    last: NDArray[np.int64]
+    """[B] highest id that is inside with just that score; -1 without a cut"""
 
     @classmethod
     def of(cls, logits: Singles, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Distribution:
@@ -61,15 +66,7 @@ class Distribution:
         peak = logits.max(axis=1)
         scale = (1 / np.where(temperature > 0, temperature, 1.0)).astype(np.float32)
         top_k = np.where(top_k > 0, np.minimum(top_k, logits.shape[1]), logits.shape[1])
-        masses = _masses(logits, peak, scale)
-        cut = np.flatnonzero((top_k < logits.shape[1]) | (top_p < 1))
-        if len(cut):
-            logits = logits.copy()
-            scores = (logits[cut] - peak[cut, None]) * scale[cut, None]
-            inside = _inside(scores, masses[cut].sum(axis=1), top_k[cut], top_p[cut])
-            logits[cut] = np.where(inside, logits[cut], -np.inf)
-            masses[cut] = _masses(logits[cut], peak[cut], scale[cut])
-        return cls(logits, peak, scale, masses)
+        return cls(logits, peak, scale, *_masses(logits, peak, scale, top_k, top_p))
 
     def mixed(self, other: Distribution, *, share: float) -> Distribution:
         """See sampling.Distribution.mixed."""
@@ -79,40 +76,77 @@ class Distribution:
 
     def log_q(self) -> Floats:
         """See sampling.Distribution.log_q."""
-        scores: Floats = (self.logits - self.peak[:, None]) * self.scale[:, None] - self._log_total()[:, None]
-        return scores
+        scores = self._scores(self.logits)
+        kept = self._inside(scores, np.arange(scores.shape[1])[None])
+        found: Floats = np.where(kept, scores - self._log_total()[:, None], -np.inf)
+        return found
 
     def logprobs(self, tokens: NDArray[np.integer]) -> Singles:
         """See sampling.Distribution.logprobs."""
-        scores = (self.logits[np.arange(len(tokens)), tokens] - self.peak) * self.scale
-        own: Singles = np.minimum(scores - self._log_total(), 0.0).astype(np.float32)
-        return own
+        ids = tokens[:, None]
+        scores = self._scores(np.take_along_axis(self.logits, ids, 1))
+        own = np.where(self._inside(scores, ids), scores - self._log_total()[:, None], -np.inf)
+        found: Singles = np.minimum(own[:, 0], 0.0).astype(np.float32)
+        return found
 
     def kept(self) -> NDArray[np.bool_]:
         """See sampling.Distribution.kept."""
-        return np.isfinite(self.logits)
+        return self._inside(self._scores(self.logits), np.arange(self.logits.shape[1])[None])
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:
         """See sampling.Distribution.draw."""
-        rows, vocab = self.logits.shape
-        size, groups = group_size(vocab), self.masses.shape[1]
-        first = groups + groups % 2
-        noise = -np.log(-np.log(uniforms(keys, positions, first + size + size % 2)))
+        vocab = self.logits.shape[1]
+        noise = group_noise(keys, positions, vocab)
         with np.errstate(divide="ignore"):
-            group = (np.log(self.masses) + noise[:, :groups]).argmax(axis=1)
-        ids = (group * size)[:, None] + np.arange(size)
-        inside = self.logits[np.arange(rows)[:, None], np.minimum(ids, vocab - 1)]
-        scores = (inside - self.peak[:, None]) * self.scale[:, None] + noise[:, first : first + size]
-        tokens: NDArray[np.int32] = (group * size + np.where(ids < vocab, scores, -np.inf).argmax(axis=1)).astype(
-            np.int32
-        )
+            group = pick_group(np.log(self.masses), noise)
+        ids = group[:, None] * group_size(vocab) + np.arange(group_size(vocab))
+        scores = self._scores(np.take_along_axis(self.logits, np.minimum(ids, vocab - 1), 1))
+        inside = self._inside(scores, ids) & (ids < vocab)
+        tokens = pick_token(group, np.where(inside, scores, -np.inf), noise)
         greedy = np.flatnonzero(temperature == 0)
         tokens[greedy] = self.logits[greedy].argmax(axis=1)
         return tokens
 
+    def _scores(self, logits: Singles) -> Singles:
+        """[B, n] from logits [B, n] of the rows; the same bits as in _masses, which floors are compared in."""
+        scores: Singles = (logits - self.peak[:, None]) * self.scale[:, None]
+        return scores
+
+    def _inside(self, scores: Singles, ids: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """[B, n] whether the cut left tokens with these scores [B, n] and ids."""
+        floor, last = self.floor[:, None], self.last[:, None]
+        kept: NDArray[np.bool_] = scores > floor
+        if (self.last >= 0).any():
+            kept |= (scores == floor) & (ids <= last)
+        return kept
+
     def _log_total(self) -> Floats:
         total: Floats = np.log(self.masses.sum(axis=1))
         return total
+
+
+def group_noise(keys: Words, positions: NDArray[np.integer], vocab: int) -> Floats:
+    """[B, G + size] Gumbel noise of the groups, behind it that of the places in one; both made even in number."""
+    size = group_size(vocab)
+    groups = -(-vocab // size)
+    noise: Floats = -np.log(-np.log(uniforms(keys, positions, groups + groups % 2 + size + size % 2)))
+    return noise
+
+
+def pick_group(log_masses: Floats, noise: Floats) -> NDArray[np.int64]:
+    """[B] groups, from the log of their masses [B, G]."""
+    group: NDArray[np.int64] = (log_masses + noise[:, : log_masses.shape[1]]).argmax(axis=1)
+    return group
+
+
+def pick_token(group: NDArray[np.int64], scores: NDArray[np.floating], noise: Floats) -> NDArray[np.int32]:
+    """[B] tokens, from the scores [B, size] of the group's places; -inf where there is no token."""
+    size = scores.shape[1]
+    first = noise.shape[1] - size - size % 2
+    tokens: NDArray[np.int32] = (group * size + (scores + noise[:, first : first + size]).argmax(axis=1)).astype(
+        np.int32
+    )
+    return tokens
 
 
 def _plain(rows: int) -> tuple[Floats, NDArray[np.int64], Floats]:
@@ -120,57 +154,51 @@ def _plain(rows: int) -> tuple[Floats, NDArray[np.int64], Floats]:
     return np.ones(rows), np.zeros(rows, np.int64), np.ones(rows)
 
 
-def _masses(logits: Singles, peak: Singles, scale: Singles) -> Floats:
-    """[B, G] group sums of exp((logits - peak) * scale)."""
+def _masses(
+    logits: Singles, peak: Singles, scale: Singles, top_k: NDArray[np.int64], top_p: Floats
+) -> tuple[Floats, Singles, NDArray[np.int64]]:
+    """masses, floor and last of a Distribution; top_k: [B] 1 to V."""
     rows, vocab = logits.shape
-    size = group_size(vocab)
-    whole = vocab // size
-    sums = np.zeros((rows, -(-vocab // size)))
+    sums = np.zeros((rows, -(-vocab // group_size(vocab))))
+    floor, last = np.full(rows, _UNCUT[0], np.float32), np.full(rows, _UNCUT[1], np.int64)
+    cut = (top_k < vocab) | (top_p < 1)
     step = max(1, _BUFFER_VALUES // vocab)
     buffer = np.empty((min(step, rows), vocab), np.float32)
+    scores = np.empty_like(buffer) if cut.any() else buffer
     for begin in range(0, rows, step):
         part = slice(begin, min(begin + step, rows))
-        values = buffer[: part.stop - begin]
+        values, weights = scores[: part.stop - begin], buffer[: part.stop - begin]
         # The difference to the largest is taken first: near it, where probability is, float32 loses nothing.
         np.subtract(logits[part], peak[part, None], out=values)
         if (scale[part] != 1).any():
             np.multiply(values, scale[part, None], out=values)
-        np.exp(values, out=values)
-        sums[part, :whole] = values[:, : whole * size].reshape(len(values), whole, size).sum(axis=2)
-        if whole < sums.shape[1]:
-            sums[part, whole] = values[:, whole * size :].sum(axis=1)
+        np.exp(values, out=weights)
+        sums[part] = _group_sums(weights)
+        for row in np.flatnonzero(cut[part]).tolist():
+            at, own = begin + row, values[row]
+            floor[at], last[at] = floor_of(own, _group_tops(own), sums[at].sum(), int(top_k[at]), float(top_p[at]))
+            outside = own < floor[at]
+            tied = np.flatnonzero(own[last[at] + 1 :] == floor[at])
+            outside[last[at] + 1 + tied] = True
+            np.copyto(weights[row], 0.0, where=outside)
+            sums[at] = _group_sums(weights[row : row + 1])[0]
+    return sums, floor, last
+
+
+def _group_sums(values: Singles) -> Floats:
+    """[n, G] sums over the groups of [n, V]."""
+    rows, vocab = values.shape
+    size = group_size(vocab)
+    whole = vocab // size
+    sums = np.zeros((rows, -(-vocab // size)))
+    sums[:, :whole] = values[:, : whole * size].reshape(rows, whole, size).sum(axis=2)
+    if whole < sums.shape[1]:
+        sums[:, whole] = values[:, whole * size :].sum(axis=1)
     return sums
 
 
-def _inside(scores: Singles, total: Floats, top_k: NDArray[np.int64], top_p: Floats) -> NDArray[np.bool_]:
-    """[n, V] whether each token is in the top k and in the nucleus; equal scores keep the lower id.
-
-    scores: [n, V], the largest of a row is 0. total: [n] sums of exp(scores). The nucleus is the smallest set of
-    likeliest tokens of the top k whose probability reaches top_p.
-    """
-    inside = np.zeros(scores.shape, np.bool_)
-    open_rows = np.arange(len(scores))
-    for depth in _DEPTHS:
-        own, k, total_here, mass = scores[open_rows], top_k[open_rows], total[open_rows], top_p[open_rows]
-        rows, ids = np.nonzero(own >= -depth)
-        counts = np.bincount(rows, minlength=len(own))
-        # Candidates side by side, in the order of their ids; the padding sorts to the end.
-        places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        values, tokens = np.full((len(own), counts.max()), -np.inf), np.zeros((len(own), counts.max()), np.int64)
-        values[rows, places], tokens[rows, places] = own[rows, ids], ids
-        order = np.argsort(-values, axis=1, kind="stable")
-        values, tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
-        ranked = np.arange(values.shape[1]) < np.minimum(k, counts)[:, None]
-        probabilities = np.where(ranked, np.exp(values), 0.0)
-        summed = np.cumsum(probabilities, axis=1)
-        uncut = k == scores.shape[1]
-        goal = mass * np.where(uncut, total_here, summed[:, -1])
-        done = np.where(uncut, summed[:, -1] >= goal, counts >= k) | (depth == np.inf)
-        within = (summed - probabilities < goal[:, None]) | (mass >= 1)[:, None]
-        taken = ranked & within & done[:, None]
-        at = np.nonzero(taken)
-        inside[open_rows[at[0]], tokens[at]] = True
-        open_rows = open_rows[~done]
-        if not len(open_rows):
-            break
-    return inside
+def _group_tops(values: Singles) -> Singles:
+    """[G] largest of the whole groups of [V]."""
+    size = group_size(len(values))
+    tops: Singles = values[: len(values) // size * size].reshape(-1, size).max(axis=1)
+    return tops

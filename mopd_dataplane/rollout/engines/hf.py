@@ -28,6 +28,7 @@ from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.hf import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines import kv_file
 from mopd_dataplane.rollout.engines.decoder import Decoder
+from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution, Floats, by_sampler, sampler
@@ -210,16 +211,18 @@ class HfEngine:
         """See Engine.step."""
         live = len(self._requests)
         logits = self._forward(live)
-        finite = np.logical_and.reduce([np.isfinite(own).all(axis=1) for own in logits])
+        positions = self._length[:live] - self._prompt[:live]
+        with np.errstate(invalid="ignore"):
+            tokens, logprobs, masks = self._sample(logits, positions)
+        # Behind the draw, whose noise is computed while a device is still at the logits. A sum is finite where all are.
+        finite = torch.stack([own.sum(1).isfinite() for own in logits]).all(0).cpu().numpy()
         if not finite.all():
             bad = int(np.flatnonzero(~finite)[0])
             raise EngineError(
                 f"policy version {self.policy_version} gives non-finite logits for sample {self._requests[bad].uid} "
-                f"at response position {self._length[bad] - self._prompt[bad]}; nothing of this step was written; "
+                f"at response position {positions[bad]}; nothing of this step was written; "
                 "check the policy's weights, then run again to continue"
             )
-        positions = self._length[:live] - self._prompt[:live]
-        tokens, logprobs, masks = self._sample(logits, positions)
         finished = self._finished(tokens, positions)
         output = StepOutput(
             self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, masks, self._routes()
@@ -230,7 +233,7 @@ class HfEngine:
             self._leave(int(row))
         return output
 
-    def _forward(self, live: int) -> list[NDArray[np.float32]]:
+    def _forward(self, live: int) -> list[torch.Tensor]:
         """[live, V] logits of each decoder."""
         last, columns = self._last[:live], self._length[:live] - 1
         return [decoder.forward(last, columns) for decoder in self._decoders]
@@ -250,17 +253,17 @@ class HfEngine:
     def _distribution(
         self,
         kind: type[Distribution],
-        logits: Sequence[NDArray[np.float32]],
+        logits: Sequence[torch.Tensor],
         temperature: Floats,
         top_k: NDArray[np.int64],
         top_p: Floats,
     ) -> Distribution:
         """Distribution that a sampler draws from; logits: [N, V] of each decoder."""
-        parts = [kind.of(own, temperature, top_k, top_p) for own in logits]
+        parts = [distribution_of(kind, own, temperature, top_k, top_p) for own in logits]
         return parts[0] if self._partner is None else parts[0].mixed(parts[1], share=self._partner.share)
 
     def _sample(
-        self, logits: Sequence[NDArray[np.float32]], positions: NDArray[np.int64]
+        self, logits: Sequence[torch.Tensor], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], SamplingMasks | None]:
         live = len(positions)
         asked = self._support[:live]
@@ -315,7 +318,7 @@ class HfEngine:
         if not live or not limit_bytes or any(read is not None for read in self._read):
             return 0
         # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
-        logits = torch.from_numpy(np.stack(self._forward(live)))
+        logits = torch.stack(self._forward(live)).cpu()
         lengths = self._length[:live].tolist()
         token_bytes = sum(decoder.cache.token_bytes() for decoder in self._decoders)
         if sum(lengths) * token_bytes + logits.nbytes > limit_bytes:
@@ -344,7 +347,7 @@ class HfEngine:
             prefix = f"{place}."
             own = {n.removeprefix(prefix): tensor for n, tensor in saved.tensors.items() if n.startswith(prefix)}
             decoder.cache.put(self._length[:live].tolist(), own, self._device)
-        gaps = np.abs(np.stack(self._forward(live)) - saved.tensors["logits"].numpy()).max(axis=(0, 2))
+        gaps = (torch.stack(self._forward(live)).cpu() - saved.tensors["logits"]).abs().amax((0, 2)).tolist()
         return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
 
     def _identity(self) -> dict[str, str]:

@@ -39,10 +39,11 @@ class Distribution(Protocol):
     """Distributions of B tokens, and how one sampler draws from them."""
 
     @classmethod
-    def of(cls, logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Self:
+    def of(cls, logits: Any, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats) -> Self:
         """softmax(logits / temperature), cut to the top k, then to the nucleus of mass top_p.
 
-        logits: [B, V]; the settings are [B]. Temperature 0 counts as 1.
+        logits: [B, V] float32, an array, or a tensor where the class draws on a device; the settings are [B].
+        Temperature 0 counts as 1.
         """
 
     def mixed(self, other: Any, *, share: float) -> Self:

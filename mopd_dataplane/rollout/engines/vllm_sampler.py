@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
+from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampler_arguments import LOWEST, SamplerArguments
 from mopd_dataplane.rollout.engines.sampling import by_sampler
@@ -83,17 +84,16 @@ class KeyedSampler(LogitsProcessor):  # type: ignore[misc]
         indices = sorted(self._rows)
         if not indices:
             return logits
-        tokens, values = _drawn(logits[indices].float().cpu().numpy(), [self._rows[index] for index in indices])
         where = torch.tensor(indices, device=logits.device)
+        own = logits if len(indices) == len(logits) else logits[where]
+        tokens, values = _drawn(own.float(), [self._rows[index] for index in indices])
         logits[where] = -torch.inf
         logits[where, torch.from_numpy(tokens).to(logits.device)] = torch.from_numpy(values).to(logits)
         return logits
 
 
-def _drawn(logits: NDArray[np.float32], rows: list[_Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def _drawn(logits: torch.Tensor, rows: list[_Row]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Token [B] and its log-prob [B]; token 0 and NaN where logits are not finite."""
-    good = np.isfinite(logits).all(axis=1)
-    logits[~good] = 0.0
     temperature = np.array([row.arguments.temperature for row in rows])
     top_k = np.array([row.arguments.top_k for row in rows], np.int64)
     top_p = np.array([row.arguments.top_p for row in rows])
@@ -101,9 +101,11 @@ def _drawn(logits: NDArray[np.float32], rows: list[_Row]) -> tuple[NDArray[np.in
     repeated = np.array([-1 if row.repeats is None else row.repeats for row in rows])
     tokens, logprobs = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.float32)
     for kind, own in by_sampler([row.arguments.sampler for row in rows]):
-        found = kind.of(logits[own], temperature[own], top_k[own], top_p[own])
+        found = distribution_of(kind, logits[own], temperature[own], top_k[own], top_p[own])
         drawn = found.draw(keys[own], positions[own], temperature[own])
         tokens[own] = np.where(repeated[own] >= 0, repeated[own], drawn)
         logprobs[own] = np.maximum(found.logprobs(tokens[own]), LOWEST)
+    # A sum is finite where all logits are.
+    good = logits.sum(1).isfinite().cpu().numpy()
     tokens[~good], logprobs[~good] = 0, np.nan
     return tokens, logprobs

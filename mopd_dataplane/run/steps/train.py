@@ -33,7 +33,7 @@ from mopd_dataplane.run.steps.retain import free_served
 from mopd_dataplane.run.steps.token_stats import record_stats
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.train.checkpoint import latest_checkpoint
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.node_agent import node_count, node_rank
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
@@ -63,6 +63,7 @@ class Training:
         self._stage = stage
         self._samples = samples
         self._checkpoints = StoredCheckpoints(run.work, stage.name)
+        self._metrics = MetricsReader(self._checkpoints.folder)
         self._trainer: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
 
@@ -82,7 +83,7 @@ class Training:
                 trainer = self._trainer or self._start()
                 self._watch(trainer, plan, version, advance)
                 run.policies.publish(stage)
-                done = [m for m in self._metrics() if m.window == plan.window]
+                done = [m for m in self._metrics.steps() if m.window == plan.window]
                 report.facts = _summary(done)
             if plan.window == 0 and (warning := kl_warning([m.reverse_kl for m in done])):
                 run.progress.say(f"{stage.name:<16} warning  {warning}")
@@ -139,7 +140,7 @@ class Training:
                 self.settle()
 
     def _record_steps(self) -> None:
-        if metrics := self._metrics():
+        if metrics := self._metrics.steps():
             self._run.store.add_steps(metrics)
             self._record_stats(metrics[-1].step + 1)
 
@@ -224,9 +225,6 @@ class Training:
         windows = math.ceil(trained / len(first.sample_rows)) if trained else self._stage.iterations
         return (len(first.step_starts) - 1) * windows
 
-    def _metrics(self) -> list[StepMetrics]:
-        return read_metrics(self._folder)
-
     def _watch(self, trainer: subprocess.Popen[bytes], plan: PlanWindow, version: int, advance: Advance) -> None:
         """Follow the metrics file until the window's policy is published."""
         recorded = time.monotonic()
@@ -235,7 +233,7 @@ class Training:
                 trainer.wait(POLL_S)
                 if self._run.policies.latest(self._stage) < version:
                     self._died(trainer.returncode)
-            done = [m for m in self._metrics() if m.window == plan.window]
+            done = [m for m in self._metrics.steps() if m.window == plan.window]
             if done:
                 advance(len(done), **_summary(done[-1:]))
             if time.monotonic() - recorded > STATS_S and done:

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,24 @@ def test_query_prints_a_table_and_counts_rows_on_stderr(demo_store: Store) -> No
         ["chain_sum", "32"], ["number_sorting", "32"], ["spell_backward", "32"],
     ]  # fmt: skip
     assert "3 rows" in result.stderr
+
+
+def test_a_query_leaves_pandas_alone_and_a_data_frame_can_still_be_asked_for(demo_store: Store) -> None:
+    code = """if True:
+        import sys
+        from mopd_dataplane.cli import main
+        sys.argv = ["mopd", "query", sys.argv[1], "select count(*) from samples"]
+        try:
+            main()
+        except SystemExit as end:
+            assert not end.code
+        assert "pandas" not in sys.modules
+        import pyarrow
+        assert len(pyarrow.table({"x": [1, 2]}).to_pandas()) == 2
+    """
+    done = subprocess.run([sys.executable, "-c", code, demo_store.uri], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "96" in done.stdout
 
 
 def test_query_json_is_one_array_with_nulls_for_what_json_lacks(demo_store: Store) -> None:

@@ -44,7 +44,7 @@ def tokens_of(
     one = Distribution.of(logits[None], np.full(1, temperature), np.full(1, top_k), np.full(1, top_p))
     many = Distribution(
         np.repeat(one.logits, DRAWS, 0), np.repeat(one.peak, DRAWS), np.repeat(one.scale, DRAWS),
-        np.repeat(one.masses, DRAWS, 0),
+        np.repeat(one.masses, DRAWS, 0), np.repeat(one.floor, DRAWS), np.repeat(one.last, DRAWS),
     )  # fmt: skip
     return many.draw(keys, positions, np.full(DRAWS, temperature))
 
@@ -179,6 +179,25 @@ def test_cuts_keep_exactly_what_sorting_keeps(vocab: int) -> None:
         top_k, top_p = int(rng.integers(0, vocab + 1)), float(rng.choice([0.2013, 0.7537, 0.99871, 1.0]))
         kept = Distribution.of(logits[None], np.ones(1), np.full(1, top_k), np.full(1, top_p)).kept()[0]
         np.testing.assert_array_equal(kept, expected(logits, 1.0, top_k, top_p) > 0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1.5, 4.0, 20.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (0, 0.05), (0, 0.99999), (4000, 0.9), (30, 0.5), (1, 0.9)])
+def test_a_large_vocabulary_keeps_the_likeliest_tokens_up_to_the_mass(spread: float, top_k: int, top_p: float) -> None:
+    """Flat and peaked rows of 20,000 tokens, beside one with ties, where candidates are set aside before sorting."""
+    rng = np.random.default_rng(7)
+    rows = rng.normal(0, spread, (3, 20_000)).astype(np.float32)
+    rows[1] = np.round(rows[1])
+    rows -= rows.max(axis=1, keepdims=True)
+    found = Distribution.of(rows, np.ones(3), np.full(3, top_k), np.full(3, top_p)).kept()
+    for row, kept in zip(rows, found, strict=True):
+        order = np.argsort(-row, kind="stable")
+        count = int(kept.sum())
+        np.testing.assert_array_equal(np.flatnonzero(kept), np.sort(order[:count]))
+        mass = np.cumsum(np.exp(row[order[: top_k or None]].astype(np.float64)))
+        before = mass[count - 2] if count > 1 else 0.0
+        assert before / mass[-1] < top_p * (1 + 1e-6)
+        assert mass[count - 1] / mass[-1] > top_p * (1 - 1e-6)
 
 
 def test_a_mixture_of_two_distributions_is_drawn_from_as_one() -> None:

@@ -110,9 +110,10 @@ def test_stop_text_is_found_across_the_resume_point() -> None:
         assert (before, [cut + i for i, seen in enumerate(after) if seen]) == ((True, []) if cut > 3 else (False, [3]))
 
 
-def test_garbage_weights_are_an_error_and_write_nothing(tiny_model: Path) -> None:
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.9)])
+def test_garbage_weights_are_an_error_and_write_nothing(tiny_model: Path, top_k: int, top_p: float) -> None:
     engine = HfEngine(tiny_model, slots=2)
-    engine.admit([(0, make_requests(1)[0])])
+    engine.admit([(0, make_requests(1, top_k=top_k, top_p=top_p)[0])])
     engine._decoders[0]._head_weight = engine._decoders[0]._head_weight.clone()
     engine._decoders[0]._head_weight[5] = float("nan")
     with pytest.raises(EngineError, match="non-finite logits for sample 0 at response position 0"):

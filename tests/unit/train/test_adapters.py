@@ -236,7 +236,7 @@ def test_an_engine_takes_the_next_version_into_the_base_that_it_holds(
 
     def drawn(folder: Path) -> torch.Tensor:
         here = decoder.Decoder(folder, rows=1, dtype="float32", device="cpu")
-        return torch.from_numpy(here.forward(np.array([5]), np.array([0])))
+        return here.forward(np.array([5]), np.array([0]))
 
     wanted = [drawn(version(spec, number)) for number in (1, 2)]
     assert not torch.equal(*wanted)
@@ -247,7 +247,7 @@ def test_an_engine_takes_the_next_version_into_the_base_that_it_holds(
             engine.load_policy(version(spec, number), number)
             assert engine.policy_digest == hf.weights_digest(version(spec, number))
             (here,) = engine._decoders
-            said = torch.from_numpy(here.forward(np.array([5]), np.array([0])))
+            said = here.forward(np.array([5]), np.array([0]))
             torch.testing.assert_close(said, wanted[number - 1], rtol=0, atol=1e-6)
             here.clear(2)
     assert opened == [version(spec, 1)], "the base was read once"
