@@ -128,22 +128,20 @@ def _shared(shown: Shown, index: Index, found: dict[str, Any]) -> dict[str, Any]
 def _of_samples(shown: Shown, index: Index, uids: list[str]) -> dict[str, Any]:
     """sample/…, life/…, candidates/… of each, and prompt/… of each prompt with the chosen answers only."""
     data: dict[str, Any] = {}
-    groups: dict[str, str] = {}
     rows = index.rows_of(uids)
     data |= {
         f"life/{uid}": events for uid, events in life.lives(shown.store, index.snapshot, list(rows.values())).items()
     }
     for uid in uids:
         row = rows[uid]
-        groups[row["group_id"]] = row["prompt_id"]
         asked = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
         data[f"sample/{uid}"] = describe(shown.store, row, index.snapshot, shown.decoder, asked)
         data[f"candidates/{uid}"] = _candidates(shown, index, row)
-    for prompt_id in dict.fromkeys(groups.values()):
+    for prompt_id in dict.fromkeys(row["prompt_id"] for row in rows.values()):
         data[f"prompt/{prompt_id}"] = prompt.answers(
             shown.store, index, shown.decoder, prompt_id=prompt_id, only=frozenset(uids)
         )
-    return data | {"groups": groups}
+    return data
 
 
 def _candidates(shown: Shown, index: Index, row: dict[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ const ANSWERS = {
   life: (p) => data(`life/${p.uid}`),
   candidates: async (p) => (await data(`candidates/${p.uid}`))[p.position]
     || { teachers: [], note: "the export holds candidates of the most surprising tokens only" },
-  prompt: async (p) => (p.prompt ? data(`prompt/${p.prompt}`) : data(`prompt/${(await data("groups"))[p.group]}`)),
+  prompt: (p) => data(`prompt/${p.prompt}`),
   samples: async (p) => {
     const { columns, here } = await chosen(p);
     const page = ordered(here, p.order).slice(Number(p.offset || 0), Number(p.offset || 0) + Number(p.limit));

@@ -7,8 +7,9 @@ const LONG = 2000; // characters from which on it is closed
 
 // prompt: text, answer, teacher_context, cut; text: what the student read where that is known.
 export function question(prompt, text = prompt.text) {
-  const cut = prompt.cut ? h("p", {}, h("small", {}, `${count(prompt.cut)} more characters are not shown`)) : null;
-  return h("details", { open: text.length < LONG }, h("summary", {}, text.length < LONG ? "prompt" : `prompt of ${count(text.length + (prompt.cut || 0))} characters`),
+  const left = text === prompt.text ? prompt.cut : 0;
+  const cut = left ? h("p", {}, h("small", {}, `${count(left)} more characters are not shown`)) : null;
+  return h("details", { open: text.length < LONG }, h("summary", {}, text.length < LONG ? "prompt" : `prompt of ${count(text.length + left)} characters`),
     h("pre", { class: "prompt", dir: "auto" }, text), cut,
     prompt.answer ? h("p", {}, h("small", {}, "reference answer "), h("span", { class: "mono" }, prompt.answer)) : null,
     prompt.teacher_context ? [h("small", {}, "what only the teacher read"), h("pre", { class: "prompt", dir: "auto" }, prompt.teacher_context)] : null);

@@ -47,7 +47,7 @@ export async function stepPage(main, { id, params }, { stores }) {
   put(main, h("h1", {}, `Step ${n} of ${id}`),
     h("div", { class: "row controls" }, h("button", { disabled: n <= found.steps.first, onclick: () => go(n - 1) }, "← step"), h("button", { disabled: n >= found.steps.last, onclick: () => go(n + 1) }, "step →"),
       select("coloured by", by, COLOURS, (key) => adjust({ by: key })),
-      h("span", {}, `${found.packs.length} packs of ${count(budget)} tokens, ${percent(used / (budget * found.packs.length))} full · loss ${number(s.loss, 4)} · reverse KL ${number(s.reverse_kl, 4)} · ${seconds(s.step_time_s)}`)),
+      h("span", {}, `${count(found.packs.length)} ${found.packs.length === 1 ? "pack" : "packs"} of ${count(budget)} tokens, ${percent(used / (budget * found.packs.length))} full · loss ${number(s.loss, 4)} · reverse KL ${number(s.reverse_kl, 4)} · ${seconds(s.step_time_s)}`)),
     h("ul", { class: "keyed" }, colours.key.map(([ink, title]) => h("li", {}, h("i", { style: { backgroundColor: ink } }), title))),
     h("div", { class: "packs" }, found.packs.map((pack) => packRow(pack, params, budget, colours))),
     h("div", { class: "row controls" }, h("h2", {}, "Work of each rank"),

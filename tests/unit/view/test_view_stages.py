@@ -14,6 +14,7 @@ from mopd_dataplane.errors import DeadlineError, QueryError
 from mopd_dataplane.records import sample_uid
 from mopd_dataplane.store.decode import Numbers
 from mopd_dataplane.store.sql import Limits, run_sql
+from mopd_dataplane.view.export import export_folder
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.prompt import answers
 from mopd_dataplane.view.sample import PROMPT_CHARACTERS, prompt_shown, score_rows
@@ -93,3 +94,13 @@ def test_freed_states_are_said_to_be_freed(make_store: Callable[..., Store], tmp
     store.free_hidden(row["teacher"], store.sql("select sample_row from scores")["sample_row"].to_numpy())
     [after] = candidates(store, row, scores, [(0, 0)], store.snapshot())
     assert after[0]["error"] == "its hidden states were freed when they had served"
+
+
+def test_an_export_has_every_prompt_of_its_samples(tmp_path: Path) -> None:
+    store = create_store(str(tmp_path / "named"))
+    samples = [replace(_answer("warm", place), prompt_id=f"p{place}") for place in range(2)]
+    store.add_prompts([Prompt(prompt_id=sample.prompt_id, domain="d", text="?", split="train") for sample in samples])
+    store.commit_samples(samples)  # two prompts, of which a writer named the groups alike
+    export_folder(Shown(store), tmp_path / "out", where="", order="", limit=10)
+    keys = (tmp_path / "out" / "mopd.js").read_text().partition("\n")[0]
+    assert all(f'"prompt/{sample.prompt_id}"' in keys for sample in samples)
