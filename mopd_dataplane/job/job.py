@@ -29,6 +29,7 @@ from mopd_dataplane.job.sections import (
     Domain,
     Engine,
     Load,
+    Lora,
     Name,
     Plan,
     Retain,
@@ -85,6 +86,11 @@ class Stage(Section):
     def verifier(self) -> str:
         """Name of the verifier whose rewards are trained on; empty for the domains' verifiers."""
         return "discriminator" if self.discriminator else ""
+
+    @property
+    def adapter(self) -> Lora | None:
+        """The adapter that is trained; None where the weights themselves are."""
+        return self.train.lora if self.train.lora.r else None
 
 
 class Job(Section):

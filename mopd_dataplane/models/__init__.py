@@ -9,6 +9,8 @@ hub.py              models by their Hugging Face name
 initial_weights.py  the model a job starts from, made once
 router_replay.py    which experts each token was sent to: recorded while decoding, replayed in training
 tiny.py             tiny random models with another model's architecture and tokenizer
+vllm_adapters.py    adapters in a vLLM that was started here, as LoRA requests
 vllm_local.py       vLLM on this machine, its core in a process of its own
 vllm_server.py      a running vLLM server by its URL
+vllm_worker.py      the part of vllm_adapters.py that runs inside vLLM
 """

@@ -116,12 +116,24 @@ def adapter_rank(folder: str | Path) -> int:
     return int(read_adapter_config(folder)["r"])
 
 
-def touches_head(folder: str | Path) -> bool:
-    """Whether an adapter may change the LM head: it has factors outside the numbered layers, where the head lies."""
+def highest_rank(folder: str | Path) -> int:
+    """Rank of an adapter's largest factors, which a rank pattern may make larger than `r`."""
+    config = read_adapter_config(folder)
+    return max(int(rank) for rank in (config["r"], *(config.get("rank_pattern") or {}).values()))
+
+
+def factor_modules(folder: str | Path) -> set[str]:
+    """Modules that an adapter has factors for, by their names in the base."""
     from safetensors import safe_open
 
     with safe_open(Path(folder) / ADAPTER_WEIGHTS, framework="numpy") as stored:
-        return any(not re.search(r"\.\d+\.", name) for name in stored.keys())  # noqa: SIM118
+        parts = (re.match(r"(?:base_model\.model\.)?(.+?)\.lora_", name) for name in stored.keys())  # noqa: SIM118
+        return {part[1] for part in parts if part}
+
+
+def touches_head(folder: str | Path) -> bool:
+    """Whether an adapter may change the LM head: it has factors outside the numbered layers, where the head lies."""
+    return any(not re.search(r"\.\d+\.", name) for name in factor_modules(folder))
 
 
 def settings_digest(folder: str | Path) -> str:

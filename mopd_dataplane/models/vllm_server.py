@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
+from mopd_dataplane.models.adapter_files import base_folder, is_adapter
+from mopd_dataplane.models.hf import weights_digest
+from mopd_dataplane.models.vllm_adapters import check_for_vllm
 
 if TYPE_CHECKING:
     import httpx2
@@ -21,6 +24,10 @@ KEY_VARIABLE = "VLLM_API_KEY"
 REQUEST_S = 600.0
 """Longest time one plain request may take."""
 _CONNECT_S = 10.0
+_ADAPTER = "mopd-"
+"""What the names of adapters begin with that a run has loaded into a server."""
+_MISSING = "No adapter found"
+"""In what a server says of a folder that it does not see."""
 _UNKNOWN = ("", "default")
 """Weight versions that say nothing: none, and what a server has before anybody names one."""
 
@@ -90,6 +97,39 @@ class VllmServer:
             )
         self._reload(folder, digest)
 
+    def take(self, folder: Path, digest: str, *, reload: bool) -> str:
+        """Make sure that the server has a policy or a teacher; the name under which requests ask for it.
+
+        A whole model is what the server serves, see serve(). An adapter is loaded beside its base, which must be what
+        the server serves, under a name made of its digest. Raises MismatchError, EngineError.
+        """
+        if not is_adapter(folder):
+            self.serve(folder, digest, reload=reload)
+            return self.name
+        check_for_vllm(folder)
+        base = base_folder(folder)
+        self.serve(base, weights_digest(base), reload=False)
+        name = f"{_ADAPTER}{digest[:32]}"
+        known = {str(one["id"]) for one in self.get("models")["data"]}
+        if name not in known and (said := self._refused_adapter(name, folder.resolve())):
+            raise MismatchError(f"{self.url} does not take adapter {folder}: {_next_step(said)} (it says: {said})")
+        return name
+
+    def require_adapters(self) -> None:
+        """Raise MismatchError unless the server can be given adapters while it runs."""
+        said = self._refused_adapter(f"{_ADAPTER}probe", Path("/nowhere"))
+        if _MISSING not in said:
+            raise MismatchError(f"{self.url} takes no adapters while it runs: {_next_step(said)} (it says: {said})")
+
+    def forget(self, name: str) -> None:
+        """Have the server forget an adapter; one that it does not know is none of our concern."""
+        self._request("POST", f"{self.url}/unload_lora_adapter", {"lora_name": name})
+
+    def _refused_adapter(self, name: str, folder: Path) -> str:
+        """Load an adapter; what the server says against it, empty when it has it."""
+        answer = self._request("POST", f"{self.url}/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+        return redacted(answer.text)[:500] if answer.is_error else ""
+
     def _weight_version(self) -> str | None:
         """None when the server does not say."""
         import httpx2
@@ -105,19 +145,32 @@ class VllmServer:
         both."""
         base = self.url.removesuffix("/v1")
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
+        if self._adapts():
+            raise MismatchError(
+                f"{self.url} was started with --enable-lora, and reload_weights leaves such a server's weights as they "
+                f"are; start it with {folder}, or without --enable-lora"
+            )
         self._answered("POST", f"{base}/update_weight_version", {"new_version": "loading"})
         self._answered("POST", f"{base}/collective_rpc", arguments)
         if not self._answered("POST", f"{base}/reset_prefix_cache", None).json()["success"]:
             raise EngineError(f"{self.url} did not drop its cached prefixes: is somebody else using it? Run again")
         self._answered("POST", f"{base}/update_weight_version", {"new_version": digest})
 
-    def _answered(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+    def _adapts(self) -> bool:
+        """Whether the server was started ready for adapters; it has development endpoints."""
+        url = f"{self.url.removesuffix('/v1')}/server_info?config_format=json"
+        return bool(self._answered("GET", url, None).json()["vllm_config"].get("lora_config"))
+
+    def _request(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
         import httpx2
 
         try:
-            answer = self._client.request(method, url, json=body)
+            return self._client.request(method, url, json=body)
         except httpx2.HTTPError as error:
             raise self._lost(error) from error
+
+    def _answered(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
+        answer = self._request(method, url, body)
         if answer.is_error:
             raise EngineError(f"{url} answered {answer.status_code}: {redacted(answer.text)[:500]!r}")
         return answer
@@ -131,3 +184,16 @@ class VllmServer:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+
+def _next_step(said: str) -> str:
+    """What to change at a server that refuses an adapter, from what it says."""
+    if _MISSING in said:
+        return "it does not see that folder; share the disk, under the same path"
+    if "max_lora_rank" in said:
+        return "start it with a larger --max-lora-rank"
+    if "not enabled" in said:
+        return "start it with --enable-lora"
+    if '"detail":"Not Found"' in said:
+        return "start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment"
+    return "merge the adapter and serve the merged form, or see docs/engines.md"

@@ -11,7 +11,8 @@ A rate that is nearer (by ratio) to the other kind's is reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import student_config
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
+from mopd_dataplane.score.engines import SCORING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,7 +35,11 @@ ADAPTER_RATE = 10.0
 
 
 def adapter_problems(job: Job) -> Iterator[tuple[str, str]]:
-    """(key, problem) of everything that would stop a stage which trains an adapter."""
+    """(key, problem) of everything that would stop a stage which trains an adapter, or samples or scores with one."""
+    yield from _of_the_engine(job)
+    for stage in job.stages:
+        if not SCORING[stage.score.engine].here:
+            yield from _of_its_teachers(job, stage)
     adapted = [stage for stage in job.stages if stage.train.lora.r]
     if adapted and find_spec("peft") is None:
         yield (
@@ -41,12 +47,6 @@ def adapter_problems(job: Job) -> Iterator[tuple[str, str]]:
             "adapters need peft, which is not installed: pip install 'mopd-dataplane[lora]'",
         )
         return
-    if adapted and not engine_kind(job.engine.kind).adapters:
-        yield (
-            "engine.kind",
-            f"stage {adapted[0].name!r} trains an adapter, and engine.kind = {job.engine.kind!r} is only given whole "
-            f"models; set kind = {kinds_that(lambda kind: kind.adapters)}",
-        )
     for stage in adapted:
         key = f"stages.{stage.name}.train.lora"
         if problem := _of_its_start(job, stage):
@@ -68,6 +68,90 @@ def check_adapter(folder: Path) -> None:
         weights_digest(folder)
     if find_spec("peft") is not None:
         attach(_empty_model(base_folder(folder)), folder, "checked")
+
+
+def _of_the_engine(job: Job) -> Iterator[tuple[str, str]]:
+    """What the job's engine cannot decode of its adapters."""
+    kind, said = engine_kind(job.engine.kind), f"engine.kind = {job.engine.kind!r}"
+    for stage in [stage for stage in job.stages if stage.data == "rollout"]:
+        start, rank = _start_adapter(job, stage), stage.train.lora.r
+        if (start or rank) and not kind.adapters:
+            yield (
+                "engine.kind",
+                f"stage {stage.name!r} samples with an adapter, and {said} is only given whole models; set kind = "
+                + kinds_that(lambda kind: kind.adapters),
+            )
+            return
+        if kind.highest_rank and rank > kind.highest_rank:
+            yield (
+                f"stages.{stage.name}.train.lora.r",
+                f"{rank}, and {said} decodes adapters of rank {kind.highest_rank} at most; lower it, or set kind = "
+                + kinds_that(lambda other: not other.highest_rank),
+            )
+        if start and not rank and not kind.leaves_adapters:
+            yield (
+                f"stages.{stage.name}.train.lora.r",
+                f"the stage starts from an adapter ({start}) and trains whole weights, which {said} does not take in "
+                'its place; have that adapter merged (train.lora.merge = "end", or peft), or set kind = '
+                + kinds_that(lambda other: other.leaves_adapters),
+            )
+    folder = _student_adapter(job)
+    if folder is not None and kind.adapters and (problem := _refusal(partial(kind.check_adapter, folder))):
+        yield "student.path", problem
+
+
+def _of_its_teachers(job: Job, stage: Stage) -> Iterator[tuple[str, str]]:
+    """What vLLM cannot score of the adapters that judge a stage."""
+    from mopd_dataplane.models.vllm_adapters import RANKS, check_for_scoring
+
+    for name in sorted({member for teacher in job.teachers_of(stage) for member in job.members_of(teacher)}):
+        teacher, key = job.teachers[name], f"teachers.{name}"
+        source = job.stage(teacher.source[6:]) if teacher.source.startswith("stage:") else None
+        if source is not None:
+            lora = source.train.lora
+            if not lora.r or lora.merge == "end":
+                continue
+            if lora.r > RANKS[-1]:
+                yield key, f'an adapter of rank {lora.r}, and vLLM takes at most {RANKS[-1]}; set merge = "end" there'
+            if teacher.url and stage.score.reads == "prompt_logprobs":
+                yield (
+                    f"{key}.url",
+                    f'an adapter behind a server, with score.reads = {stage.score.reads!r}: use "states"',
+                )
+            continue
+        try:
+            folder = model_folder(teacher.source, teacher.revision) if teacher.source != "student" else None
+        except MopdError:
+            continue  # the teacher's own check names it
+        if folder is not None and is_adapter(folder):
+            check = partial(check_for_scoring, folder, url=teacher.url, reads=stage.score.reads)
+            if problem := _refusal(check):
+                yield key, problem
+
+
+def _student_adapter(job: Job) -> Path | None:
+    """The student's folder, where it is an adapter."""
+    try:
+        folder = model_folder(job.student.path, job.student.revision) if job.student.path else None
+    except MopdError:
+        return None  # the student's own check names it
+    return folder if folder is not None and is_adapter(folder) else None
+
+
+def _start_adapter(job: Job, stage: Stage) -> str:
+    """What a stage starts from, where that is an adapter; empty where it is a whole model."""
+    if stage.start == "init":
+        return "student.path" if _student_adapter(job) else ""
+    lora = job.stage(stage.start).train.lora
+    return f"stage {stage.start!r}" if lora.r and lora.merge == "never" else ""
+
+
+def _refusal(check: Callable[[], None]) -> str:
+    try:
+        check()
+    except MopdError as error:
+        return str(error)
+    return ""
 
 
 def adapter_parameters(job: Job, lora: Lora) -> int:
@@ -105,9 +189,9 @@ def _of_its_start(job: Job, stage: Stage) -> str:
     """Why a stage cannot continue the adapter that it starts from; empty when it can, or starts from weights."""
     mine = stage.train.lora
     if stage.start == "init":
+        folder = _student_adapter(job)
         try:
-            folder = model_folder(job.student.path, job.student.revision) if job.student.path else Path()
-            rank = adapter_rank(folder) if is_adapter(folder) else mine.r
+            rank = adapter_rank(folder) if folder is not None else mine.r
         except MopdError:
             return ""  # the student's own check names it
         return "" if rank == mine.r else f"{mine.r}, and student.path is an adapter of rank {rank}; set it to {rank}"

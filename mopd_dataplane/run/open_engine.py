@@ -15,6 +15,7 @@ from mopd_dataplane.rollout.engines.engine import Sleeper
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 
 if TYPE_CHECKING:
+    from mopd_dataplane.job.sections import Lora
     from mopd_dataplane.rollout.engines.engine import Engine
     from mopd_dataplane.rollout.engines.hf import Partner
 
@@ -28,11 +29,17 @@ class Engines:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._kept: Engine | None = None
+        self._kept_for: Lora | None = None
 
     @contextmanager
-    def use(self, folder: Path, version: int, *, partner: Partner | None = None) -> Iterator[Engine]:
-        """An engine with free slots and this policy. One that fails, or is interrupted, is not used again."""
-        engine = self._ready(folder, version, partner)
+    def use(
+        self, folder: Path, version: int, *, partner: Partner | None = None, adapter: Lora | None = None
+    ) -> Iterator[Engine]:
+        """An engine with free slots and this policy. One that fails, or is interrupted, is not used again.
+
+        adapter: see EngineKind.open.
+        """
+        engine = self._ready(folder, version, partner, adapter)
         try:
             yield engine
         except BaseException:
@@ -41,7 +48,7 @@ class Engines:
         settings = self._job.engine
         stays = engine_kind(settings.kind).stays
         if stays and (settings.keep or (isinstance(engine, Sleeper) and engine.sleep())):
-            self._kept = engine
+            self._kept, self._kept_for = engine, adapter
         else:
             engine.close()  # its memory is needed by what follows
 
@@ -51,26 +58,29 @@ class Engines:
             self._kept.close()
             self._kept = None
 
-    def _ready(self, folder: Path, version: int, partner: Partner | None) -> Engine:
+    def _ready(self, folder: Path, version: int, partner: Partner | None, adapter: Lora | None) -> Engine:
         """The kept engine with this policy, or a new one."""
         free_device_memory()
         kept, self._kept = self._kept, None
         if kept is not None:
             try:
-                kept.load_policy(folder, version)
-                return kept
+                if adapter is None or adapter == self._kept_for:
+                    kept.load_policy(folder, version)
+                    return kept
             except MismatchError:
-                pass  # a model of another shape: a new engine will say if it cannot be had
+                pass  # a model of another shape or base: a new engine will say if it cannot be had
             except BaseException:
                 kept.close()
                 raise
             kept.close()
-        return start_engine(self._job, folder, version, partner=partner)
+        return start_engine(self._job, folder, version, partner=partner, adapter=adapter)
 
 
-def start_engine(job: Job, folder: Path, version: int, *, partner: Partner | None = None) -> Engine:
+def start_engine(
+    job: Job, folder: Path, version: int, *, partner: Partner | None = None, adapter: Lora | None = None
+) -> Engine:
     """A new engine with the job's settings and this policy. Raises MismatchError, EngineError."""
     settings = job.engine
     return engine_kind(settings.kind).open(
-        folder, version, settings, dtype=settings.dtype or job.student.dtype, partner=partner
+        folder, version, settings, dtype=settings.dtype or job.student.dtype, partner=partner, adapter=adapter
     )

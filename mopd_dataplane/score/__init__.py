@@ -14,6 +14,7 @@ vllm_states.py          teachers in vLLM as pooling models: states
 vllm_extract.py         teachers in vLLM as generating models: states
 vllm_connector.py       the part of vllm_extract.py that runs inside vLLM
 vllm_logprobs.py        teachers in vLLM as generating models: log-probs
+vllm_adapted_base.py    teachers that are adapters on one base in a vLLM started here
 vllm_batch.py           vLLM started here to read texts
 quantise.py             quantised teachers, through torchao
 quantisation_effect.py  the effect of quantisation on a teacher's log-probs

@@ -12,8 +12,6 @@ class ScoringEngine:
 
     quantises: bool = False
     """Whether it applies a teacher's `quantisation`."""
-    adapters: bool = False
-    """Whether it reads with an adapter on a base that is in memory."""
     here: bool = False
     """Whether it runs in this process, on `score.device`."""
     settings: tuple[str, ...] = ()
@@ -23,7 +21,7 @@ class ScoringEngine:
 
 
 SCORING: dict[str, ScoringEngine] = {
-    "hf": ScoringEngine(quantises=True, adapters=True, here=True),
+    "hf": ScoringEngine(quantises=True, here=True),
     "vllm": ScoringEngine(settings=("reads", "options"), package="vllm"),
 }
 """By the name that `score.engine` gives it."""

@@ -16,6 +16,7 @@ from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError,
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import base_folder, check_base, is_adapter, touches_head
+from mopd_dataplane.models.vllm_adapters import check_for_scoring
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.score.adapted_base import AdaptedBase, AdapterReader
 from mopd_dataplane.score.engines import SCORING, engines_that
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from mopd_kernels import Head
     from transformers import PreTrainedModel
 
-    from mopd_dataplane.score.vllm_logprobs import LogprobReader
+    from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
+    from mopd_dataplane.score.vllm_extract import ExtractingReader
+    from mopd_dataplane.score.vllm_logprobs import LogprobReader, VllmLogprobs
+    from mopd_dataplane.score.vllm_states import VllmReader
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,10 @@ class TeacherPool:
                     f'apply; set score.engine = {engines_that(lambda one: one.quantises)}, or quantisation = "none"'
                 )
             if spec.folder is not None and is_adapter(spec.folder):
-                _check_adapter(name, spec.settings, engine)
-        self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase] = OrderedDict()
+                _check_adapter(name, spec.settings)
+                if not self._engine.here:
+                    check_for_scoring(spec.folder, url=spec.settings.url, reads=reads)
+        self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase | VllmAdaptedBase] = OrderedDict()
         self.loads: dict[str, int] = {}
         """How often each teacher's weights were read from disk; of adapters, their base's, under its digest."""
 
@@ -87,12 +93,12 @@ class TeacherPool:
     def resident(self) -> tuple[str, ...]:
         """Teachers in memory, least recently used first; adapters with their base."""
         held = self._resident.items()
-        return tuple(name for key, one in held for name in (one.teachers if isinstance(one, AdaptedBase) else (key,)))
+        return tuple(name for key, one in held for name in getattr(one, "teachers", (key,)))
 
     @property
     def switches(self) -> int:
         """How often the active adapter of a base in memory was switched."""
-        return sum(base.switches for base in self._resident.values() if isinstance(base, AdaptedBase))
+        return sum(getattr(one, "switches", 0) for one in self._resident.values())
 
     def judge(self, name: str) -> TeacherForward:
         """The teacher, ready to score. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
@@ -146,45 +152,69 @@ class TeacherPool:
             if place == name:
                 self._resident[place] = self._open(folder, spec.settings)
             else:
-                model = hf.load_model(base_folder(folder), dtype=spec.settings.dtype, device=self._device)
-                self._resident[place] = AdaptedBase(model)
+                self._resident[place] = self._open_base(place, base_folder(folder), spec.settings.dtype)
             self.loads[place] = self.loads.get(place, 0) + 1
         self._resident.move_to_end(place)
         held = self._resident[place]
-        if isinstance(held, AdaptedBase):
-            return held.reader(name, self._checked(name))
-        return held
+        if place == name:
+            return held  # type: ignore[return-value]
+        return held.reader(name, self._checked(name))  # type: ignore[union-attr]
 
     def _place(self, name: str) -> str:
-        """Key of a teacher in the pool: its name, or one shared by all adapters on one base in one dtype."""
+        """Key of a teacher in the pool: its name, or one shared by all adapters on one base in one dtype. Adapters
+        behind a server have keys of their own."""
         spec = self._spec(name)
-        if spec.folder is None or not is_adapter(spec.folder):
+        if spec.folder is None or not is_adapter(spec.folder) or spec.settings.url:
             return name
         base = hf.weights_digest(base_folder(spec.folder))
         check_base(spec.folder, base)
         return f"{base} in {spec.settings.dtype}"
+
+    def _open_base(self, place: str, base: Path, dtype: str) -> AdaptedBase | VllmAdaptedBase:
+        """A base for every adapter in the pool that has its place there."""
+        if self._engine.here:
+            return AdaptedBase(hf.load_model(base, dtype=dtype, device=self._device))
+        from mopd_dataplane.models.vllm_adapters import room_for
+        from mopd_dataplane.models.vllm_local import require_vllm
+        from mopd_dataplane.score.vllm_adapted_base import VllmAdaptedBase
+
+        require_vllm()
+        adapters = [spec.folder for name, spec in self._specs.items() if spec.folder and self._place(name) == place]
+        room = room_for(base, adapters, dtype=dtype)
+        return VllmAdaptedBase(self._vllm_reader(base, dtype, room | dict(self._options)))
 
     def _open(self, folder: Path, settings: sections.Teacher) -> Reader | LogprobReader:
         if self._engine.here:
             reader = self._hf_reader(folder, settings.dtype)
             quantise(reader.model, settings.quantisation)
             return reader
+        if not settings.url:
+            return self._vllm_reader(folder, settings.dtype, self._options)
         if self._reads == "prompt_logprobs":
-            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs, VllmLogprobs
+            from mopd_dataplane.score.vllm_logprobs import ServerLogprobs
 
-            if settings.url:
-                return ServerLogprobs(folder, hf.weights_digest(folder), url=settings.url)
-            return VllmLogprobs(folder, dtype=settings.dtype, options=self._options)
-        from mopd_dataplane.score.vllm_states import ServerReader, VllmReader
+            return ServerLogprobs(folder, hf.weights_digest(folder), url=settings.url)
+        from mopd_dataplane.score.vllm_states import ServerReader
 
+        head = hf.load_head(folder, dtype="float32", device=self._device)
+        return ServerReader(folder, hf.weights_digest(folder), head, url=settings.url)
+
+    def _vllm_reader(
+        self, folder: Path, dtype: str, options: Mapping[str, Any]
+    ) -> VllmReader | ExtractingReader | VllmLogprobs:
+        """vLLM on this machine."""
+        if self._reads == "prompt_logprobs":
+            from mopd_dataplane.score.vllm_logprobs import VllmLogprobs
+
+            return VllmLogprobs(folder, dtype=dtype, options=options)
         head = hf.load_head(folder, dtype="float32", device=self._device)
         if self._reads == "extract_hidden_states":
             from mopd_dataplane.score.vllm_extract import ExtractingReader
 
-            return ExtractingReader(folder, head, dtype=settings.dtype, options=self._options)
-        if settings.url:
-            return ServerReader(folder, hf.weights_digest(folder), head, url=settings.url)
-        return VllmReader(folder, head, dtype=settings.dtype, options=self._options)
+            return ExtractingReader(folder, head, dtype=dtype, options=options)
+        from mopd_dataplane.score.vllm_states import VllmReader
+
+        return VllmReader(folder, head, dtype=dtype, options=options)
 
     def _hf_reader(self, folder: Path, dtype: str) -> HfReader:
         return HfReader(hf.load_model(folder, dtype=dtype, device=self._device))
@@ -277,16 +307,10 @@ class TeacherPool:
         return folder
 
 
-def _check_adapter(name: str, settings: sections.Teacher, engine: str) -> None:
+def _check_adapter(name: str, settings: sections.Teacher) -> None:
     if settings.quantisation != "none":
         raise MismatchError(
             f'teacher {name!r} is an adapter, whose base is not rounded: set quantisation = "none", or merge it first'
-        )
-    if not SCORING[engine].adapters:
-        able = engines_that(lambda one: one.adapters)
-        raise MismatchError(
-            f"teacher {name!r} is an adapter, which {engine} is not asked to score with; set score.engine = {able}, or "
-            "give its merged form"
         )
 
 

@@ -29,7 +29,9 @@ class VllmBatches:
             "max_model_len": int(model_shape(folder)["max_position_embeddings"]),
             "enable_prefix_caching": False,  # vLLM says nothing of a cached prefix
         }
-        self._engine = start(folder, settings | dict(arguments) | dict(options), threads=0)
+        self.engine = start(folder, settings | dict(arguments) | dict(options), threads=0)
+        self.adapter: Any = None
+        """The LoRA request that texts are read with; None for the model itself."""
         self._asked = 0
 
     def ask(self, sequences: Sequence[NDArray[np.int64]], parameters: Any) -> list[Any]:
@@ -40,9 +42,10 @@ class VllmBatches:
             for place, ids in enumerate(sequences):
                 self._asked += 1
                 places[str(self._asked)] = place
-                self._engine.add_request(str(self._asked), {"prompt_token_ids": ids.tolist()}, parameters)
+                prompt = {"prompt_token_ids": ids.tolist()}
+                self.engine.add_request(str(self._asked), prompt, parameters, lora_request=self.adapter)
             while len(answers) < len(sequences):
-                for answer in self._engine.step():
+                for answer in self.engine.step():
                     if answer.finished:
                         answers[places[answer.request_id]] = answer
         return [answers[place] for place in range(len(sequences))]
@@ -50,11 +53,11 @@ class VllmBatches:
     @property
     def dead(self) -> bool:
         """vLLM's process is gone."""
-        return is_dead(self._engine)
+        return is_dead(self.engine)
 
     def close(self) -> None:
         """End vLLM's process."""
-        self._engine.engine_core.shutdown()
+        self.engine.engine_core.shutdown()
 
 
 def room_to_generate(folder: Path) -> dict[str, Any]:

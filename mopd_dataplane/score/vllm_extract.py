@@ -62,7 +62,7 @@ class ExtractingReader:
                 kv_connector_extra_config={"shared_storage_path": self._files.name, "use_synchronization_lock": False},
             ),
         }
-        self._batches = VllmBatches(folder, arguments, options)
+        self.batches = VllmBatches(folder, arguments, options)
 
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
@@ -70,7 +70,7 @@ class ExtractingReader:
         """See Reader."""
         from vllm import SamplingParams
 
-        answers = self._batches.ask(sequences, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
+        answers = self.batches.ask(sequences, SamplingParams(max_tokens=1, temperature=0.0, detokenize=False))
         states = [self._taken(Path(answer.kv_transfer_params["hidden_states_path"])) for answer in answers]
         with torch.no_grad():
             before = predicting(states, sequences, predicted).to(self.head.weight.device)
@@ -82,7 +82,7 @@ class ExtractingReader:
 
         until = time.monotonic() + _FILE_S
         while not file.exists():
-            if self._batches.dead:
+            if self.batches.dead:
                 raise EngineError("vLLM died while it wrote hidden states; run again to continue with a new engine")
             if time.monotonic() > until:
                 raise DeadlineError(
@@ -95,5 +95,5 @@ class ExtractingReader:
 
     def close(self) -> None:
         """End vLLM's process and delete what it has written."""
-        self._batches.close()
+        self.batches.close()
         self._files.cleanup()

@@ -53,14 +53,14 @@ class VllmLogprobs:
     def __init__(self, folder: Path, *, dtype: str, options: Mapping[str, Any]) -> None:
         self.vocab_size = int(model_shape(folder)["vocab_size"])
         arguments = {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}
-        self._batches = VllmBatches(folder, arguments, options)
+        self.batches = VllmBatches(folder, arguments, options)
 
     def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
         """See LogprobReader."""
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
-        answers = self._batches.ask(sequences, parameters)
+        answers = self.batches.ask(sequences, parameters)
         return [
             _said(ids, map(_ranked, answer.prompt_logprobs[1:]), k)
             for ids, answer in zip(sequences, answers, strict=True)
@@ -68,16 +68,16 @@ class VllmLogprobs:
 
     def close(self) -> None:
         """End vLLM's process."""
-        self._batches.close()
+        self.batches.close()
 
 
 class ServerLogprobs:
-    """A teacher behind a running vLLM server; the weights must be those of `folder`, see VllmServer.serve."""
+    """A teacher behind a running vLLM server; the weights must be those of `folder`, see VllmServer.take."""
 
     def __init__(self, folder: Path, digest: str, *, url: str) -> None:
         self.vocab_size = int(model_shape(folder)["vocab_size"])
         self._server = VllmServer(url)
-        self._server.serve(folder, digest, reload=False)
+        self._name = self._server.take(folder, digest, reload=False)
 
     def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
@@ -86,7 +86,7 @@ class ServerLogprobs:
 
     def _read(self, ids: NDArray[np.int64], k: int) -> Said:
         body = {
-            "model": self._server.name,
+            "model": self._name,
             "prompt": ids.tolist(),
             "max_tokens": 1,
             "temperature": 0.0,

@@ -44,7 +44,7 @@ class VllmReader:
             "pooler_config": PoolerConfig(task=_TASK, use_activation=False),
             "dtype": dtype,
         }
-        self._batches = VllmBatches(folder, arguments, options)
+        self.batches = VllmBatches(folder, arguments, options)
 
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
@@ -52,25 +52,25 @@ class VllmReader:
         """See Reader."""
         from vllm import PoolingParams
 
-        answers = self._batches.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
+        answers = self.batches.ask(sequences, PoolingParams(task=_TASK, use_activation=False))
         states = [answer.outputs.data.float() for answer in answers]
         return predicting(states, sequences, predicted).to(self.head.weight.device)
 
     def close(self) -> None:
         """End vLLM's process."""
-        self._batches.close()
+        self.batches.close()
 
 
 class ServerReader:
     """A teacher behind a running vLLM pooling server.
 
-    folder: the teacher's weights here; the server must have the same, see VllmServer.serve.
+    folder: the teacher's weights here; the server must have the same, see VllmServer.take.
     """
 
     def __init__(self, folder: Path, digest: str, head: Head, *, url: str) -> None:
         self.head = head
         self._server = VllmServer(url)
-        self._server.serve(folder, digest, reload=False)
+        self._name = self._server.take(folder, digest, reload=False)
 
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
@@ -83,7 +83,7 @@ class ServerReader:
     def _read(self, ids: NDArray[np.int64]) -> Tensor:
         width = self.head.weight.shape[1]
         body = {
-            "model": self._server.name,
+            "model": self._name,
             "input": ids.tolist(),
             "task": _TASK,
             "use_activation": False,

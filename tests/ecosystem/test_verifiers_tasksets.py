@@ -174,7 +174,7 @@ class Certain(EngineKind):
 
     here = True
 
-    def open(self, folder: Path, version: int, settings: Any, *, dtype: str, partner: Any) -> Any:
+    def open(self, folder: Path, version: int, settings: Any, *, dtype: str, partner: Any, adapter: Any = None) -> Any:
         return Scripted(folder, slots=settings.slots, policy_version=version, dtype=dtype, threads=settings.threads)
 
 

@@ -36,8 +36,8 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """A server of a model folder; killed at the end unless the test has done so."""
+def serving(folder: Path, *flags: str, **variables: str) -> Iterator[Server]:
+    """A server of a model folder; killed at the end unless the test has done so. variables: of its environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -48,7 +48,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
     ]  # fmt: skip
     environment = {
         **os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", **variables,
     }  # fmt: skip
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
     server = Server(process, f"http://127.0.0.1:{port}/v1")

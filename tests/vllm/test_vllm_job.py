@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 from commandline import ENVIRONMENT, command, run_mopd
 from decoding import TOLERANCE, decode, make_requests
 
 from mopd_dataplane import Store
 from mopd_dataplane.job.job import load_job
+from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
 from mopd_dataplane.run.open_engine import Engines
 
@@ -66,11 +68,11 @@ iterations = 1
 """
 
 
-def write_job(home: Path, engine: str) -> Path:
+def write_job(home: Path, engine: str, more: str = "") -> Path:
     """A job file with its store beside it."""
     home.mkdir()
     file = home / "job.toml"
-    file.write_text(JOB.format(store=home / "store", engine=engine))
+    file.write_text(JOB.format(store=home / "store", engine=engine) + more)
     return file
 
 
@@ -90,14 +92,22 @@ class Ended:
     """Shared memory it had, and that is still there."""
 
 
-def interrupt(job: Path, number: int, *, group: bool) -> Ended:
-    """A signal to mopd, or to it and every process of its group, when some tokens are logged."""
+def interrupt(job: Path, number: int, *, group: bool, verb: str = "rollout", after: str = "") -> Ended:
+    """A signal to mopd, or to it and every process of its group, when some tokens are logged.
+
+    after: a file of the store that must be there first.
+    """
+
+    def due() -> bool:
+        logged = sum(file.stat().st_size for file in job.parent.glob("store/wal/**/*.wal"))
+        return logged >= 30_000 and (job.parent / "store" / after).exists()
+
     with subprocess.Popen(
-        [sys.executable, "-c", LISTEN, *command("rollout", job)], start_new_session=True, env=ENVIRONMENT,
+        [sys.executable, "-c", LISTEN, *command(verb, job)], start_new_session=True, env=ENVIRONMENT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as running:  # fmt: skip
         deadline = time.monotonic() + 600
-        while sum(file.stat().st_size for file in job.parent.glob("store/wal/**/*.wal")) < 30_000:
+        while not due():
             assert running.poll() is None, f"ended with code {running.returncode} before anything was logged"
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -161,6 +171,37 @@ def test_an_interrupted_job_ends_with_the_samples_of_an_uninterrupted_one(
     for uid, (tokens, logprobs, _) in ours.items():
         assert tokens == calm[uid][0]
         np.testing.assert_allclose(logprobs, calm[uid][1], atol=TOLERANCE)
+
+
+ADAPTER = "train = { lora = { r = 4 }, learning_rate = 5e-3 }\n"
+
+
+def test_a_killed_job_that_trains_an_adapter_goes_on_with_it(tmp_path: Path) -> None:
+    """Killed while its first adapter samples, then run to the end with evaluation, beside what transformers says."""
+    job = write_job(tmp_path / "lora", "vllm", ADAPTER)
+    job.write_text(job.read_text().replace("iterations = 1", "iterations = 2"))
+    first = "policies/student/v1/adapter_model.safetensors"
+    ended = interrupt(job, signal.SIGKILL, group=True, verb="run", after=first)
+    assert not ended.left
+    said = run_mopd("run", job, timeout=900).stderr
+    assert "resumed" in said
+    policies = tmp_path / "lora" / "store" / "policies"
+    store = Store.open(str(job.parent / "store"))
+    samples = store.table("samples", columns=["uid", "iteration", "policy_version_last", "prompt_len", "interruptions"])
+    payload = store.read_tokens(np.arange(len(samples)), columns=["tokens", "logprobs"])
+    rows = [row for row in enumerate(samples.to_pylist()) if row[1]["iteration"] == 1]
+    assert len(rows) == 128
+    assert sum(row["interruptions"] > 0 for _, row in rows) == 4
+    model = load_model(policies / "student" / "v1")
+    for place, row in rows[::8]:
+        assert row["policy_version_last"] == 1
+        tokens = torch.tensor(payload["tokens"][place].as_py())
+        with torch.no_grad():
+            logprobs = model(tokens[None]).logits[0].log_softmax(-1)
+        due = logprobs[row["prompt_len"] - 1 : -1].gather(1, tokens[row["prompt_len"] :, None])[:, 0]
+        np.testing.assert_allclose(payload["logprobs"][place].as_py(), due.numpy(), atol=TOLERANCE)
+    evaluated = store.table("evals", columns=["policy_version"])["policy_version"].to_pylist()
+    assert set(evaluated) >= {0, 2}
 
 
 @pytest.mark.parametrize("keep", [True, False])

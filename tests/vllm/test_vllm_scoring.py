@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from decoding import TOLERANCE
+from peft_adapters import write_adapter
 from serving import Server, serving
 
 from mopd_dataplane.errors import EngineError, MismatchError
@@ -53,10 +54,12 @@ def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> Teacher
     return pool
 
 
-def judged(pool: TeacherPool, samples: list[Scorable], settings: sections.Score = SETTINGS) -> dict[Any, Signal]:
+def judged(
+    pool: TeacherPool, samples: list[Scorable], settings: sections.Score = SETTINGS, *, teacher: str = "teacher"
+) -> dict[Any, Signal]:
     """Every signal by uid and kind."""
     kinds = KINDS[:2] if settings.reads == "prompt_logprobs" else KINDS
-    return {(s.uid, s.kind): s for s in score_samples(pool, "teacher", kinds, samples, settings)}
+    return {(s.uid, s.kind): s for s in score_samples(pool, teacher, kinds, samples, settings)}
 
 
 def assert_same(ours: dict[Any, Signal], theirs: dict[Any, Signal]) -> None:
@@ -170,3 +173,77 @@ def test_a_server_that_dies_is_an_engine_error(
         pooling_server.kill()
         with pytest.raises(EngineError, match="does not answer"):
             judged(pool, samples)
+
+
+def adapter_pool(adapters: tuple[Path, ...], root: Path, url: str = "", **settings: Any) -> TeacherPool:
+    """A pool of registered teachers that are adapters on one base."""
+    digest = tokenizer_digest(load_tokenizer(adapters[0]))
+    specs = {
+        f"t{number}": TeacherSpec(folder, sections.Teacher(source=str(folder), url=url))
+        for number, folder in enumerate(adapters)
+    }
+    pool = TeacherPool(specs, student_tokenizer=digest, **settings)
+    heads = {pool.register(name, root).head_file for name in specs}
+    assert len(heads) == 1
+    assert next(iter(heads)).startswith("heads/base-")
+    return pool
+
+
+def judged_by_all(pool: TeacherPool, samples: list[Scorable], settings: sections.Score) -> dict[Any, Signal]:
+    """Every signal of every teacher, teacher after teacher."""
+    return {
+        (name, *key): signal
+        for name in ("t0", "t1")
+        for key, signal in judged(pool, samples, settings, teacher=name).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected_of_adapters(
+    adapters: tuple[Path, Path], samples: list[Scorable], tmp_path_factory: pytest.TempPathFactory
+) -> dict[Any, Signal]:
+    """What transformers says with each adapter."""
+    return judged_by_all(adapter_pool(adapters, tmp_path_factory.mktemp("hf")), samples, SETTINGS)
+
+
+@pytest.mark.parametrize("reads", ["states", "extract_hidden_states", "prompt_logprobs"])
+def test_adapters_on_one_base_judge_in_one_vllm_as_they_do_in_transformers(
+    adapters: tuple[Path, Path], samples: list[Scorable], expected_of_adapters: Any, tmp_path: Path, reads: Any
+) -> None:
+    settings = SETTINGS.model_copy(update={"engine": "vllm", "reads": reads})
+    texts, due = samples, expected_of_adapters
+    if reads == "prompt_logprobs":
+        texts = at_one(samples)
+        uids = {sample.uid for sample in texts}
+        due = {key: signal for key, signal in due.items() if key[1] in uids and key[2] != "hidden"}
+    with closing(adapter_pool(adapters, tmp_path, engine="vllm", reads=reads)) as pool:
+        assert_same(judged_by_all(pool, texts, settings), due)
+        assert list(pool.loads.values()) == [1], "the base is read once for both"
+        assert (pool.resident, pool.switches) == (("t0", "t1"), 2)
+        assert_same(judged_by_all(pool, texts, settings), due)
+        assert list(pool.loads.values()) == [1]
+
+
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+def test_an_adapter_may_change_the_embedding_or_the_head_which_is_applied_here(
+    models: tuple[Path, Path], samples: list[Scorable], tmp_path: Path, end: str
+) -> None:
+    folder = write_adapter(models[0], tmp_path / "adapter", target_modules=["v_proj", end])
+    due = judged(pool_of(folder, tmp_path / "hf"), samples)
+    with closing(pool_of(folder, tmp_path / "vllm", engine="vllm")) as pool:
+        assert_same(judged(pool, samples), due)
+    with pytest.raises(MismatchError, match=r'outside the numbered layers.*score\.reads = "states"'):
+        pool_of(folder, tmp_path / "third", engine="vllm", reads="prompt_logprobs")
+
+
+def test_adapters_behind_one_pooling_server(
+    models: tuple[Path, Path], adapters: tuple[Path, Path], samples: list[Scorable], expected_of_adapters: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    flags = ("--runner", "pooling", "--convert", "embed", "--enable-lora", "--max-lora-rank", "8")
+    settings = '{"task": "token_embed", "use_activation": false}'
+    started = serving(models[0], *flags, "--pooler-config", settings, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True")
+    with started as server, closing(adapter_pool(adapters, tmp_path, server.url, engine="vllm")) as pool:
+        assert_same(judged_by_all(pool, samples, SETTINGS), expected_of_adapters)
+    with pytest.raises(MismatchError, match=r"as a server .* is unless told otherwise"):
+        adapter_pool(adapters, tmp_path, server.url, engine="vllm", reads="prompt_logprobs")

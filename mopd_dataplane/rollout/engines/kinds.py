@@ -34,17 +34,32 @@ class EngineKind(ABC):
     """Keys of `[engine]` that it understands beside kind, slots, threads and dtype."""
     adapters: bool = True
     """Whether it decodes a policy that is an adapter on a base."""
+    leaves_adapters: bool = True
+    """Whether an engine that was opened on an adapter also takes whole weights."""
+    highest_rank: int = 0
+    """Largest rank of an adapter that it decodes; 0 for any."""
     package: str = ""
     """Module that must be installed where it runs; empty for none."""
 
     @abstractmethod
     def open(
-        self, folder: Path, version: int, settings: sections.Engine, *, dtype: str, partner: Partner | None
+        self,
+        folder: Path,
+        version: int,
+        settings: sections.Engine,
+        *,
+        dtype: str,
+        partner: Partner | None,
+        adapter: sections.Lora | None = None,
     ) -> Engine:
-        """An engine with this policy, every slot free. partner: given only to a kind that mixes.
+        """An engine with this policy, every slot free. partner: given only to a kind that mixes. adapter: of what kind
+        the policies after this one are, where the stage trains an adapter.
 
         Raises MismatchError for a model that it cannot decode, EngineError when it does not start.
         """
+
+    def check_adapter(self, folder: Path) -> None:  # noqa: B027  most kinds take what transformers takes
+        """Raise MismatchError for an adapter that it would not decode as peft does."""
 
 
 class Hf(EngineKind):
@@ -56,7 +71,14 @@ class Hf(EngineKind):
     settings = ("device",)
 
     def open(
-        self, folder: Path, version: int, settings: sections.Engine, *, dtype: str, partner: Partner | None
+        self,
+        folder: Path,
+        version: int,
+        settings: sections.Engine,
+        *,
+        dtype: str,
+        partner: Partner | None,
+        adapter: sections.Lora | None = None,
     ) -> Engine:
         """See EngineKind."""
         from mopd_dataplane.models.devices import resolve_device
@@ -73,11 +95,25 @@ class Vllm(EngineKind):
 
     stays = True
     settings = ("url", "reload", "options", "noise", "keep")
-    adapters = False
+    leaves_adapters = False
+    highest_rank = 512
     package = "vllm"
 
+    def check_adapter(self, folder: Path) -> None:
+        """See EngineKind."""
+        from mopd_dataplane.models.vllm_adapters import check_for_vllm
+
+        check_for_vllm(folder)
+
     def open(
-        self, folder: Path, version: int, settings: sections.Engine, *, dtype: str, partner: Partner | None
+        self,
+        folder: Path,
+        version: int,
+        settings: sections.Engine,
+        *,
+        dtype: str,
+        partner: Partner | None,
+        adapter: sections.Lora | None = None,
     ) -> Engine:
         """See EngineKind."""
         if settings.url:
@@ -85,13 +121,13 @@ class Vllm(EngineKind):
 
             return ServerEngine(
                 folder, url=settings.url, slots=settings.slots, policy_version=version, noise=settings.noise,
-                reload=settings.reload,
+                reload=settings.reload, adapter=adapter,
             )  # fmt: skip
         from mopd_dataplane.rollout.engines.vllm import VllmEngine
 
         return VllmEngine(
             folder, slots=settings.slots, policy_version=version, dtype=dtype, noise=settings.noise,
-            threads=settings.threads, options=settings.options, sleeps=not settings.keep,
+            threads=settings.threads, options=settings.options, sleeps=not settings.keep, adapter=adapter,
         )  # fmt: skip
 
 

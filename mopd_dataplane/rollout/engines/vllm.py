@@ -7,23 +7,31 @@
 A resumed sample is read again up to its newest RESCORED tokens. The keyed sampler draws those again, so their log-probs
 come from the same decode path, distribution and rounding as the ones in the log. A seeded sample is not compared: its
 resume is statistical whatever the logits are.
+
+Whole weights are reloaded in place. Adapters are LoRA requests on their base, which stays as it is: vLLM's
+reload_weights leaves a base that is ready for adapters unchanged and says nothing, so it is not used there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mopd_dataplane.errors import EngineError, MismatchError
+from mopd_dataplane.models.adapter_files import is_adapter, weights_folder
 from mopd_dataplane.models.hf import model_shape, weights_digest
+from mopd_dataplane.models.vllm_adapters import VllmAdapters, room_for
 from mopd_dataplane.models.vllm_local import answering, can_sleep, require_vllm, start
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.sampler_arguments import SamplerArguments
 from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, native_seed, tokens_to_draw
 from mopd_dataplane.rollout.engines.token_streams import Stream
+
+if TYPE_CHECKING:
+    from mopd_dataplane.job.sections import Lora
 
 SAMPLER = "mopd_dataplane.rollout.engines.vllm_sampler:KeyedSampler"
 LOGPROBS_MODE = {"keyed": "processed_logits", "seeded": "processed_logprobs"}
@@ -33,9 +41,10 @@ class VllmEngine(StreamingEngine):
     """Decodes with vLLM on this machine.
 
     folder: model folder. options: more of vLLM's EngineArgs (`tensor_parallel_size`, `gpu_memory_utilization`, …).
-    threads: CPU threads of vLLM's process, 0 leaves the choice to vLLM. sleeps: prepare for `sleep`. Raises InputError
-    without vLLM or with options it does not know, UnknownNameError without weights, EngineError when vLLM does not
-    start.
+    threads: CPU threads of vLLM's process, 0 leaves the choice to vLLM. sleeps: prepare for `sleep`. adapter: be ready
+    for adapters like these on the folder's model. Raises InputError without vLLM or with options it does not know,
+    UnknownNameError without weights, MismatchError for an adapter that vLLM cannot compute, EngineError when vLLM does
+    not start.
     """
 
     def __init__(
@@ -49,11 +58,14 @@ class VllmEngine(StreamingEngine):
         threads: int = 0,
         options: Mapping[str, Any] | None = None,
         sleeps: bool = False,
+        adapter: Lora | None = None,
     ) -> None:
         require_vllm()
-        self._folder = Path(folder)
-        super().__init__(self._folder, slots=slots, noise=noise)
-        self.policy_version, self.policy_digest = policy_version, weights_digest(folder)
+        folder = Path(folder)
+        self._folder = weights_folder(folder)
+        """What vLLM was started with: a model, or the base of adapters."""
+        super().__init__(folder, slots=slots, noise=noise)
+        adapted = [folder] if is_adapter(folder) else []
         arguments: dict[str, Any] = {
             "dtype": dtype,
             "max_num_seqs": slots,
@@ -62,16 +74,29 @@ class VllmEngine(StreamingEngine):
             "logits_processors": [SAMPLER] if self.samplers else None,
             "generation_config": "vllm",
             **({"enable_sleep_mode": True} if sleeps and can_sleep() else {}),
+            **(room_for(self._folder, adapted, adapter, dtype=dtype) if adapted or adapter else {}),
             **(options or {}),
         }
         self._can_sleep = bool(arguments.get("enable_sleep_mode"))
         self._asleep = False
         self.context_length = int(arguments["max_model_len"])
         self._engine = start(self._folder, arguments, threads=threads)
+        self._adapters = VllmAdapters(self._engine) if arguments.get("enable_lora") else None
+        self._request: Any = None
+        """The LoRA request that every sample is drawn with; None for the model that vLLM was started with."""
+        self.policy_version, self.policy_digest = policy_version, weights_digest(self._folder)
+        if adapted:
+            try:
+                self.load_policy(folder, policy_version)
+            except BaseException:
+                self.close()
+                raise
 
     def _send(self, stream: Stream, prompt: list[int]) -> None:
         with answering():
-            self._engine.add_request(stream.name, {"prompt_token_ids": prompt}, self._sampling(stream))
+            self._engine.add_request(
+                stream.name, {"prompt_token_ids": prompt}, self._sampling(stream), lora_request=self._request
+            )
 
     def _sampling(self, stream: Stream) -> Any:
         from vllm import SamplingParams
@@ -124,9 +149,10 @@ class VllmEngine(StreamingEngine):
             self._engine.abort_request(list(names))
 
     def load_policy(self, folder: Path, version: int) -> None:
-        """Swap the weights in place; every slot must be free. Every cached prefix is dropped with the old weights.
+        """Swap the policy; every slot must be free. No cached prefix outlives the weights that computed it.
 
-        Raises MismatchError when the folder holds a model of another shape; the old weights stay.
+        Raises MismatchError when the folder holds a model of another shape, an adapter on another base, or an adapter
+        where vLLM was started for none, or the reverse; the old policy stays.
         """
         self._require_free()
         shape = model_shape(folder)
@@ -136,27 +162,50 @@ class VllmEngine(StreamingEngine):
                 f"{folder} is another model than {self._folder} ({', '.join(odd)} differ); start a new engine for it"
             )
         digest = weights_digest(folder)
-        if digest != self.policy_digest or self._asleep:
-            with answering():
-                if self._asleep:
-                    self._engine.wake_up(["weights"])  # room for the weights first: they are read before the cache is
-                self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-                if self._asleep:
-                    self._engine.wake_up(["kv_cache"])
-                    self._asleep = False
-                if not self._engine.reset_prefix_cache():
-                    raise EngineError("vLLM did not drop its cached prefixes; run again to continue with a new engine")
+        if self._adapters is not None:
+            self._adapt(self._adapters, folder, digest)
+        elif is_adapter(folder):
+            raise MismatchError(f"{folder} is an adapter, and vLLM was started for none; start a new engine for it")
+        elif digest != self.policy_digest or self._asleep:
+            self._reload(folder)
         self.policy_version, self.policy_digest = version, digest
+
+    def _reload(self, folder: Path) -> None:
+        """Whole weights in place of whole weights; every cached prefix is dropped with the old ones."""
+        with answering():
+            if self._asleep:
+                self._engine.wake_up(["weights"])  # room for the weights first: they are read before the cache is
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            if self._asleep:
+                self._engine.wake_up(["kv_cache"])
+                self._asleep = False
+            if not self._engine.reset_prefix_cache():
+                raise EngineError("vLLM did not drop its cached prefixes; run again to continue with a new engine")
+
+    def _adapt(self, adapters: VllmAdapters, folder: Path, digest: str) -> None:
+        """The base as it is, or an adapter on it."""
+        base = weights_digest(weights_folder(folder))
+        if base != weights_digest(self._folder):
+            raise MismatchError(
+                f"{folder} needs the base {base[:16]}, vLLM was started with {self._folder}; start a new engine for it"
+            )
+        if self._asleep:
+            with answering():
+                self._engine.wake_up()
+            self._asleep = False
+        self._request = adapters.request(folder, digest) if is_adapter(folder) else None
+        adapters.keep_only(digest)
 
     def sleep(self) -> bool:
         """Leave the device until `load_policy`; every slot must be free. False where this build of vLLM cannot.
 
-        Weights are dropped rather than kept on the host: the next policy brings its own.
+        Weights are dropped rather than kept on the host: the next policy brings its own. A base of adapters is kept
+        there: nothing brings it back.
         """
         self._require_free()
         if self._can_sleep and not self._asleep:
             with answering():
-                self._engine.sleep(2)
+                self._engine.sleep(2 if self._adapters is None else 1)
             self._asleep = True
         return self._asleep
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,13 +24,17 @@ from mopd_dataplane.rollout.engines.streaming import Noise, StreamingEngine, nat
 from mopd_dataplane.rollout.engines.token_streams import Stream
 from mopd_dataplane.rollout.engines.vllm import LOGPROBS_MODE, SAMPLER
 
+if TYPE_CHECKING:
+    from mopd_dataplane.job.sections import Lora
+
 
 class ServerEngine(StreamingEngine):
     """Decodes with a running vLLM server.
 
-    folder: the policy's folder here; its digest must be the server's (see VllmServer.serve). reload: whether the server
-    may be told to load another version. Raises InputError, EngineError when nobody answers, MismatchError when the
-    server has other weights, or does not run the sampler that `noise` needs.
+    folder: the policy's folder here; its digest must be the server's (see VllmServer.take). reload: whether the server
+    may be told to load another version. adapter: later policies will be adapters. Raises InputError, EngineError when
+    nobody answers, MismatchError when the server has other weights, takes no adapters, or does not run the sampler
+    that `noise` needs.
     """
 
     def __init__(
@@ -42,11 +46,16 @@ class ServerEngine(StreamingEngine):
         policy_version: int = 0,
         noise: Noise = "keyed",
         reload: bool = False,
+        adapter: Lora | None = None,
     ) -> None:
         super().__init__(Path(folder), slots=slots, noise=noise)
         self._reload = reload
         self._server = VllmServer(url)
         self.context_length = min(self._server.context_length, self.context_length)
+        self._name = ""
+        """What requests ask the server for."""
+        if adapter is not None:
+            self._server.require_adapters()
         self.load_policy(Path(folder), policy_version)
         self._cuts_reported = True
         self._check_sampler(noise)
@@ -75,7 +84,7 @@ class ServerEngine(StreamingEngine):
 
     def _body(self, request: Request, prompt: list[int], again: tuple[int, ...]) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": self._server.name,
+            "model": self._name,
             "prompt": prompt,
             "stream": True,
             "logprobs": 0,
@@ -135,10 +144,12 @@ class ServerEngine(StreamingEngine):
             self._streams.end(chunk.name)
 
     def load_policy(self, folder: Path, version: int) -> None:
-        """Make sure that the server has these weights, see VllmServer.serve; every slot must be free."""
+        """Make sure that the server has these weights, see VllmServer.take; every slot must be free."""
         self._require_free()
         digest = weights_digest(folder)
-        self._server.serve(folder, digest, reload=self._reload)
+        before, self._name = self._name, self._server.take(folder, digest, reload=self._reload)
+        if before not in ("", self._name, self._server.name):
+            self._server.forget(before)
         self.policy_version, self.policy_digest = version, digest
 
     def close(self) -> None:

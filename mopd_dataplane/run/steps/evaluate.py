@@ -110,7 +110,10 @@ def answer(run: Run, stage: Stage, folder: Path, version: int, prompts: Sequence
             )
         )
     environment = environments_of(run.job, list(run.job.domains), run.tokenizer, run.decode)
-    with run.engines.use(folder, version) as engine, TemporaryDirectory(prefix="mopd-evaluate-") as scratch:
+    with (
+        run.engines.use(folder, version, adapter=stage.adapter) as engine,
+        TemporaryDirectory(prefix="mopd-evaluate-") as scratch,
+    ):
         if environment is None:
             return generate(engine, requests)
         turns = UnloggedTurns(environment, Path(scratch))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mopd_dataplane.job.job import Stage
+from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine
@@ -79,7 +80,7 @@ def _sample(
             starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
             what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
             advance(before, now=run.progress.waits_for(stage.name, what, [folder], slow=starts))
-            with run.engines.use(folder, version, partner=_partner(run, part)) as engine:
+            with run.engines.use(folder, version, partner=_partner(run, part), adapter=part.adapter) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
         report.facts = _facts(done)
     return done
@@ -97,11 +98,16 @@ class Part:
     prompts: list[Prompt]
     """In admission order."""
 
+    @property
+    def adapter(self) -> Lora | None:
+        """What later policies of the sampler are, where they are adapters; a teacher stays as it is."""
+        return self.stage.adapter if self.sampler.policy == "self" else None
+
 
 def open_engine(run: Run, part: Part) -> Engine:
     """A new engine that holds the part's policy."""
     folder = sampling_policy(run, part.stage, part.sampler.policy, part.version)
-    return start_engine(run.job, folder, part.version, partner=_partner(run, part))
+    return start_engine(run.job, folder, part.version, partner=_partner(run, part), adapter=part.adapter)
 
 
 def roll_out(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from decoding import TINY
 from peft import LoraConfig, get_peft_model
+from peft_adapters import write_adapter
 
 from mopd_dataplane.cli import jobs
 from mopd_dataplane.errors import InputError, JobFileError
@@ -231,3 +232,36 @@ def test_an_adapter_that_fits_neither_job_nor_base_is_refused_before_anything_is
     assert "was trained on a base with digest 0000" in other_weights["student.path"]
     other_shape = findings(teachers={"t": {"source": str(misplaced)}})
     assert "another rank or for another base" in other_shape["teachers.t.source"]
+
+
+VLLM = {"kind": "vllm", "url": "http://127.0.0.1:9/v1", "slots": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "said"),
+    [
+        ({"engine": VLLM, "train": {"lora": {"r": 4}}}, "", ""),
+        ({"engine": VLLM, "train": {"lora": {"r": 1024}}}, "stages.s.train.lora.r", "rank 512 at most"),
+        ({"engine": VLLM, "student": "adapter"}, "stages.s.train.lora.r", "trains whole weights"),
+        ({"engine": VLLM, "student": "dora", "train": {"lora": {"r": 4}}}, "student.path", "use_dora = true"),
+        ({"score": {"engine": "vllm"}, "teachers": "dora"}, "teachers.t", "use_dora = true"),
+        ({"score": {"engine": "vllm"}, "teachers": "adapter"}, "", ""),
+    ],
+    ids=["fits", "rank", "start", "student", "teacher", "teacher-fits"],
+)
+def test_adapters_that_vllm_cannot_take_are_found_before_work_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], key: str, said: str
+) -> None:
+    base = make_student(Student(config=TINY), tmp_path / "base", seed=0)
+    folders = {"adapter": write_adapter(base, tmp_path / "adapter")}
+    folders["dora"] = write_adapter(base, tmp_path / "dora", use_dora=True)
+    changes = dict(changes)
+    if isinstance(changes.get("student"), str):
+        changes["student"] = {"path": str(folders[changes["student"]])}
+    if isinstance(changes.get("teachers"), str):
+        changes["teachers"] = {"t": {"source": str(folders[changes["teachers"]])}}
+    found = check(tmp_path, job(tmp_path, **changes), capsys)[0]["findings"]
+    mine = {one["key"]: one["problem"] for one in found if "adapt" in one["problem"] or "dora" in one["problem"]}
+    mine = {at: problem for at, problem in mine.items() if not at.endswith("learning_rate")}
+    assert list(mine) == ([key] if key else [])
+    assert said in mine.get(key, "")

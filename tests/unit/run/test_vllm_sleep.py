@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from decoding import TINY
+from peft_adapters import write_adapter
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job.job import Job
-from mopd_dataplane.job.sections import Student
+from mopd_dataplane.job.sections import Lora, Student
 from mopd_dataplane.models.hf import weights_digest
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines import vllm
@@ -35,11 +36,10 @@ class Core:
 
     def sleep(self, level: int) -> None:
         assert self.sleeps, "vLLM refuses unless it was started with enable_sleep_mode"
-        assert level == 2
-        self.on_device, self.weights = set(), None
+        self.on_device, self.weights = set(), None if level == 2 else self.weights
 
-    def wake_up(self, tags: list[str]) -> None:
-        self.on_device |= set(tags)
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.on_device |= set(tags or ("weights", "kv_cache"))
 
     def collective_rpc(self, name: str, kwargs: dict[str, str]) -> None:
         assert name == "reload_weights"
@@ -117,3 +117,30 @@ def test_a_live_slot_keeps_it_awake(started: list[Core], policies: list[Path], m
     with pytest.raises(EngineError, match="still live"):
         engine.sleep()
     assert started[0].on_device
+
+
+def test_a_base_of_adapters_is_kept_on_the_host_while_it_sleeps(
+    started: list[Core], policies: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would bring it back: reload_weights leaves a base that is ready for adapters as it is."""
+    given: list[str] = []
+    stand_in = SimpleNamespace(request=lambda folder, digest: given.append(digest), keep_only=lambda digest: None)
+    monkeypatch.setattr(vllm, "can_sleep", lambda: True)
+    monkeypatch.setattr(vllm, "room_for", lambda *given, **more: {"enable_lora": True})
+    monkeypatch.setattr(vllm, "VllmAdapters", lambda engine: stand_in)
+    adapter = write_adapter(policies[0], tmp_path / "adapter")
+    own, trained = engines(keep=False), Lora(r=4)
+    for version, folder in enumerate((policies[0], adapter)):
+        with own.use(folder, version, adapter=trained) as engine:
+            (core,) = started
+            assert core.on_device == {"weights", "kv_cache"}
+            assert core.weights == weights_digest(policies[0])
+            assert engine.policy_digest == weights_digest(folder)
+        assert not core.on_device
+    assert given == [weights_digest(adapter)]
+    with own.use(policies[1], 2):
+        assert core.ended, "whole weights want a vLLM of their own"
+        assert len(started) == 2
+    with own.use(policies[1], 0, adapter=trained):
+        assert len(started) == 3, "and the next stage one with room for its adapters"
+    own.close()

@@ -162,6 +162,35 @@ def test_an_adapter_that_does_not_fit_is_refused(
         pool_of({"t": folder}, base).judge("t")
 
 
+@pytest.mark.parametrize(
+    ("settings", "reads", "url", "said"),
+    [
+        ({"use_dora": True}, "states", "", "use_dora = true.*merged form"),
+        ({"rank_pattern": {"q_proj": 1024}}, "states", "", "rank 1024, and vLLM takes at most 512"),
+        ({"target_modules": ["v_proj", "lm_head"]}, "prompt_logprobs", "", r"lm_head.*set score\.reads = \"states\""),
+        ({}, "prompt_logprobs", "http://127.0.0.1:8000/v1", r"server \(http://127.0.0.1:8000/v1\).*take out url"),
+    ],
+    ids=["dora", "rank", "head", "server"],
+)
+def test_what_vllm_cannot_score_with_is_refused_before_it_starts(
+    base: Path, make_adapter: AdapterMaker, settings: dict[str, Any], reads: Any, url: str, said: str
+) -> None:
+    config = {key: value for key, value in settings.items() if key != "rank_pattern"}
+    folder = make_adapter(**config)
+    written = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(written | settings))
+    with pytest.raises(MismatchError, match=said):
+        pool_of({"t": folder}, base, engine="vllm", reads=reads, settings={"url": url})
+
+
+def test_factors_that_come_with_changed_base_weights_are_not_for_vllm(base: Path, make_adapter: AdapterMaker) -> None:
+    folder = make_adapter()
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
+    with pytest.raises(MismatchError, match="init_lora_weights = 'pissa' changes the base's weights too"):
+        pool_of({"t": folder}, base, engine="vllm")
+
+
 def test_pickles_quantised_bases_and_tied_heads_are_refused(
     base: Path, make_adapter: AdapterMaker, tmp_path: Path
 ) -> None:

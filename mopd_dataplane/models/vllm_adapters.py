@@ -1,0 +1,185 @@
+"""LoRA adapters in a vLLM that was started here: the base is in memory once, each adapter is a LoRA request on it.
+
+vLLM's prefix cache tells adapters apart by the name and the place that a request gives. The name here is the digest of
+the adapter's weights, so no two that differ share a cached prefix.
+
+vLLM reads factors of modules that it cannot adapt, and leaves them out without a word; so every adapter is followed to
+the modules that it reaches (see vllm_worker.py), and one that is left out in part is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.models.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    factor_modules,
+    highest_rank,
+    read_adapter_config,
+    touches_head,
+)
+from mopd_dataplane.models.vllm_local import answering
+
+if TYPE_CHECKING:
+    from mopd_dataplane.job.sections import Lora
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's max_lora_rank."""
+HEAD = "lm_head"
+_WORKER = "mopd_dataplane.models.vllm_worker.AdapterWorker"
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Values of init_lora_weights that leave the base's weights as they are."""
+
+
+def check_for_vllm(folder: Path) -> None:
+    """Raise MismatchError for an adapter that vLLM does not compute as peft does."""
+    config = read_adapter_config(folder)
+    where = folder / ADAPTER_CONFIG
+    start = config.get("init_lora_weights")
+    if config.get("use_dora"):
+        raise MismatchError(f"{where}: use_dora = true, which vLLM's LoRA does not compute; {_otherwise()}")
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        raise MismatchError(
+            f"{where}: init_lora_weights = {start!r} changes the base's weights too, which vLLM does not; "
+            + _otherwise()
+        )
+    if highest_rank(folder) > RANKS[-1]:
+        raise MismatchError(f"{where}: rank {highest_rank(folder)}, and vLLM takes at most {RANKS[-1]}; {_otherwise()}")
+
+
+def check_for_scoring(folder: Path, *, url: str, reads: str) -> None:
+    """Raise MismatchError for an adapter that cannot judge in vLLM by what is read there (`score.reads`)."""
+    check_for_vllm(folder)
+    if reads != "prompt_logprobs":
+        return
+    said = f"{folder}: score.reads = {reads!r} ends a vLLM that is ready to adapt the LM head"
+    if url:
+        raise MismatchError(
+            f'{said}, as a server ({url}) is unless told otherwise; set score.reads = "states", or take out url'
+        )
+    if touches_head(folder):
+        raise MismatchError(
+            f"{said}, and this adapter has factors outside the numbered layers ({sorted(_outside(folder))}); set "
+            'score.reads = "states", or give its merged form'
+        )
+
+
+def _outside(folder: Path) -> set[str]:
+    return {name for name in factor_modules(folder) if not re.search(r"\.\d+\.", name)}
+
+
+def _otherwise() -> str:
+    kinds = 'engine.kind, score.engine = "hf"'
+    return f"give its merged form (peft: merge_and_unload), or let transformers run it ({kinds})"
+
+
+def room_for(base: Path, adapters: Sequence[Path], trained: Lora | None = None, *, dtype: str) -> dict[str, Any]:
+    """EngineArgs of a vLLM that takes these adapters on a base, one at a time, and those that a stage trains.
+
+    The LM head is left out unless an adapter reaches it: vLLM would hold factors for the whole vocabulary, and its
+    prompt_logprobs end the engine where the head may be adapted. Raises MismatchError for what vLLM cannot compute.
+    """
+    for folder in adapters:
+        check_for_vllm(folder)
+    _check_dtype(dtype)
+    ranks = [highest_rank(folder) for folder in adapters]
+    targets = {_end(module) for folder in adapters for module in factor_modules(folder)}
+    if trained is not None:
+        ranks.append(trained.r)
+        named = trained.target_modules
+        targets |= _layer_modules(base) if isinstance(named, str) else set(map(_end, named))
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_cpu_loras": max(1, len(adapters)),
+        "max_lora_rank": next(rank for rank in RANKS if rank >= max(ranks)),
+        "lora_target_modules": sorted(targets),
+        "worker_extension_cls": _WORKER,
+    }
+
+
+def _check_dtype(dtype: str) -> None:
+    """Raise MismatchError where vLLM's kernels for adapters do not take it: its Triton ones want 16 bits."""
+    from vllm.platforms import current_platform
+
+    if dtype == "float32" and not current_platform.is_cpu():
+        raise MismatchError(
+            'vLLM applies adapters in bfloat16 on this device, not in "float32"; set engine.dtype (of a teacher: '
+            'teachers.NAME.dtype) = "bfloat16"'
+        )
+
+
+def _layer_modules(base: Path) -> set[str]:
+    """Ends of the names of the matrices in a model's numbered layers."""
+    found = set()
+    for file in base.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as stored:
+            for name in stored.keys():  # noqa: SIM118
+                inside = re.search(r"\.\d+\.(?:.*\.)?(\w+)\.weight$", name)
+                if inside and len(stored.get_slice(name).get_shape()) == 2:
+                    found.add(inside[1])
+    return found
+
+
+class VllmAdapters:
+    """The adapters that a running engine has been given.
+
+    apart: modules whose factors the caller applies itself.
+    """
+
+    def __init__(self, engine: Any, *, apart: Collection[str] = ()) -> None:
+        self._engine = engine
+        self._apart = frozenset(apart)
+        self._given: dict[str, Any] = {}
+        self._named = 0
+
+    def request(self, folder: Path, digest: str) -> Any:
+        """The LoRA request for an adapter of that digest, given to vLLM unless it has it.
+
+        Raises MismatchError when vLLM would leave out some of its factors, EngineError.
+        """
+        if digest not in self._given:
+            from vllm.lora.request import LoRARequest
+
+            check_for_vllm(folder)
+            room = self._engine.vllm_config.lora_config.max_lora_rank
+            if highest_rank(folder) > room:
+                raise MismatchError(
+                    f"{folder} has rank {highest_rank(folder)}, and vLLM was started with room for {room}; start a new "
+                    "engine for it"
+                )
+            self._named += 1
+            asked = LoRARequest(lora_name=digest, lora_int_id=self._named, lora_path=str(folder.resolve()))
+            with answering():
+                self._engine.add_lora(asked)
+                missed = self._engine.collective_rpc("unreached", args=(self._named,))
+            left_out = {name for name in set.intersection(*map(set, missed)) if _end(name) not in self._apart}
+            if left_out:
+                self._remove(asked)
+                raise MismatchError(
+                    f"{folder / ADAPTER_WEIGHTS}: vLLM adapts none of {sorted(left_out)[:3]} ({len(left_out)} modules "
+                    "of this adapter, by its own lora_target_modules or because the model has them in another form); "
+                    + _otherwise()
+                )
+            self._given[digest] = asked
+        return self._given[digest]
+
+    def keep_only(self, digest: str) -> None:
+        """Have vLLM forget every other adapter."""
+        for other in [other for other in self._given if other != digest]:
+            self._remove(self._given.pop(other))
+
+    def _remove(self, asked: Any) -> None:
+        with answering():
+            self._engine.remove_lora(asked.lora_int_id)
+
+
+def _end(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -1,0 +1,18 @@
+"""Runs inside vLLM, as its `worker_extension_cls`: what became of an adapter that vLLM was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AdapterWorker:
+    """What vLLM's worker can be asked beside its own methods."""
+
+    model_runner: Any
+
+    def unreached(self, adapter: int) -> list[str]:
+        """Modules that an adapter has factors for, and that are none of those which this worker adapts."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        given = manager.get_adapter(adapter)
+        reached = {id(manager._get_lora_layer_weights(given, name)) for name in manager.modules}
+        return [name for name, factors in given.loras.items() if id(factors) not in reached]

@@ -1,0 +1,105 @@
+"""Teachers that are adapters on one base, in a vLLM started here: one engine, and a LoRA request for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mopd_kernels.heads import Head
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mopd_dataplane.models import hf
+from mopd_dataplane.models.adapter_files import touches_head
+from mopd_dataplane.models.vllm_adapters import HEAD, VllmAdapters
+from mopd_dataplane.score.vllm_extract import ExtractingReader
+from mopd_dataplane.score.vllm_logprobs import VllmLogprobs
+from mopd_dataplane.score.vllm_states import VllmReader
+
+if TYPE_CHECKING:
+    from mopd_dataplane.score.vllm_logprobs import Said
+
+
+class VllmAdaptedBase:
+    """vLLM with a base, which reads for every teacher on it.
+
+    shared: reads with the base, whose vLLM has room for the adapters (vllm_adapters.room_for).
+    """
+
+    def __init__(self, shared: VllmReader | ExtractingReader | VllmLogprobs) -> None:
+        self.shared = shared
+        self._adapters = VllmAdapters(shared.batches.engine, apart=(HEAD,))
+        self._acting = ""
+        self._readers: dict[str, VllmAdapterReader | VllmAdapterLogprobs] = {}
+        self.switches = 0
+        """Times another adapter began to act."""
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Teachers that were asked for."""
+        return tuple(self._readers)
+
+    def reader(self, teacher: str, folder: Path) -> VllmAdapterReader | VllmAdapterLogprobs:
+        """A teacher; its adapter is given to vLLM when it first reads."""
+        if teacher not in self._readers:
+            kind = VllmAdapterLogprobs if isinstance(self.shared, VllmLogprobs) else VllmAdapterReader
+            self._readers[teacher] = kind(self, teacher, folder)
+        return self._readers[teacher]
+
+    def act(self, teacher: str, folder: Path) -> None:
+        """Read with a teacher's adapter from now on. Raises MismatchError when vLLM cannot apply it."""
+        if teacher != self._acting:
+            self.shared.batches.adapter = self._adapters.request(folder, hf.weights_digest(folder))
+            self._acting = teacher
+            self.switches += 1
+
+    def close(self) -> None:
+        """End vLLM's process."""
+        self.shared.close()
+
+
+class VllmAdapterReader:
+    """One of the teachers on a base, as a Reader. The head stays here, with what the adapter adds to it."""
+
+    def __init__(self, base: VllmAdaptedBase, teacher: str, folder: Path) -> None:
+        self._base = base
+        self._teacher = teacher
+        self._folder = folder
+        assert not isinstance(base.shared, VllmLogprobs)
+        self._shared = base.shared
+        head = base.shared.head
+        self.head: Head = (
+            hf.load_head(folder, dtype="float32", device=str(head.weight.device)) if touches_head(folder) else head
+        )
+
+    def predicting_states(
+        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
+    ) -> Tensor:
+        """See Reader."""
+        self._base.act(self._teacher, self._folder)
+        return self._shared.predicting_states(sequences, predicted)
+
+    def close(self) -> None:
+        """The base outlives it."""
+
+
+class VllmAdapterLogprobs:
+    """One of the teachers on a base, as a LogprobReader."""
+
+    def __init__(self, base: VllmAdaptedBase, teacher: str, folder: Path) -> None:
+        self._base = base
+        self._teacher = teacher
+        self._folder = folder
+        assert isinstance(base.shared, VllmLogprobs)
+        self._shared = base.shared
+        self.vocab_size = base.shared.vocab_size
+
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+        """See LogprobReader."""
+        self._base.act(self._teacher, self._folder)
+        return self._shared.read(sequences, k)
+
+    def close(self) -> None:
+        """The base outlives it."""
