@@ -15,6 +15,7 @@ import pytest
 from decoding import TOLERANCE, Shelf, assert_same, decode, make_requests
 from safetensors.torch import load_file, save_file
 
+from mopd_dataplane.base.file_checksums import CHECKSUMS
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt
@@ -117,6 +118,7 @@ def test_a_model_of_another_shape_is_refused_and_changes_nothing(
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(models[1], other)
+    (other / CHECKSUMS).unlink()
     shape = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 3}))
     with pytest.raises(MismatchError, match="num_hidden_layers"):
@@ -127,6 +129,7 @@ def test_a_model_of_another_shape_is_refused_and_changes_nothing(
 def test_garbage_weights_are_an_error(keyed: VllmEngine, models: tuple[Path, Path], tmp_path: Path) -> None:
     sick = tmp_path / "sick"
     shutil.copytree(models[0], sick)
+    (sick / CHECKSUMS).unlink()
     weights = load_file(sick / "model.safetensors")
     weights["model.norm.weight"] = weights["model.norm.weight"] * float("nan")
     save_file(weights, sick / "model.safetensors", metadata={"format": "pt"})
