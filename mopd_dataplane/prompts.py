@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
 from mopd_dataplane.base.hf_datasets import dataset_rows
@@ -113,7 +113,7 @@ def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
 def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
     """(text, answer, verifier data, teacher context, messages) of each entry of the source."""
     if domain.source in _BUILT_IN:
-        return _BUILT_IN[domain.source](name, domain)
+        return _BUILT_IN[domain.source].read(name, domain)
     if not _names_files(domain.source):
         return _plugin(name, domain)
     try:
@@ -137,6 +137,11 @@ def find_prompts(source: str) -> None:
         files_at(source, _SUFFIXES)
     else:
         find_plugin("mopd.prompts", source, {})
+
+
+def source_package(source: str) -> str:
+    """Module that a built-in source reads with; empty for files, plug-ins and the job's own store."""
+    return _BUILT_IN[source].package if source in _BUILT_IN else ""
 
 
 def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -180,7 +185,17 @@ def _verifiers(name: str, domain: Domain) -> Iterator[_Entry]:
     return _from_rows(name, domain.dataset, rows, domain)
 
 
-_BUILT_IN = {"reasoning-gym": _reasoning_gym, "datasets": _datasets, "verifiers": _verifiers}
+class _Source(NamedTuple):
+    read: Callable[[str, Domain], Iterator[_Entry]]
+    package: str
+    """Module that it cannot read without."""
+
+
+_BUILT_IN = {
+    "reasoning-gym": _Source(_reasoning_gym, "reasoning_gym"),
+    "datasets": _Source(_datasets, "datasets"),
+    "verifiers": _Source(_verifiers, "verifiers"),
+}
 
 
 def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from mopd_dataplane.base.extras import require
+from mopd_dataplane.base.extras import EXTRAS, require
 from mopd_dataplane.cli.output import note, plain, print_facts, print_grid, print_json, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import InputError, JobFileError
@@ -110,8 +110,10 @@ def run(
 
 def packages(job: Job) -> list[str]:
     """Modules without which no run of this job begins, so that all of them are asked for at once."""
-    prompts = ["reasoning_gym"] if any(domain.source == "reasoning-gym" for domain in job.domains.values()) else []
-    return ["torch", "transformers", *prompts]
+    from mopd_dataplane.prompts import source_package
+
+    prompts = dict.fromkeys(source_package(domain.source) for domain in job.domains.values())
+    return ["torch", "transformers", *(package for package in prompts if package in EXTRAS)]
 
 
 def print_rehearsal(

@@ -28,7 +28,7 @@ from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.families import FAMILIES, USUAL, family_of
 from mopd_dataplane.models.hub import model_folder
 from mopd_dataplane.models.initial_weights import given_tokenizer
-from mopd_dataplane.prompts import find_prompts
+from mopd_dataplane.prompts import find_prompts, source_package
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.score.engines import SCORING
 from mopd_dataplane.score.reward import resolve_reward
@@ -193,11 +193,10 @@ def _no_prompts(domain: Domain) -> str:
     """Why a domain's own prompts cannot be read; empty when they can."""
     if domain.source == "store":
         return "what was imported is in the job's own store"
-    if domain.source in ("reasoning-gym", "verifiers"):
-        here = find_spec(domain.source.replace("-", "_"))
-        return "" if here else f"the package {domain.source} is not here"
-    if domain.source == "datasets":
-        return "" if Path(domain.dataset).is_dir() else f"the dataset {domain.dataset} is not here"
+    if domain.source == "datasets" and not Path(domain.dataset).is_dir():
+        return f"the dataset {domain.dataset} is not here"
+    if package := source_package(domain.source):
+        return "" if find_spec(package) else f"the package {package} is not here"
     try:
         find_prompts(domain.source)
     except MopdError as error:
