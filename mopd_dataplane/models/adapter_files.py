@@ -33,6 +33,8 @@ _FOREIGN = (
     "use_qalora", "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
 """Keys that make an adapter more than two factors a target; all must be unset."""
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")
+"""Names of `init_lora_weights` that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change it."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,13 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
                 f"{file}: {key} = {config[key]!r:.80} changes more than the targets' weights, which is not supported; "
                 "merge the adapter into its base (peft: merge_and_unload) and give the merged folder"
             )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
+        raise MismatchError(
+            f"{file}: init_lora_weights = {start!r} takes the factors' start out of the base's weights, so they do not "
+            "fit the base as it is; save the adapter as plain LoRA (peft: save_pretrained with "
+            "path_initial_model_for_weight_conversion), or merge it into its base and give the merged folder"
+        )
     if not (Path(folder) / ADAPTER_WEIGHTS).is_file():
         raise UnknownNameError(f"no {ADAPTER_WEIGHTS} in {folder}; pickled ones are refused: save it with peft")
     return dict(config)

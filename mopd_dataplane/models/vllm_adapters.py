@@ -34,22 +34,14 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's max_lora_rank."""
 HEAD = "lm_head"
 _WORKER = "mopd_dataplane.models.vllm_worker.AdapterWorker"
-_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-"""Values of init_lora_weights that leave the base's weights as they are."""
 
 
 def check_for_vllm(folder: Path) -> None:
     """Raise MismatchError for an adapter that vLLM does not compute as peft does."""
     config = read_adapter_config(folder)
     where = folder / ADAPTER_CONFIG
-    start = config.get("init_lora_weights")
     if config.get("use_dora"):
         raise MismatchError(f"{where}: use_dora = true, which vLLM's LoRA does not compute; {_otherwise()}")
-    if isinstance(start, str) and start.lower() not in _PLAIN_STARTS:
-        raise MismatchError(
-            f"{where}: init_lora_weights = {start!r} changes the base's weights too, which vLLM does not; "
-            + _otherwise()
-        )
     if highest_rank(folder) > RANKS[-1]:
         raise MismatchError(f"{where}: rank {highest_rank(folder)}, and vLLM takes at most {RANKS[-1]}; {_otherwise()}")
 

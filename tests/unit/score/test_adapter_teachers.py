@@ -150,6 +150,8 @@ def test_the_digest_is_of_what_is_computed_and_not_of_places(
         ({"peft_type": "IA3"}, "only LORA"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "bias = 'all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' takes the factors' start out of the base"),
+        ({"init_lora_weights": "lora_ga"}, "'lora_ga' takes the factors' start out of the base"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(
@@ -181,14 +183,6 @@ def test_what_vllm_cannot_score_with_is_refused_before_it_starts(
     (folder / ADAPTER_CONFIG).write_text(json.dumps(written | settings))
     with pytest.raises(MismatchError, match=said):
         pool_of({"t": folder}, base, engine="vllm", reads=reads, settings={"url": url})
-
-
-def test_factors_that_come_with_changed_base_weights_are_not_for_vllm(base: Path, make_adapter: AdapterMaker) -> None:
-    folder = make_adapter()
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
-    with pytest.raises(MismatchError, match="init_lora_weights = 'pissa' changes the base's weights too"):
-        pool_of({"t": folder}, base, engine="vllm")
 
 
 def test_pickles_quantised_bases_and_tied_heads_are_refused(
