@@ -44,8 +44,8 @@ def clip_gradients(module: nn.Module, optimizer: torch.optim.Optimizer, most: fl
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Norm of all gradients together, in float32: of bfloat16 ones torch would round every part to three digits."""
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
+    """Norm of all gradients together, at least in float32: parts in bfloat16 would be rounded to three digits."""
+    if all(gradient.dtype.itemsize >= torch.float32.itemsize for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
