@@ -37,10 +37,9 @@ FULL = Objective(
     policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0.5, 2.0)),
 )
 READ_BACK = {
-    "train/loop.py:_clip": "the gradient norm, which is checked and recorded",
+    "train/optimizer.py:clip_gradients": "the gradient norm, which is checked and recorded",
     "train/loop.py:over_ranks": "the step's figures",
     "train/student.py:packs_apart": "one flag when a model is loaded",
-    "train/loop.py:step": "the optimizer's own step counts",
 }
 
 
