@@ -34,7 +34,7 @@ from mopd_dataplane.run.provenance import settings_digest
 JOBS = Path(__file__).parent
 ROOT = JOBS.parent
 PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md")
-COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run.py"}
+COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run_near.py"}
 """Jobs that compare arms, and the script beside each that says which."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 Result = dict[str, Any]
@@ -242,7 +242,7 @@ def claims() -> str:
 
 def near() -> str:
     """Every form of the objective: both rates on tuning prompts, the better one on held-out ones and beside base."""
-    run = _module(JOBS / "near" / "run.py")
+    run = _module(JOBS / "near" / "run_near.py")
     by_arm = _by_arm("near", run.ARMS)
     ends = {name: _ends(found) for name, found in by_arm.items()}
     rate = load_job(JOBS / "near").stage("exact").train.learning_rate

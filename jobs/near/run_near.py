@@ -1,7 +1,7 @@
 """Which forms of the objective learn from a near teacher, and at which rate; jobs/arms.py runs an arm at a seed.
 
-python jobs/near/run.py ARM SEED [--results DIR] [--stores DIR]
-python jobs/near/run.py --list
+python jobs/near/run_near.py ARM SEED [--results DIR] [--stores DIR]
+python jobs/near/run_near.py --list
 """
 
 from __future__ import annotations
