@@ -159,11 +159,11 @@ class Experiment:
             with self._run(setting, self._train(setting, shared)) as (run, stage):
                 tried[setting] = 0.0
                 if len(settings) > 1:
-                    tried[setting] = mean_right(judge(run, stage, self._policy(run, setting), "tune"))
+                    tried[setting] = mean_right(grade(run, stage, self._policy(run, setting), "tune"))
         best = max(tried, key=lambda setting: tried[setting])
         with self._run(best, self._train(best, shared)) as (run, stage):
             curve = [
-                {"tokens": tokens, "right": judge(run, stage, folder, "eval")}
+                {"tokens": tokens, "right": grade(run, stage, folder, "eval")}
                 for tokens, folder in self._points(run, best)
             ]
             search = [{"setting": setting, "accuracy": value} for setting, value in tried.items()]
@@ -265,7 +265,7 @@ class Experiment:
         own = [stage for name in trained for stage in self.comparison.lineage(name) if stage not in base]
         teachers = 0
         for stage in self.arm.stages:
-            judged = run.store.sql(
+            scored = run.store.sql(
                 'select coalesce(sum(n), 0)::bigint as n from (select uid, max("rows") as n from scores '
                 f"join samples using (uid) where samples.stage = '{stage}' group by uid)"
             )
@@ -273,7 +273,7 @@ class Experiment:
                 f"select coalesce(sum(response_len), 0)::bigint as n from samples where stage = '{stage}' and policy "
                 f"in ({', '.join(repr(s) for s in specialists)})"
             )
-            teachers += judged["n"][0].as_py() + wrote["n"][0].as_py()
+            teachers += scored["n"][0].as_py() + wrote["n"][0].as_py()
         spent = sum(sum(trained_tokens(run, stage).values()) for stage in own)
         return {"student": student, "specialists": spent, "teachers": teachers}
 
@@ -298,7 +298,7 @@ def trained_tokens(run: Run, stage: str) -> dict[int, int]:
     return {row["window"]: row["n"] for row in rows.to_pylist()}
 
 
-def judge(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:
+def grade(run: Run, stage: Stage, folder: Path, split: str) -> dict[str, dict[str, Any]]:
     """Domain -> a 0 or 1 for every prompt of the split in order, and the mean reward."""
     prompts = sorted(run.store.prompts(split=split, domains=list(run.job.domains)), key=_order)
     found: dict[str, list[tuple[float, bool | None]]] = {}

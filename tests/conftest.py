@@ -168,10 +168,10 @@ def _sample(question: Prompt, iteration: int, noise: np.random.Generator) -> Sam
 
 def _logprobs(sample: Sample, row: int, iteration: int, noise: np.random.Generator) -> Signal:
     gap = noise.normal(-0.6 / (iteration + 1), 0.5, sample.response_len)
-    judged = (np.minimum(sample.logprobs + gap, -1e-3) * sample.loss_mask).astype(np.float32)
+    scored = (np.minimum(sample.logprobs + gap, -1e-3) * sample.loss_mask).astype(np.float32)
     kept = sample.loss_mask.astype(bool)
-    mean = float(np.mean(sample.logprobs[kept] - judged[kept]))
-    return Signal(uid=sample.uid, sample_row=row, kind="logprob", logprob=judged, mean_reverse_kl=mean)
+    mean = float(np.mean(sample.logprobs[kept] - scored[kept]))
+    return Signal(uid=sample.uid, sample_row=row, kind="logprob", logprob=scored, mean_reverse_kl=mean)
 
 
 def _hidden(sample: Sample, row: int, noise: np.random.Generator) -> Signal:

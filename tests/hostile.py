@@ -25,7 +25,7 @@ TEACHER = "teacher"
 
 
 def make_hostile(root: Path) -> Store:
-    """Six samples of two iterations, judged, rewarded, planned, trained, evaluated; the long word is in the first."""
+    """Six samples of two iterations, scored, rewarded, planned, trained, evaluated; the long word is in the first."""
     store = create_store(str(root))
     policy = root / "policies" / "student" / "v1"
     policy.mkdir(parents=True)

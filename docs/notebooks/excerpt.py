@@ -24,7 +24,7 @@ CHOSEN = f"""
 select uid from samples where stage = 'student' and iteration in (0, (select max(iteration) from samples))
 qualify row_number() over (partition by domain, iteration order by uid) <= {EACH} order by uid
 """
-JUDGED = """
+SCORED = """
 select s.uid, s.teacher, s.mean_reverse_kl, list(coalesce({teachers}) order by t.position)::float[] as logprob
 from (select * from scores where uid = '{uid}' and kind = 'logprob') s, sample_tokens('{uid}') t group by all
 """
@@ -37,7 +37,7 @@ def main(uri: str) -> None:
     OUT.mkdir()
     uids = store.sql(CHOSEN)["uid"].to_pylist()
     export_samples(store, OUT / "samples.parquet", kind="parquet", where=f"uid in {tuple(uids)}")
-    _write("signals", pa.concat_tables(_judged(store, uid) for uid in uids))
+    _write("signals", pa.concat_tables(_scored(store, uid) for uid in uids))
     _write("prompts", store.sql("select * exclude (source, verifier_data) from prompts where split = 'eval'"))
     _write("evals", store.table("evals"))
     _write("steps", store.sql("select * from steps where stage = 'student' order by step"))
@@ -45,9 +45,9 @@ def main(uri: str) -> None:
         shutil.copy2(store.path("policies/init") / name, OUT / name)
 
 
-def _judged(store: Store, uid: str) -> pa.Table:
-    """One row: the teacher that judged a sample, and its log-prob of every token."""
-    return store.sql(JUDGED.format(uid=uid, teachers=", ".join(store.teachers())))
+def _scored(store: Store, uid: str) -> pa.Table:
+    """One row: the teacher that scored a sample, and its log-prob of every token."""
+    return store.sql(SCORED.format(uid=uid, teachers=", ".join(store.teachers())))
 
 
 def _write(name: str, table: pa.Table) -> None:

@@ -35,7 +35,7 @@ ARMS = {
     "one-teacher": Arm("one teacher, spelling", ("one-teacher",), like="mopd-exact"),
     "two-teachers": Arm("two teachers, spelling and sorting", ("two-teachers",), like="mopd-exact"),
     "group-4": Arm("four answers to each of a quarter of the prompts", ("group-4",), like="mopd-exact"),
-    "wrong-teacher": Arm("the sorter judges spelling too", ("wrong-teacher",), like="mopd-exact"),
+    "wrong-teacher": Arm("the sorter scores spelling too", ("wrong-teacher",), like="mopd-exact"),
     "weak": Arm("a weaker start: a fifth of the base's examples", like="mopd-exact", start="weak", teachers=False),
     "weak-on-policy": Arm("MOPD from the weaker start", ("weak-on-policy",), like="mopd-exact", start="weak"),
     "weak-imitation-first": Arm("the same after forward KL on the teachers' answers, half of all",

@@ -49,12 +49,12 @@ def figures(store: Path) -> dict[str, Any]:
         policy: {"version": version, "domains": _domains(measures, policy, version)}
         for policy, version in {row["policy"]: row["policy_version"] for row in measures.accuracy}.items()
     }
-    judges = teacher_policies(measures)
+    teachers = teacher_policies(measures)
     taught: dict[str, dict[str, Any]] = {}
     for row in recovery(measures):
         if row["domain"] != "mean":
             found = taught.setdefault(row["policy"], {"base": row["base"], "teachers": {}})
-            found["teachers"][row["domain"]] = judges[row["teacher"]]
+            found["teachers"][row["domain"]] = teachers[row["teacher"]]
     seconds = sum(row["seconds"] for row in measures.times)
     return {
         "job": job.name, "objective": job.stage("student").objective, "seed": job.seed,

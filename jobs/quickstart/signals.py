@@ -3,7 +3,7 @@
     python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines]
                                       [--mixed DOMAIN …]
 
-Takes the first answers of the stage `student`, written by the base, and the specialists that judged them. Every form of
+Takes the first answers of the stage `student`, written by the base, and the specialists that scored them. Every form of
 the loss gives a gradient of all weights of the base for each batch. Against the full vocabulary's mean gradient G:
 
     bias    |mean gradient of the form - G| / |G|, and how much of that chance explains: the standard error of the mean
@@ -71,8 +71,8 @@ def sampled(baseline: str = "none", clip: float = 0.0) -> Loss:
 
     def loss(hidden: Tensor, head: Head, batch: Batch) -> Tensor:
         own, entropy = token_logprob(hidden, head, batch.targets, return_entropy=True)
-        judged, judged_entropy = token_logprob(batch.teacher, batch.head, batch.targets, return_entropy=True)
-        gap = (judged - own).detach()
+        scored, teacher_entropy = token_logprob(batch.teacher, batch.head, batch.targets, return_entropy=True)
+        gap = (scored - own).detach()
         if clip:
             gap = gap.clamp(-clip, clip)
         if baseline == "batch":
@@ -80,7 +80,7 @@ def sampled(baseline: str = "none", clip: float = 0.0) -> Loss:
         elif baseline == "kl":
             gap = gap + divergence(hidden.detach(), head, batch.teacher, batch.head)
         elif baseline == "entropy":
-            gap = gap - (entropy - judged_entropy).detach()
+            gap = gap - (entropy - teacher_entropy).detach()
         return -gap.detach() * own
 
     return loss
@@ -166,7 +166,7 @@ def batches(store: Store, samples: int, size: int, mixed: Sequence[str]) -> Iter
 
 
 def teacher_of(root: Path, job: Job, domain: str) -> PreTrainedModel:
-    """The specialist that judges a domain."""
+    """The specialist that scores a domain."""
     stage = job.stage(job.routing[domain])
     return load_model(root / "policies" / stage.name / f"v{stage.iterations}")
 

@@ -104,29 +104,29 @@ def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
     noise = np.random.default_rng(0)
     texts = [noise.integers(8, vocabulary, TOKENS) for _ in range(PACKS)]
     plain = _pool({"base": base}, digest)
-    _said(plain.judge("base"), texts)  # what a process loads once is not the base's
+    _said(plain.teacher("base"), texts)  # what a process loads once is not the base's
     plain.close()
     before = _resident_bytes()
-    _said(plain.judge("base"), texts)
+    _said(plain.teacher("base"), texts)
     held_by_base = _resident_bytes() - before
-    alone = min(_seconds(plain.judge("base"), texts) for _ in range(3))
+    alone = min(_seconds(plain.teacher("base"), texts) for _ in range(3))
     plain.close()
 
     pool = _pool({folder.name: folder for folder in adapters}, digest)
     first = []
     for folder in adapters:
         began = time.perf_counter()
-        first.append(_seconds(pool.judge(folder.name), texts, began))
+        first.append(_seconds(pool.teacher(folder.name), texts, began))
         _progress("read for the first time", len(first), len(adapters))
     held = _resident_bytes() - before
     again = []
     for folder in adapters:
-        again.append(_seconds(pool.judge(folder.name), texts))
+        again.append(_seconds(pool.teacher(folder.name), texts))
         _progress("read again", len(again), len(adapters))
     apart = 0.0
     for folder in adapters[:CHECKED]:
         merged = TeacherForward((HfReader(load_merged(folder)),), (1.0,))
-        apart = max(apart, float((_said(merged, texts) - _said(pool.judge(folder.name), texts)).abs().max()))
+        apart = max(apart, float((_said(merged, texts) - _said(pool.teacher(folder.name), texts)).abs().max()))
     on_disk = sum(file.stat().st_size for folder in adapters for file in folder.glob("*.safetensors"))
     base_bytes = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     return {
@@ -154,22 +154,22 @@ def _pool(folders: dict[str, Path], digest: str) -> TeacherPool:
     return TeacherPool(specs, student_tokenizer=digest)
 
 
-def _said(judge: Any, texts: list[Any]) -> Tensor:
+def _said(forward: Any, texts: list[Any]) -> Tensor:
     """[n] log-prob of every token behind the prompts."""
     import torch
 
     predicted = [np.arange(PROMPT, TOKENS) for _ in texts]
     with torch.inference_mode():
-        states, weight = judge.states(texts, predicted), judge.head.weight
+        states, weight = forward.states(texts, predicted), forward.head.weight
         logprobs = (states @ weight.T.to(states.dtype)).float().log_softmax(-1)
         targets = torch.from_numpy(np.concatenate([text[PROMPT:] for text in texts]))
         said: Tensor = logprobs.gather(1, targets[:, None])[:, 0]
         return said
 
 
-def _seconds(judge: Any, texts: list[Any], began: float | None = None) -> float:
+def _seconds(forward: Any, texts: list[Any], began: float | None = None) -> float:
     began = time.perf_counter() if began is None else began
-    _said(judge, texts)
+    _said(forward, texts)
     return time.perf_counter() - began
 
 

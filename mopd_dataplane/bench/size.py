@@ -101,16 +101,16 @@ def size(workload: Workload, machine: Machine | None = None) -> dict[str, Any]:
     samples = workload.tokens_per_day / length
     responses = samples * workload.response_tokens
     payload = LIST_OVERHEAD * (TOKEN_BYTES * workload.tokens_per_day + RESPONSE_BYTES * responses)
-    judged = responses * workload.teachers_per_sample
-    signals = {"logprob": LIST_OVERHEAD * 4 * judged}
+    scored = responses * workload.teachers_per_sample
+    signals = {"logprob": LIST_OVERHEAD * 4 * scored}
     if workload.fidelity != "logprob":
-        signals[workload.fidelity] = judged * signal_bytes(workload)
+        signals[workload.fidelity] = scored * signal_bytes(workload)
     scores = SCORE_BYTES * samples * workload.teachers_per_sample * len(signals)
     per_day = {"tokens": payload, "samples": SAMPLE_BYTES * samples, "scores": scores, **signals}
     held = {
         name: daily * (workload.hidden_days if name == "hidden" else workload.days) for name, daily in per_day.items()
     }
-    compute = _compute(workload, rates, responses, judged, length)
+    compute = _compute(workload, rates, responses, scored, length)
     return {
         "samples_per_day": samples,
         "bytes_per_token": {name: daily / workload.tokens_per_day for name, daily in per_day.items()},
@@ -130,10 +130,10 @@ def signal_bytes(workload: Workload) -> int:
     return 8 * workload.topk if workload.fidelity == "topk" else row_bytes(workload.codec, workload.hidden_size)
 
 
-def _compute(workload: Workload, rates: Machine, responses: float, judged: float, length: int) -> dict[str, float]:
+def _compute(workload: Workload, rates: Machine, responses: float, scored: float, length: int) -> dict[str, float]:
     """GPUs kept busy all day. 2 N FLOPs a token forwards, 6 N forwards and backwards (attention is left out)."""
     all_day = rates.gpu_tflops * 1e12 * DAY_S
-    read = judged * length / workload.response_tokens
+    read = scored * length / workload.response_tokens
     gpus = {
         "rollout": 2e9 * workload.student_b * responses / (all_day * rates.decode_share),
         "score": 2e9 * workload.teacher_b * read / (all_day * rates.score_share),
@@ -170,14 +170,14 @@ def _requests(workload: Workload, samples: float, compute: Mapping[str, float]) 
     finished = samples / DAY_S / writers
     rollout = writers * min(finished, max(1 / COMMIT_WINDOW_S, finished / COMMIT_SAMPLES))
     kinds = 1 if workload.fidelity == "logprob" else 2
-    judged = samples / DAY_S * workload.teachers_per_sample * kinds / 512
+    scored = samples / DAY_S * workload.teachers_per_sample * kinds / 512
     ranges = math.ceil(workload.response_tokens * signal_bytes(workload) / RANGE_BYTES)
     reads = (
         samples / DAY_S * (READS_PER_ROW * workload.teachers_per_sample + workload.passes * (READS_PER_ROW + ranges))
     )
     return {
-        "puts_per_s": OBJECTS_PER_COMMIT * (rollout + judged),
-        "gets_per_s": reads + 6 * (rollout + judged),
+        "puts_per_s": OBJECTS_PER_COMMIT * (rollout + scored),
+        "gets_per_s": reads + 6 * (rollout + scored),
         "commits_per_s": rollout,
         "commit_load": rollout * COMMIT_S,
         "samples_per_commit": samples / DAY_S / rollout,

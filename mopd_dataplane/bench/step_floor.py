@@ -109,9 +109,9 @@ def _train(student: Any, teacher: Any, optimizer: Any, batches: list[dict[str, A
     """Exact reverse KL of every token, two steps."""
     for part in (batches[: len(batches) // 2], batches[len(batches) // 2 :]):
         for batch in part:
-            judged = _logits(teacher, batch, "teacher")
+            scored = _logits(teacher, batch, "teacher")
             said = _logits(student, batch, "student", grad=True)
-            ((said.exp() * (said - judged)).sum() / 1000).backward()
+            ((said.exp() * (said - scored)).sum() / 1000).backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -58,8 +58,8 @@ def make_store(
             start = (number - first) % len(teachers)
             own = list(zip(samples[start :: len(teachers)], rows[start :: len(teachers)].tolist(), strict=True))
             for kind in signals:
-                judged = [_signal(kind, sample, row, row_bytes, topk, noise) for sample, row in own]
-                store.commit_signals(teacher, kind, judged)
+                scored = [_signal(kind, sample, row, row_bytes, topk, noise) for sample, row in own]
+                store.commit_signals(teacher, kind, scored)
         if rewards:
             store.add_rewards([_reward(s, int(r), noise) for s, r in zip(samples, rows, strict=True)])
         note(min(first + batch, len(lengths)))

@@ -51,9 +51,9 @@ def teachers(
     if as_json:
         print_json(rows)
         return
-    for domain, judged in groupby(rows, key=lambda row: row["domain"]):
+    for domain, scored in groupby(rows, key=lambda row: row["domain"]):
         print_title(domain)
-        print_fitting(list(COLUMNS.values()), [[_shown(row[name]) for name in COLUMNS] for row in judged])
+        print_fitting(list(COLUMNS.values()), [[_shown(row[name]) for name in COLUMNS] for row in scored])
     note("logs are natural; means are over trained tokens; docs/objectives.md says what each column is for")
 
 

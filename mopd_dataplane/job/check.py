@@ -74,8 +74,8 @@ def _check_scale(job: Job, stage: Stage, at: str) -> None:
     term = job.objective(stage).policy_gradient
     if job.scale.context_parallel > 1 and term is not None and term.correction == "mis":
         raise JobFileError(
-            f'{at}: correction = "mis" judges a sequence by all its tokens, which the ranks of scale.context_parallel '
-            'do not share; set scale.context_parallel = 1, or correction = "icepop"'
+            f'{at}: correction = "mis" keeps or drops a sequence by all its tokens, which the ranks of '
+            'scale.context_parallel do not share; set scale.context_parallel = 1, or correction = "icepop"'
         )
     if job.scale.context_parallel > 1 and term is not None and term.discount:
         raise JobFileError(

@@ -49,14 +49,14 @@ class LoaderClient:
         members: int = 1,
         views: Views = "torch",
         deadline_s: float = 60.0,
-        patience_s: float | None = None,
+        window_deadline_s: float | None = None,
         verify: bool = True,
         pin: bool = False,
     ) -> None:
         """Connect.
 
         rank, world_size: of data parallelism. member, members: place inside a tensor- or context-parallel group, whose
-        processes read the same packs from the same slots. deadline_s: longest silence of the loader. patience_s:
+        processes read the same packs from the same slots. deadline_s: longest silence of the loader. window_deadline_s:
         longest wait for data while the loader says that it is coming (a window that is still being planned); default
         deadline_s. verify: check each slot's checksum. pin: register each slot with CUDA once, so that its torch views
         are pinned memory; a copy from one must have ended before its pack is released.
@@ -64,7 +64,7 @@ class LoaderClient:
         """
         self._views = views
         self._deadline_s = deadline_s
-        self._patience_s = deadline_s if patience_s is None else patience_s
+        self._window_deadline_s = deadline_s if window_deadline_s is None else window_deadline_s
         self._verify = verify
         self._pin = pin
         self._slots: dict[int, _MappedSlot] = {}
@@ -216,8 +216,8 @@ class LoaderClient:
             if "wait" not in answer:
                 raise_error(answer)
                 return answer, fds
-            if time.monotonic() - started > self._patience_s:
-                raise DeadlineError(f"no data after {self._patience_s:g} s: {answer['wait']}")
+            if time.monotonic() - started > self._window_deadline_s:
+                raise DeadlineError(f"no data after {self._window_deadline_s:g} s: {answer['wait']}")
 
     def _say(self, message: Message) -> None:
         try:

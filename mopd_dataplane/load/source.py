@@ -177,7 +177,7 @@ class WindowSource:
         """Everything these packs need, looked up in the order it is stored."""
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for pack in packs:
-            for key in self._judges(self.teacher(pack)):
+            for key in self._signals_of(self.teacher(pack)):
                 wanted.setdefault(key, []).append(self._rows(pack))
         signals = {key: (self._signals[key], np.unique(np.concatenate(spans))) for key, spans in wanted.items()}
         places = np.concatenate([np.arange(s.start, s.stop) for s in map(self._span, packs)])
@@ -187,7 +187,7 @@ class WindowSource:
         recorded = [*(VERSIONS if self._changes else ()), *per_token.column_names(self._recorded)]
         return Payload(self._tokens, placed, signals, recorded=recorded, verify=self._spec.verify)
 
-    def _judges(self, teacher: str) -> list[tuple[str, str]]:
+    def _signals_of(self, teacher: str) -> list[tuple[str, str]]:
         """(teacher, kind) of each signal in lists that a pack of `teacher` carries."""
         own = [(teacher, kind) for kind in self._listed]
         reference = (self._spec.reference, "logprob")
@@ -199,7 +199,7 @@ class WindowSource:
         sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for code in np.unique(plan.pack_teachers).tolist():
-            for key in self._judges(plan.teachers[code] if code >= 0 else ""):
+            for key in self._signals_of(plan.teachers[code] if code >= 0 else ""):
                 wanted.setdefault(key, []).append(plan.sample_rows[sample_teachers == code])
         return {
             key: self._store.signal_reader(*key, np.concatenate(rows), plan.snapshot) for key, rows in wanted.items()

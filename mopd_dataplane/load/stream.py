@@ -45,7 +45,7 @@ class BatchStream:
         socket: str | Path | None = None,
         views: Views = "torch",
         pin: bool = False,
-        patience_s: float | None = None,
+        window_deadline_s: float | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Connect to the node's loader, starting it when this is the node's first rank and none serves yet.
@@ -53,7 +53,7 @@ class BatchStream:
         windows: those to read, in order; None reads all that are planned, waits for more, and ends where the plan log
         is closed. rank, world_size: of data parallelism; by default torchrun's (RANK, WORLD_SIZE), else 0 of 1.
         socket: of a loader started by hand; by default found from store and spec. pin: see LoaderClient.
-        patience_s: longest wait for a window that is still being planned.
+        window_deadline_s: longest wait for a window that is still being planned.
         Raises what the loader refuses with, DeadlineError when none answers.
         """
         self._stage = spec.stage
@@ -74,7 +74,7 @@ class BatchStream:
                 views=views,
                 pin=pin,
                 deadline_s=spec.deadline_s,
-                patience_s=patience_s,
+                window_deadline_s=window_deadline_s,
             )
         except BaseException:
             self._stop_loader()

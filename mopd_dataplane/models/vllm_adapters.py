@@ -47,7 +47,7 @@ def check_for_vllm(folder: Path) -> None:
 
 
 def check_for_scoring(folder: Path, *, url: str, reads: str) -> None:
-    """Raise MismatchError for an adapter that cannot judge in vLLM by what is read there (`score.reads`)."""
+    """Raise MismatchError for an adapter that cannot score in vLLM by what is read there (`score.reads`)."""
     check_for_vllm(folder)
     if reads != "prompt_logprobs":
         return

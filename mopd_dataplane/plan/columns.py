@@ -364,15 +364,15 @@ def _has_kind(
     """[n] whether each sample has a signal of that kind from its own teacher."""
     if scores is None:
         raise InputError(f"the objective needs {kind!r} signals, but no scores were given to the planner")
-    judged, kinds = _codes(scores["teacher"]), _codes(scores["kind"])
+    code_of, kinds = _codes(scores["teacher"]), _codes(scores["kind"])
     scored = _ints(scores["sample_row"], np.int64)
     teacher_of_row = np.full(int(max(rows.max(initial=-1), scored.max(initial=-1))) + 1, -1, dtype=np.int16)
     teacher_of_row[rows] = teacher_codes
-    code_of_name = np.array([teachers.index(name) if name in teachers else -2 for name in judged[1]], dtype=np.int16)
+    code_of_name = np.array([teachers.index(name) if name in teachers else -2 for name in code_of[1]], dtype=np.int16)
     is_kind = np.array([name == kind for name in kinds[1]], dtype=bool)
     if not len(scored):
         return np.zeros(len(rows), dtype=bool)
-    own = is_kind[kinds[0]] & (teacher_of_row[scored] == code_of_name[judged[0]])
+    own = is_kind[kinds[0]] & (teacher_of_row[scored] == code_of_name[code_of[0]])
     return _among(rows, scored[own])
 
 

@@ -236,10 +236,10 @@ def recovery(measures: Measures) -> Rows:
             continue
         parts: dict[str, dict[str, dict[str, Values]]] = {}
         for domain, teacher in routes.items():
-            judge = measures.held_out.newest(policy_of.get(teacher, ""))
-            if judge is None or policy_of[teacher] == stage:
+            measured = measures.held_out.newest(policy_of.get(teacher, ""))
+            if measured is None or policy_of[teacher] == stage:
                 continue
-            found = paired({"base": base, "teacher": judge, "student": student}, [domain])
+            found = paired({"base": base, "teacher": measured, "student": student}, [domain])
             if domain in found["student"]:
                 parts[domain] = found
                 rows.append(_recovered(stage, domain, teacher, base_name, found))

@@ -82,7 +82,7 @@ def _why(way: Pick, row: dict[str, float], part: str) -> str:
     if way == "random":
         return f"one {among}, at random"
     if way == "newest":
-        return f"the newest {among}; nothing has judged them yet"
+        return f"the newest {among}; nothing has scored them yet"
     if row["teachers"] > 1:
         return f"its teachers differ most {among}: by {number(row['spread'])} nat/token"
     return f"farthest from its teacher {among}: reverse KL {number(row['value'])} nat/token"

@@ -24,7 +24,7 @@ def rollout_curves(source: str) -> str:
     return f"""
     select stage, domain, iteration, count(*) as samples, count(reward) as rewarded,
            avg(reward) as reward, stddev_samp(reward) as reward_sd,
-           count(kl) as judged, avg(kl) as kl, stddev_samp(kl) as kl_sd,
+           count(kl) as scored, avg(kl) as kl, stddev_samp(kl) as kl_sd,
            avg(response_len) as length, stddev_samp(response_len) as length_sd,
            quantile_cont(response_len, 0.95) as length_p95,
            avg(truncated::int) as truncated, stddev_samp(truncated::int) as truncated_sd,
@@ -32,7 +32,7 @@ def rollout_curves(source: str) -> str:
     from {source} where policy <> 'reference' group by stage, domain, iteration order by stage, domain, iteration"""
 
 
-_COUNTS = {"reward": "rewarded", "kl": "judged", "length": "samples", "truncated": "samples"}
+_COUNTS = {"reward": "rewarded", "kl": "scored", "length": "samples", "truncated": "samples"}
 
 
 def with_intervals(row: dict[str, Any]) -> dict[str, Any]:

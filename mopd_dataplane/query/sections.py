@@ -264,8 +264,8 @@ def suitability(measures: Measures) -> Section:
     most = max(row["reverse_kl"] for row in rows) or 1.0
     body = []
     for domain in sorted({row["domain"] for row in rows}):
-        judged = [row["reverse_kl"] for row in rows if row["domain"] == domain]
-        best, rivals = min(judged), len(judged)
+        scored = [row["reverse_kl"] for row in rows if row["domain"] == domain]
+        best, rivals = min(scored), len(scored)
         cells = [Cell(text=domain)]
         for teacher in teachers:
             row = at.get((domain, teacher))

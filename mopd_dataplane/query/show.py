@@ -138,7 +138,7 @@ def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher
         trained = bool(payload["loss_mask"][position])
         span = bisect(payload["version_starts"], position) - 1
         said = sampler[position] if trained and sampler is not None else None
-        judged = teacher[position] if trained and teacher is not None else None
+        scored = teacher[position] if trained and teacher is not None else None
         tokens.append(
             Token(
                 position=position,
@@ -147,8 +147,8 @@ def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher
                 trained=trained,
                 policy_version=payload["versions"][span],
                 sampler_logprob=said,
-                teacher_logprob=judged,
-                log_ratio=None if said is None or judged is None else judged - said,
+                teacher_logprob=scored,
+                log_ratio=None if said is None or scored is None else scored - said,
             )
         )
     return tokens

@@ -101,7 +101,7 @@ def _of_the_engine(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _of_its_teachers(job: Job, stage: Stage) -> Iterator[tuple[str, str]]:
-    """What vLLM cannot score of the adapters that judge a stage."""
+    """What vLLM cannot score of the adapters that score a stage."""
     from mopd_dataplane.models.vllm_adapters import RANKS, check_for_scoring
 
     for name in sorted({member for teacher in job.teachers_of(stage) for member in job.members_of(teacher)}):

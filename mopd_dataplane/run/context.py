@@ -49,8 +49,8 @@ class Fleet(Protocol):
     def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
         """Sample a part as steps.rollout.roll_out does, divided over engine replicas."""
 
-    def judge(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """Score every task as steps.score.judge does, on one worker per teacher; `done` is called with each result."""
+    def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
+        """Score every task (steps.score.score_task), on one worker per teacher; `done` is called with each result."""
 
 
 @dataclass(frozen=True)

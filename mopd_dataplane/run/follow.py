@@ -28,7 +28,7 @@ from mopd_dataplane.run.steps.score import register_teachers, score
 from mopd_dataplane.run.steps.train import Training
 
 POLL_S = 0.5
-PATIENCE_S = 7 * 86400.0
+STALL_TIMEOUT_S = 7 * 86400.0
 """How long one process waits for another that makes no progress."""
 
 
@@ -41,14 +41,14 @@ class StallTimeout:
 
     def renew(self) -> None:
         """Something has moved."""
-        self._until = time.monotonic() + PATIENCE_S
+        self._until = time.monotonic() + STALL_TIMEOUT_S
 
     def pause(self) -> None:
-        """Wait a moment. Raises DeadlineError when nothing has moved for PATIENCE_S."""
+        """Wait a moment. Raises DeadlineError when nothing has moved for STALL_TIMEOUT_S."""
         if time.monotonic() > self._until:
             raise DeadlineError(
-                f"nothing to do for {PATIENCE_S / 3600:.0f} h: {self._missing} does not go on; start it, then run this "
-                "command again to continue"
+                f"nothing to do for {STALL_TIMEOUT_S / 3600:.0f} h: {self._missing} does not go on; start it, then run "
+                "this command again to continue"
             )
         time.sleep(POLL_S)
 

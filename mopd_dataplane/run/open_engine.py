@@ -17,7 +17,7 @@ from mopd_dataplane.rollout.engines.kinds import engine_kind
 if TYPE_CHECKING:
     from mopd_dataplane.job.sections import Lora
     from mopd_dataplane.rollout.engines.engine import Engine
-    from mopd_dataplane.rollout.engines.hf import Partner
+    from mopd_dataplane.rollout.engines.hf import MixedTeacher
 
 
 class Engines:
@@ -33,13 +33,13 @@ class Engines:
 
     @contextmanager
     def use(
-        self, folder: Path, version: int, *, partner: Partner | None = None, adapter: Lora | None = None
+        self, folder: Path, version: int, *, mixed_teacher: MixedTeacher | None = None, adapter: Lora | None = None
     ) -> Iterator[Engine]:
         """An engine with free slots and this policy. One that fails, or is interrupted, is not used again.
 
         adapter: see EngineKind.open.
         """
-        engine = self._ready(folder, version, partner, adapter)
+        engine = self._ready(folder, version, mixed_teacher, adapter)
         try:
             yield engine
         except BaseException:
@@ -58,7 +58,7 @@ class Engines:
             self._kept.close()
             self._kept = None
 
-    def _ready(self, folder: Path, version: int, partner: Partner | None, adapter: Lora | None) -> Engine:
+    def _ready(self, folder: Path, version: int, mixed_teacher: MixedTeacher | None, adapter: Lora | None) -> Engine:
         """The kept engine with this policy, or a new one."""
         free_device_memory()
         kept, self._kept = self._kept, None
@@ -73,14 +73,15 @@ class Engines:
                 kept.close()
                 raise
             kept.close()
-        return start_engine(self._job, folder, version, partner=partner, adapter=adapter)
+        return start_engine(self._job, folder, version, mixed_teacher=mixed_teacher, adapter=adapter)
 
 
 def start_engine(
-    job: Job, folder: Path, version: int, *, partner: Partner | None = None, adapter: Lora | None = None
+    job: Job, folder: Path, version: int, *, mixed_teacher: MixedTeacher | None = None, adapter: Lora | None = None
 ) -> Engine:
     """A new engine with the job's settings and this policy. Raises MismatchError, EngineError."""
     settings = job.engine
+    dtype = settings.dtype or job.student.dtype
     return engine_kind(settings.kind).open(
-        folder, version, settings, dtype=settings.dtype or job.student.dtype, partner=partner, adapter=adapter
+        folder, version, settings, dtype=dtype, mixed_teacher=mixed_teacher, adapter=adapter
     )

@@ -15,14 +15,14 @@ class Sampler:
 
     policy: str
     """`self`, the name of a teacher, or `reference`."""
-    mixed_in: str = ""
+    mixed_teacher: str = ""
     """Teacher that is mixed into every draw; empty for none."""
 
     @property
     def writers(self) -> str:
         """Prefix of the names of its logs, and of its samples' writers; a number follows."""
-        if self.mixed_in:
-            return f"mixed-{self.mixed_in}-"
+        if self.mixed_teacher:
+            return f"mixed-{self.mixed_teacher}-"
         return "engine-" if self.policy == "self" else f"teacher-{self.policy}-"
 
 

@@ -26,7 +26,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
 
 WEIGHTS, OPTIMIZER = "discriminator.safetensors", "optimizer.safetensors"
-JUDGE_TOKENS = 16384
+SCORE_TOKENS = 16384
 """Tokens of one forward pass without gradient, padding included."""
 
 
@@ -79,13 +79,13 @@ class Discriminator:
         return found
 
     @torch.no_grad()
-    def judge(self, texts: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+    def scores(self, texts: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
         """[N] score of each prompt with its response."""
         scores = np.zeros(len(texts), np.float32)
         ordered = sorted(range(len(texts)), key=lambda place: (-len(texts[place]), place))
         start = 0
         while start < len(ordered):
-            rows = max(1, JUDGE_TOKENS // len(texts[ordered[start]]))
+            rows = max(1, SCORE_TOKENS // len(texts[ordered[start]]))
             places = ordered[start : start + rows]
             scores[places] = self._critic([texts[place] for place in places]).cpu().numpy()
             start += rows

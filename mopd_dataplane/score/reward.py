@@ -90,8 +90,8 @@ def resolve_reward(name: str) -> Reward:
     if name == "exact":
         return Reward(name, importlib.metadata.version("mopd-dataplane"), is_reference)
     if name == "verifiers":
-        judge = find_plugin("mopd.rewards", _VERIFIERS, {})
-        return Reward(name, importlib.metadata.version("verifiers"), judge, whole=True)
+        conversation_reward = find_plugin("mopd.rewards", _VERIFIERS, {})
+        return Reward(name, importlib.metadata.version("verifiers"), conversation_reward, whole=True)
     function: Callable[[str, str], float | tuple[float, bool]] = find_plugin(
         "mopd.rewards", name, dict.fromkeys(_BUILT_IN)
     )

@@ -16,7 +16,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.model_input import ModelInput, Scorable
-from mopd_dataplane.score.signal_kinds import Judged, SignalKind, check_finite, signal_kind
+from mopd_dataplane.score.signal_kinds import SignalKind, TeacherOutput, check_finite, signal_kind
 from mopd_dataplane.score.teacher_pool import TeacherPool
 from mopd_dataplane.score.topk_source import StudentTopk
 from mopd_dataplane.score.vllm_logprobs import LogprobReader
@@ -47,15 +47,15 @@ def score_samples(
     if settings.reads == "prompt_logprobs":
         yield from _said_of_text(pool.logprob_reader(teacher), teacher, wanted, inputs, settings)
         return
-    judge = pool.judge(teacher)
-    head = judge.head
+    forward = pool.teacher(teacher)
+    head = forward.head
     for temperature, batch in batches(inputs, settings.batch_tokens):
         _check_vocabulary(teacher, batch, len(head.weight))
-        states = judge.states([item.tokens for item in batch], [item.masked for item in batch])
+        states = forward.states([item.tokens for item in batch], [item.masked for item in batch])
         check_finite(teacher, batch, states)
-        judged = Judged(batch, teacher, states, head, temperature, settings, student)
+        output = TeacherOutput(batch, teacher, states, head, temperature, settings, student)
         for kind in wanted:
-            yield from kind.signals(judged)
+            yield from kind.signals(output)
 
 
 def model_input(sample: Scorable, render_prompt: PromptRenderer | None) -> ModelInput:

@@ -32,7 +32,7 @@ from mopd_dataplane.score.topk_source import StudentTopk
 
 
 @dataclass(frozen=True)
-class Judged:
+class TeacherOutput:
     """A batch that a teacher has read. Example: see score_samples."""
 
     items: list[ModelInput]
@@ -68,7 +68,7 @@ class SignalKind(ABC):
         self.name = name
 
     @abstractmethod
-    def signals(self, judged: Judged) -> Iterator[Signal]:
+    def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """One Signal for each sample of the batch, in its order. Raises EngineError for NaN or infinity."""
 
     def from_logprobs(
@@ -90,17 +90,17 @@ class TokenSignal(SignalKind):
         call, and N times V may be too much to hold: work in parts, as mopd_kernels does.
         """
 
-    def signals(self, judged: Judged) -> Iterator[Signal]:
+    def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """See SignalKind."""
         with torch.no_grad():
-            found = self.values(judged.states, judged.head, judged.targets, temperature=judged.temperature)
-        if found.shape != judged.targets.shape:
+            found = self.values(output.states, output.head, output.targets, temperature=output.temperature)
+        if found.shape != output.targets.shape:
             raise MismatchError(
-                f"signal {self.name!r}: values have shape {list(found.shape)}, expected {list(judged.targets.shape)}, "
+                f"signal {self.name!r}: values have shape {list(found.shape)}, expected {list(output.targets.shape)}, "
                 "one for each trained token"
             )
-        check_finite(judged.teacher, judged.items, found, f"signal {self.name!r} of ")
-        for item, values in zip(judged.items, judged.split(found.float()), strict=True):
+        check_finite(output.teacher, output.items, found, f"signal {self.name!r} of ")
+        for item, values in zip(output.items, output.split(found.float()), strict=True):
             yield _signal(item, self.name, extra={self.name: _at_responses(item, values.numpy())})
 
 
@@ -109,16 +109,16 @@ class Logprob(SignalKind):
 
     follows_from_logprobs = True
 
-    def signals(self, judged: Judged) -> Iterator[Signal]:
+    def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """See SignalKind."""
         with torch.no_grad():
             found, entropy = token_logprob(
-                judged.states, judged.head, judged.targets, temperature=judged.temperature, return_entropy=True
+                output.states, output.head, output.targets, temperature=output.temperature, return_entropy=True
             )
-        check_finite(judged.teacher, judged.items, found)
-        kept = keeps_stats(judged.settings.stats, [item.sample.sample_row for item in judged.items])
+        check_finite(output.teacher, output.items, found)
+        kept = keeps_stats(output.settings.stats, [item.sample.sample_row for item in output.items])
         for item, keep, values, entropies in zip(
-            judged.items, kept, judged.split(found), judged.split(entropy), strict=True
+            output.items, kept, output.split(found), output.split(entropy), strict=True
         ):
             yield _logprob_signal(item, values.numpy(), teacher_entropy=entropies.numpy() if keep else None)
 
@@ -135,13 +135,13 @@ class Topk(SignalKind):
     follows_from_logprobs = True
     ranked = True
 
-    def signals(self, judged: Judged) -> Iterator[Signal]:
+    def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """See SignalKind."""
-        ids, logprobs = self._rows(judged)
-        for item, own_ids, own in zip(judged.items, judged.split(ids), judged.split(logprobs), strict=True):
+        ids, logprobs = self._rows(output)
+        for item, own_ids, own in zip(output.items, output.split(ids), output.split(logprobs), strict=True):
             yield _signal(
                 item, self.name, topk_ids=own_ids.to(torch.int32).numpy().copy(), topk_logprobs=own.numpy().copy(),
-                topk_source=judged.settings.topk_source,
+                topk_source=output.settings.topk_source,
             )  # fmt: skip
 
     def from_logprobs(
@@ -150,24 +150,24 @@ class Topk(SignalKind):
         """See SignalKind."""
         return _signal(item, self.name, topk_ids=ids, topk_logprobs=logprobs, topk_source="teacher")
 
-    def _rows(self, judged: Judged) -> tuple[Tensor, Tensor]:
+    def _rows(self, output: TeacherOutput) -> tuple[Tensor, Tensor]:
         """Ids and teacher log-probs [N, K] of the teacher's or the student's likeliest tokens."""
-        states, head, settings = judged.states, judged.head, judged.settings
+        states, head, settings = output.states, output.head, output.settings
         if settings.topk_source == "teacher":
             return topk_logprobs(states, head, min(settings.topk, len(head.weight)))
-        if judged.student is None:
+        if output.student is None:
             raise MismatchError('topk_source = "student" needs the policy that wrote the samples; pass `student`')
-        ids = judged.student.ids([item.sample for item in judged.items], settings.topk).to(states.device)
+        ids = output.student.ids([item.sample for item in output.items], settings.topk).to(states.device)
         return ids, chosen_logprobs(states, head, ids)[0]
 
 
 class Hidden(SignalKind):
     """The teacher's hidden states, from which its whole distribution follows."""
 
-    def signals(self, judged: Judged) -> Iterator[Signal]:
+    def signals(self, output: TeacherOutput) -> Iterator[Signal]:
         """See SignalKind."""
-        codec = judged.settings.hidden_codec
-        for item, rows in zip(judged.items, judged.split(encode(judged.states, codec)), strict=True):
+        codec = output.settings.hidden_codec
+        for item, rows in zip(output.items, output.split(encode(output.states, codec)), strict=True):
             yield _signal(item, self.name, codec=codec, hidden=rows.numpy().copy())
 
 

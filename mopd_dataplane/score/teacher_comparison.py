@@ -135,13 +135,13 @@ def _add(
 ) -> None:
     counts = [len(answer.student.masked) for answer in part]
     states = student.states([a.student.tokens for a in part], [a.student.masked for a in part]).float().requires_grad_()
-    judged = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
+    scored = teacher.states([a.teacher.tokens for a in part], [a.teacher.masked for a in part])
     each = torch.tensor(counts)
     advantage = torch.tensor([answer.reward - baseline for answer in part]).repeat_interleave(each).to(states.device)
     right = torch.tensor([answer.reward >= 1 for answer in part]).repeat_interleave(each)
     targets = torch.from_numpy(np.concatenate([a.student.tokens[a.student.masked] for a in part])).to(states.device)
 
-    loss, stats = divergence(states, student.head, judged, teacher.head, return_stats=True)
+    loss, stats = divergence(states, student.head, scored, teacher.head, return_stats=True)
     (pull,) = torch.autograd.grad(loss.sum(), states)
     (push,) = torch.autograd.grad(-(advantage * _logprob(states, student, targets)).sum(), states)
     sums.dot += float((pull.double() * push.double()).sum())
@@ -150,8 +150,8 @@ def _add(
 
     k = min(k, len(student.head.weight), len(teacher.head.weight))
     with torch.no_grad():
-        support = _logprob(judged, teacher, targets)
-        ids, logprobs = topk_logprobs(judged, teacher.head, k)
+        support = _logprob(scored, teacher, targets)
+        ids, logprobs = topk_logprobs(scored, teacher.head, k)
         own = topk_logprobs(states, student.head, k)[0]
     sums.tokens += len(targets)
     sums.add("mean_logprob", support)
@@ -164,7 +164,7 @@ def _add(
     sums.chosen.append((ids[:, 0] == targets).cpu()[right])
 
 
-def _logprob(states: Tensor, judge: TeacherForward, targets: Tensor) -> Tensor:
-    found = token_logprob(states, judge.head, targets)
+def _logprob(states: Tensor, forward: TeacherForward, targets: Tensor) -> Tensor:
+    found = token_logprob(states, forward.head, targets)
     assert isinstance(found, Tensor)
     return found

@@ -51,7 +51,7 @@ class TeacherPool:
 
         pool = TeacherPool({"math": TeacherSpec(folder, settings)}, student_tokenizer=digest)
         record = pool.register("math", store_root)      # checks, then writes heads/math.safetensors once
-        judge = pool.judge("math")
+        teacher = pool.teacher("math")
 
     engine: what runs the teachers; reads: what vLLM is asked for; options: EngineArgs for vLLM started here. close()
     ends what is running.
@@ -100,7 +100,7 @@ class TeacherPool:
         """How often the active adapter of a base in memory was switched."""
         return sum(getattr(one, "switches", 0) for one in self._resident.values())
 
-    def judge(self, name: str) -> TeacherForward:
+    def teacher(self, name: str) -> TeacherForward:
         """The teacher, ready to score. Raises UnknownNameError, MismatchError, also for a blend of more teachers than
         `max_resident`."""
         blend = self._spec(name).settings.blend or {name: 1.0}
@@ -222,7 +222,7 @@ class TeacherPool:
     def _head(self, name: str) -> Head:
         """LM head of a teacher or a blend, in its own dtype; no engine is started for it."""
         if self._engine.here:
-            return self.judge(name).head
+            return self.teacher(name).head
         blend = self._spec(name).settings.blend or {name: 1.0}
         heads = [hf.load_head(self._checked(one), dtype=self._spec(one).settings.dtype) for one in blend]
         return blended_head(heads, list(blend.values()))

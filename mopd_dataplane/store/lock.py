@@ -1,7 +1,7 @@
 """One committer at a time on this machine, so that committers do not waste each other's work.
 
 The lock saves retries; rows are kept unique by the compare-and-swap commit of table.py. So a committer that was stopped
-while it held the lock does not block the store: after `PATIENCE_S` seconds the next one continues without it.
+while it held the lock does not block the store: after `TIMEOUT_S` seconds the next one continues without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.place import Place
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 POLL_S = 0.002
 
 
@@ -47,7 +47,7 @@ def committing(place: Place, name: str) -> Iterator[bool]:
 
 
 def _acquire(descriptor: int) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -220,9 +220,9 @@ def views(datasets: Iterable[str]) -> dict[str, View]:
     datasets: as Store.names() lists them.
     """
     signals = [name.split("/")[1:] for name in datasets if name.startswith("signals/")]
-    judges = sorted({teacher for teacher, _ in signals})
+    teachers = sorted({teacher for teacher, _ in signals})
     heard = sorted(teacher for teacher, kind in signals if kind == "logprob")
-    return {view.name: view for view in (*_FIXED, _side_by_side(judges), _sample_tokens(heard))}
+    return {view.name: view for view in (*_FIXED, _side_by_side(teachers), _sample_tokens(heard))}
 
 
 def create_views(

@@ -13,13 +13,13 @@ from mopd_dataplane.fields import of_signal, value
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.model_input import ModelInput, Scorable
-from mopd_dataplane.score.signal_kinds import Judged, SignalKind
+from mopd_dataplane.score.signal_kinds import SignalKind, TeacherOutput
 
 VOCABULARY, WIDTH = 37, 8
 MASKS = ((1, 1, 0, 1, 1), (0, 1, 1), (1,))
 """Loss masks of the samples."""
 TOLERANCE = 1e-5
-"""Largest difference between a sample judged alone and beside others: sums over a vocabulary of 37 in float32."""
+"""Largest difference between a sample scored alone and beside others: sums over a vocabulary of 37 in float32."""
 
 
 def check_signal(kind: SignalKind) -> None:
@@ -57,7 +57,7 @@ def check_signal(kind: SignalKind) -> None:
 
 def _signals(kind: SignalKind, items: list[ModelInput], states: Tensor, head: Head, temperature: float) -> list[Signal]:
     before = states.clone()
-    found = list(kind.signals(Judged(items, "teacher", states, head, temperature, sections.Score(topk=4))))
+    found = list(kind.signals(TeacherOutput(items, "teacher", states, head, temperature, sections.Score(topk=4))))
     assert torch.equal(states, before), "the teacher's states were changed; other kinds read them too"
     uids = [item.sample.uid for item in items]
     assert [signal.uid for signal in found] == uids, f"signals of {[s.uid for s in found]}, expected {uids}"

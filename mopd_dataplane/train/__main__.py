@@ -64,7 +64,7 @@ def _train(spec: TrainSpec, stop: Stop) -> int:
                         member=ranks.member,
                         members=ranks.members,
                         deadline_s=spec.deadline_s,
-                        patience_s=spec.patience_s,
+                        window_deadline_s=spec.window_deadline_s,
                         pin=ranks.device.type == "cuda",
                     )
                 )

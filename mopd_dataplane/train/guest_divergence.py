@@ -35,8 +35,8 @@ def guest_divergence(
 
     def part(own: Tensor, other: Tensor) -> Tensor:
         with torch.no_grad():
-            judged = logprobs(other, teacher)
-        found = kind.rows(logprobs(own, head), judged, beta=term.beta, alpha=term.alpha)
+            scored = logprobs(other, teacher)
+        found = kind.rows(logprobs(own, head), scored, beta=term.beta, alpha=term.alpha)
         if found.shape != own.shape[:1]:
             raise MismatchError(
                 f"divergence {term.kind!r} gave shape {list(found.shape)}, expected {[len(own)]}: one number a row"

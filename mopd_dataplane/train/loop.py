@@ -188,7 +188,7 @@ class Trainer:
             nothing.backward()
             return nothing.detach()
 
-        def judge(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
+        def compute_loss(hidden: Tensor, head: Head) -> tuple[Tensor, TermSums]:
             loss, found = self.objective(
                 hidden, head, micro, totals, teacher_head=teacher_head, proximal_logprobs=proximal
             )
@@ -196,7 +196,7 @@ class Trainer:
                 self.stats.add(picked, found.per_token, hidden, head, micro)
             return loss, found
 
-        loss, found = self.student(micro, judge)
+        loss, found = self.student(micro, compute_loss)
         loss.backward()
         sums.add(found, micro)
         detached: Tensor = loss.detach()

@@ -105,7 +105,7 @@ class ObjectiveLoss:
         """Every metric the terms report, in a fixed order; the same on all ranks."""
         names: list[str] = []
         if self.objective.policy_gradient is not None:
-            names += ["dropped", "clipped", "advantage", "entropy", "sampler_gap"]
+            names += ["dropped", "clipped", "advantage", "entropy", "logprob_gap"]
             names += ["reverse_kl"] if self._samples_reverse_kl else []
             names += ["reference_kl"] if self.objective.policy_gradient.kl_coef else []
         if self.objective.divergence is not None:
@@ -271,7 +271,7 @@ class ObjectiveLoss:
             sums.add(name, result.metrics[name] * tokens)
         sums.add("entropy", result.entropy)
         sums.per_token |= {"logprob": result.logprob, "student_entropy": result.entropy}
-        sums.add("sampler_gap", (result.logprob - batch.sampler_logprobs).abs())
+        sums.add("logprob_gap", (result.logprob - batch.sampler_logprobs).abs())
         if self._samples_reverse_kl and batch.teacher_logprobs is not None:
             sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
         return result.loss

@@ -62,7 +62,7 @@ class TrainSpec(Section):
     """Sampling temperature: log-probs of the policy-gradient term are taken at it."""
     max_new_tokens: int = Field(default=1, ge=1)
     """Longest response: what the `constant` normaliser divides by."""
-    patience_s: float = Field(default=60.0, gt=0)
+    window_deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait, in seconds, for a window that is still being planned, while the loader reports that it waits."""
     deadline_s: float = Field(default=60.0, gt=0)
     """Longest wait for the loader."""

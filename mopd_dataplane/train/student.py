@@ -71,8 +71,8 @@ class Student(nn.Module):
         if context_group is not None:
             _check_shares(model, self.layout, context_group.size())
 
-    def forward(self, batch: MicroBatch, judge: Callable[[Tensor, Head], Result]) -> Result:
-        """judge(hidden [M, D], head): the states that predict the trained tokens, in the order of `batch.targets`."""
+    def forward(self, batch: MicroBatch, compute_loss: Callable[[Tensor, Head], Result]) -> Result:
+        """compute_loss(hidden [M, D], head): its states predict the trained tokens, in the order of `batch.targets`."""
         self._follow(batch.experts)
         device = batch.input_ids.device.type
         lower = torch.autocast(device, self.dtype) if self._mixed else nullcontext()
@@ -86,7 +86,7 @@ class Student(nn.Module):
         weight = head.weight.to(self.dtype)
         if self.freeze_head:  # not through requires_grad: a tied matrix is the embedding too, which still learns
             weight = weight.detach()
-        return judge(rows, Head(weight, head.bias, head.softcap, head.logit_scale))
+        return compute_loss(rows, Head(weight, head.bias, head.softcap, head.logit_scale))
 
     def _follow(self, experts: Tensor | None) -> None:
         """Send tokens to the experts they were sampled with (R3); the gates are still the student's own."""

@@ -230,7 +230,7 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
     if position >= len(payload.mask):
         raise InputError(f"position {position} of a response of {len(payload.mask)} tokens")
     if not payload.mask[position]:
-        return {"teachers": [], "note": "this token was not written by the policy, so no teacher judged it"}
+        return {"teachers": [], "note": "this token was not written by the policy, so no teacher scored it"}
     ordinal = int(payload.mask[:position].sum())
     token = int(payload.response[position])
     scores = score_rows(shown.store, row["sample_row"], index.snapshot)

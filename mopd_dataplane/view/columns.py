@@ -20,7 +20,7 @@ HIDDEN = frozenset({"sample_row", "payload_row", "payload_crc", "schema_version"
 DOCS: dict[str, tuple[str, str]] = {
     "reward": ("mean over its verifiers", ""),
     "kl": ("mean sampler minus teacher log-prob over loss tokens, mean of its teachers", "nat/token"),
-    "teachers": ("teachers that judged it", ""),
+    "teachers": ("teachers that scored it", ""),
     "kl_spread": ("largest minus smallest of its teachers' divergences", "nat/token"),
     "signal_bytes": ("stored signals of all teachers", "bytes"),
     "group_size": ("answers in its group", ""),
@@ -31,7 +31,7 @@ DOCS: dict[str, tuple[str, str]] = {
     "several_versions": ("more than one policy version wrote it", ""),
     "no_logprobs": ("sampled, but the sampler's log-probs were not recorded", ""),
     "all_masked": ("no token of it is trained", ""),
-    "unscored": ("no teacher judged it, though others of its stage and iteration were", ""),
+    "unscored": ("no teacher scored it, though others of its stage and iteration were", ""),
     "gap": ("mean |trainer - sampler| log-prob at the first step that trained it", "nat/token"),
     "student_entropy": ("mean entropy of the student at that step", "nat"),
     "teacher_entropy": ("mean entropy of its teachers", "nat"),
@@ -61,7 +61,7 @@ READ: dict[str, tuple[str, ...]] = {
 """Columns of other tables that the definition reads, where a store has them."""
 _ALIKE = """
            list({kl: mean_reverse_kl, size: vocab_size})
-             filter (logprob_std < 1e-3 and judged_tokens >= 4) as alike,"""
+             filter (logprob_std < 1e-3 and scored_tokens >= 4) as alike,"""
 """Teachers of a sample whose log-probs are all the same."""
 _ODD_TEACHERS = """
          coalesce(len(list_filter(alike, lambda t: abs(mean_logprob - t.kl) < 1e-3)) > 0, false) as zero_teacher,
@@ -120,10 +120,10 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
     that carries `sample_row`.
     """
     spread = SPREAD in has
-    judged_more = (
-        ", max(logprob_std) as logprob_std, any_value(rows) as judged_tokens, any_value(vocab_size) as vocab_size"
+    scored_more = (
+        ", max(logprob_std) as logprob_std, any_value(rows) as scored_tokens, any_value(vocab_size) as vocab_size"
     )
-    judged_from = "scores join (select name as teacher, vocab_size from teachers) using (teacher)"
+    scored_from = "scores join (select name as teacher, vocab_size from teachers) using (teacher)"
     measured = """
   first_steps as (
     select uid, arg_min(mean_abs_gap, step) filter (step >= 0) as gap,
@@ -140,16 +140,16 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
     )
     hidden = "" if with_rows else " exclude (payload_row, payload_crc, schema_version, tokenizer, writer_seq)"
     return f"""
-  with judged as (
+  with scored as (
     select uid, teacher, avg(mean_reverse_kl) filter (not isnan(mean_reverse_kl)) as mean_reverse_kl,
-           sum(bytes)::bigint as bytes{judged_more if spread else ""}
-    from {judged_from if spread else "scores"} group by uid, teacher),{measured if STATS in has else ""}
+           sum(bytes)::bigint as bytes{scored_more if spread else ""}
+    from {scored_from if spread else "scores"} group by uid, teacher),{measured if STATS in has else ""}
   said as (
     select uid, avg(mean_reverse_kl)::float as kl, count(*)::int as teachers,
            (max(mean_reverse_kl) - min(mean_reverse_kl))::float as kl_spread,
            {_ALIKE if spread else ""}
            sum(bytes)::bigint as signal_bytes{", " + own if own else ""}
-    from judged group by uid),
+    from scored group by uid),
   rewarded as (select uid, avg(reward)::float as reward from rewards where not isnan(reward) group by uid),
   joined as (
     select samples.*{hidden}, reward,

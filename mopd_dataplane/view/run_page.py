@@ -34,7 +34,7 @@ TOKEN_CURVES = """
 """Means over the trained tokens whose statistics a step kept."""
 EVALS = """
     select policy, policy_version, domain, avg(reward)::double as reward, count(reward) as answers,
-           stddev_samp(reward)::double as sd, count(correct) as judged,
+           stddev_samp(reward)::double as sd, count(correct) as graded,
            count(*) filter (correct) as right_answers, avg(reverse_kl) filter (not isnan(reverse_kl)) as kl,
            avg(response_len) as length, avg((finish_reason = 'length')::int) as truncated
     from evals where finish_reason <> 'benchmark'
@@ -44,14 +44,14 @@ EVALS = """
 def run_page(store: Store, index: Index) -> dict[str, Any]:
     """Everything the page of a run draws, at the index's snapshot."""
     rollouts = [with_intervals(row) for row in index.rows(rollout_curves(TABLE))]
-    judged = _by_teacher(index)
+    scored = _by_teacher(index)
     measured = store.sql(TOKEN_CURVES, snapshot=index.snapshot).to_pylist() if STATS in index.snapshot.versions else []
     steps = store.sql(step_curves(STEP_POINTS), snapshot=index.snapshot).to_pylist()
     for step in steps:
         step["extra"] = json.loads(step["extra"] or "{}")
     evals = [_with_intervals(row) for row in store.sql(EVALS, snapshot=index.snapshot).to_pylist()]
     return {
-        "rollouts": rollouts, "judged": judged, "measured": measured, "steps": steps, "evals": evals,
+        "rollouts": rollouts, "scored": scored, "measured": measured, "steps": steps, "evals": evals,
         "times": _times(store, index),
         "sql": [index.over(rollout_curves(TABLE)), step_curves(STEP_POINTS).strip(), TOKEN_CURVES.strip()],
         "job": remembered_job(store), "made_with": store.read_json("provenance.json") or {},
@@ -63,23 +63,23 @@ def _by_teacher(index: Index) -> list[dict[str, Any]]:
     names = [name for name in index.teachers if f"kl_{name}" in index.columns]
     parts = [
         f"""select stage, iteration, {literal(name)} as teacher, avg("kl_{name}")::double as kl,
-                   stddev_samp("kl_{name}")::double as sd, count("kl_{name}") as judged
+                   stddev_samp("kl_{name}")::double as sd, count("kl_{name}") as scored
             from {TABLE} where "kl_{name}" is not null and policy <> 'reference' group by stage, iteration"""
         for name in names
     ]
     rows = index.rows(" union all ".join(parts) + " order by stage, teacher, iteration") if parts else []
     for row in rows:
-        spread, count = row.pop("sd"), row.pop("judged")
+        spread, count = row.pop("sd"), row.pop("scored")
         row["kl_ci"] = Z95 * spread / count**0.5 if spread is not None and count > 1 else None
     return rows
 
 
 def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
     """Ends of the 95 % intervals of what is entirely right (Wilson's) and of the mean reward; None where not known."""
-    right, judged, n, spread = row.pop("right_answers"), row.pop("judged"), row["answers"], row.pop("sd")
+    right, graded, n, spread = row.pop("right_answers"), row.pop("graded"), row["answers"], row.pop("sd")
     row |= dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high", "low", "high"))
-    if judged:
-        found = share(np.arange(judged) < right)
+    if graded:
+        found = share(np.arange(graded) < right)
         row |= {"accuracy": found.value, "accuracy_low": found.low, "accuracy_high": found.high}
     if n > 1 and spread is not None:
         half = Z95 * spread / n**0.5
@@ -88,14 +88,14 @@ def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _times(store: Store, index: Index) -> list[dict[str, Any]]:
-    """Intervals of work: stage, lane (the action), iteration, start and end in seconds since the epoch."""
+    """Intervals of work: stage, track (the action), iteration, start and end in seconds since the epoch."""
     found = []
     for event in store.sql(TIMES, snapshot=index.snapshot).to_pylist():
         if event["kind"] != "stage_time":
             continue
         end = event["created_at"].timestamp()
         detail = json.loads(event["detail"])
-        found.append({"stage": event["stage"], "lane": detail.get("action", "other"), "iteration": event["iteration"],
+        found.append({"stage": event["stage"], "track": detail.get("action", "other"), "iteration": event["iteration"],
                       "start": end - event["seconds"], "end": end})  # fmt: skip
     return found
 
@@ -104,26 +104,26 @@ def trace(store: Store, index: Index) -> dict[str, Any]:
     """The timeline as Chrome-trace JSON, which Perfetto opens: a process per stage, a thread per kind of work."""
     events: list[dict[str, Any]] = []
     stages: dict[str, int] = {}
-    lanes: dict[tuple[str, str], int] = {}
+    tracks: dict[tuple[str, str], int] = {}
 
-    def place(stage: str, lane: str) -> tuple[int, int]:
+    def place(stage: str, track: str) -> tuple[int, int]:
         if stage not in stages:
             stages[stage] = len(stages) + 1
             events.append({"ph": "M", "name": "process_name", "pid": stages[stage], "args": {"name": stage}})
-        if (stage, lane) not in lanes:
-            lanes[stage, lane] = len(lanes) + 1
-            events.append({"ph": "M", "name": "thread_name", "pid": stages[stage], "tid": lanes[stage, lane],
-                           "args": {"name": lane}})  # fmt: skip
-        return stages[stage], lanes[stage, lane]
+        if (stage, track) not in tracks:
+            tracks[stage, track] = len(tracks) + 1
+            events.append({"ph": "M", "name": "thread_name", "pid": stages[stage], "tid": tracks[stage, track],
+                           "args": {"name": track}})  # fmt: skip
+        return stages[stage], tracks[stage, track]
 
-    def span(stage: str, lane: str, name: str, times: tuple[float, float], facts: dict[str, Any]) -> None:
-        process, thread = place(stage, lane)
+    def span(stage: str, track: str, name: str, times: tuple[float, float], facts: dict[str, Any]) -> None:
+        process, thread = place(stage, track)
         events.append({"ph": "X", "name": name, "pid": process, "tid": thread, "ts": round(times[0] * 1e6),
                        "dur": max(1, round((times[1] - times[0]) * 1e6)), "args": facts})  # fmt: skip
 
     for time in _times(store, index):
-        name = f"{time['lane']} {time['iteration']}" if time["iteration"] >= 0 else time["lane"]
-        span(time["stage"], time["lane"], name, (time["start"], time["end"]), {"iteration": time["iteration"]})
+        name = f"{time['track']} {time['iteration']}" if time["iteration"] >= 0 else time["track"]
+        span(time["stage"], time["track"], name, (time["start"], time["end"]), {"iteration": time["iteration"]})
     for step in store.table("steps", snapshot=index.snapshot).to_pylist():
         end = step["created_at"].timestamp()
         facts = {key: finite(step[key]) for key in ("loss", "reverse_kl", "grad_norm", "data_wait_s", "staleness_mean")}

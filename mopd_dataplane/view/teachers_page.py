@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from mopd_dataplane.view.index import Index
 
 EXAMPLES = 3
-JUDGED = """
+SCORED = """
 with rewarded as (select uid, avg(reward) as reward from rewards where not isnan(reward) group by uid),
-judged as (
+scored as (
   select teacher, domain, kind, codec, "rows", bytes, loss_tokens, reward, uid,
          case when not isnan(mean_reverse_kl) then mean_reverse_kl end as kl,
          case when not isnan(mean_reverse_kl) then mean_logprob - mean_reverse_kl end as logprob
@@ -26,7 +26,7 @@ placed as (
            rank() over same
              + (count(*) over (partition by teacher, domain, kind, codec, logprob, reward is null) - 1) / 2
          end as place
-  from judged
+  from scored
   window same as (partition by teacher, domain, kind, codec, logprob is null or reward is null order by logprob))
 select teacher, domain, kind, codec, count(*) as samples, sum("rows")::bigint as tokens, sum(bytes)::bigint as bytes,
        sum(kl * loss_tokens) / nullif(sum(loss_tokens) filter (kl is not null), 0) as kl,
@@ -45,24 +45,24 @@ from token_stats join samples using (uid) where teacher <> '' group by teacher, 
 
 
 def teachers_page(store: Store, index: Index) -> dict[str, Any]:
-    """`teachers`: rows of the table; `judged`: per teacher, domain and kind, with what was measured of tokens and the
+    """`teachers`: rows of the table; `scored`: per teacher, domain and kind, with what was measured of tokens and the
     teacher's own held-out accuracy; `examples` by teacher and domain; `sql` behind them."""
-    judged = store.sql(JUDGED, snapshot=index.snapshot).to_pylist()
+    scored = store.sql(SCORED, snapshot=index.snapshot).to_pylist()
     kept = STATS in index.snapshot.versions
     measured = store.sql(MEASURED, snapshot=index.snapshot).to_pylist() if kept else []
     known = {(row["teacher"], row["domain"]): row for row in measured}
     right = _accuracies(store, index)
-    for row in judged:
+    for row in scored:
         found = known.get((row["teacher"], row["domain"]), {})
         row |= {"entropy": found.get("entropy"), "top1": found.get("top1")}
         row["accuracy"] = right.get((row["teacher"], row["domain"]))
     table = store.table("teachers", snapshot=index.snapshot).to_pylist()
-    pairs = dict.fromkeys((row["teacher"], row["domain"]) for row in judged if row["kl"] is not None)
+    pairs = dict.fromkeys((row["teacher"], row["domain"]) for row in scored if row["kl"] is not None)
     return {
         "teachers": [{key: value for key, value in row.items() if key != "created_at"} for row in table],
-        "judged": judged,
+        "scored": scored,
         "examples": {f"{teacher}/{domain}": _examples(index, teacher, domain) for teacher, domain in pairs},
-        "sql": [JUDGED.strip(), *([MEASURED.strip()] if kept else [])],
+        "sql": [SCORED.strip(), *([MEASURED.strip()] if kept else [])],
     }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """The demonstration store, whose first samples two more teachers judged; one of them with its top-k."""
+    """The demonstration store, whose first samples two more teachers scored; one of them with its top-k."""
     store = make_store(tmp_path_factory.mktemp("viewed") / "demo", prompts=4)
     noise = np.random.default_rng(3)
     rows = store.sql("select uid, domain from samples")
@@ -183,8 +183,8 @@ def test_sorting_by_a_head_and_turning_to_a_sample_by_keys(page: Page) -> None:
     expect(page.locator("#matching")).to_be_visible()
 
 
-def open_judged(page: Page) -> None:
-    """A sample that three teachers judged, interrupted and full of markup."""
+def open_scored(page: Page) -> None:
+    """A sample that three teachers scored, interrupted and full of markup."""
     page.goto(page.url.split("#")[0] + "#/samples?w=" + "teachers%20%3D%203%20and%20interrupted&order=-kl")
     expect(page.locator("#matching")).to_contain_text("4 of")
     ready(page)
@@ -193,14 +193,14 @@ def open_judged(page: Page) -> None:
 
 
 def test_all_teachers_over_one_text(page: Page) -> None:
-    open_judged(page)
-    lanes = page.locator(".lanes li").all_inner_texts()
-    assert [lane.split(maxsplit=1)[1] for lane in lanes] == [
+    open_scored(page)
+    tracks = page.locator(".tracks li").all_inner_texts()
+    assert [track.split(maxsplit=1)[1] for track in tracks] == [
         "chain_sum-expert", "number_sorting-expert", "spell_backward-expert", "disagreement",
     ]  # fmt: skip
     token = page.locator(".strip #t0")
     assert token.evaluate("node => getComputedStyle(node).backgroundImage").count("px") >= 8, (
-        "a colour behind, a lane a teacher"
+        "a colour behind, a track a teacher"
     )
     assert page.locator(".strip .t.masked").count() == 2, "tokens that the policy did not write"
     assert page.locator(".strip .t.starts").count() == 1, "where the next policy version goes on"
@@ -210,7 +210,7 @@ def test_all_teachers_over_one_text(page: Page) -> None:
 
 
 def test_keys_walk_tokens_surprises_teachers_and_signals(page: Page) -> None:
-    open_judged(page)
+    open_scored(page)
     page.keyboard.press("l")
     page.keyboard.press("l")
     expect(page.locator(".card .where")).to_contain_text("position 2 of")
@@ -230,7 +230,7 @@ def test_keys_walk_tokens_surprises_teachers_and_signals(page: Page) -> None:
 
 
 def test_statistics_of_training_are_in_the_menu_and_on_the_card(page: Page) -> None:
-    open_judged(page)
+    open_scored(page)
     page.locator(".strip #t1").click()
     expect(page.locator(".card .facts").last).to_contain_text("reverse KL, exact, step 2")
     expect(page.locator(".card .facts").last).to_contain_text("0.75")
@@ -241,7 +241,7 @@ def test_statistics_of_training_are_in_the_menu_and_on_the_card(page: Page) -> N
 
 
 def test_the_card_shows_every_teacher_and_its_candidates(page: Page) -> None:
-    open_judged(page)
+    open_scored(page)
     page.locator(".strip #t1").click()
     expect(page.locator(".card .said tbody tr")).to_have_count(4)
     expect(page.locator(".card .candidates h3").first).to_have_text("chain_sum-expert")
@@ -250,7 +250,7 @@ def test_the_card_shows_every_teacher_and_its_candidates(page: Page) -> None:
 
 
 def test_groups_versions_and_differences(page: Page) -> None:
-    open_judged(page)
+    open_scored(page)
     page.keyboard.press("g")
     expect(page.locator("h1")).to_contain_text("Group")
     page.keyboard.press("g")
@@ -282,14 +282,14 @@ def test_two_stores_are_compared_down_to_the_tokens(
 
 
 def test_life_run_teachers_step_and_compare(page: Page) -> None:
-    open_judged(page)
+    open_scored(page)
     page.keyboard.press("i")
     expect(page.locator(".life li.trained")).to_have_count(1)
     page.get_by_role("link", name="packs of this step").click()
     expect(page.locator(".pack").first).to_be_visible()
     page.keyboard.press("2")
     expect(page.locator(".chart canvas").nth(6)).to_be_visible()
-    expect(page.locator(".lane-bar i").first).to_be_visible()
+    expect(page.locator(".track-bar i").first).to_be_visible()
     with page.expect_download() as download:
         page.get_by_role("link", name="Chrome trace").click()
     assert '"traceEvents"' in Path(download.value.path()).read_text()
@@ -313,7 +313,7 @@ def test_search_finds_text_and_lands_on_the_token(page: Page) -> None:
 
 
 def test_labels_are_written_and_taken_back(page: Page, store: Store) -> None:
-    open_judged(page)
+    open_scored(page)
     page.get_by_label("Label", exact=True).fill("odd one")
     page.get_by_label("Note").fill("<i>see</i>")
     page.get_by_role("button", name="add").click()
@@ -441,14 +441,14 @@ def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Pat
     expect(page.locator(".chart canvas").first).to_be_visible()
     page.goto((tmp_path / "one.html").as_uri())
     expect(page.locator(".strip .t").first).to_be_visible()
-    expect(page.locator(".lanes li")).to_have_count(4)
+    expect(page.locator(".tracks li")).to_have_count(4)
     context.close()
     assert trouble == []
     assert all(url.startswith(("file:", "data:")) for url in asked)
 
 
 def test_every_page_shows_its_sql_and_the_packs_their_ranks(page: Page) -> None:
-    open_judged(page)
+    open_scored(page)
     page.locator(".strip #t1").click()
     expect(page.locator(".card .beside small").first).to_contain_text("not in the store")
     for view in ("life", "run", "teachers", "compare", "prompt"):

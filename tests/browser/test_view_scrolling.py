@@ -47,9 +47,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """One sample of 32 k tokens, judged by a teacher."""
+    """One sample of 32 k tokens, scored by a teacher."""
     return make_store(
-        tmp_path_factory.mktemp("long") / "s", np.array([TOKENS * 4 // 3], np.int32), teachers=("judge",),
+        tmp_path_factory.mktemp("long") / "s", np.array([TOKENS * 4 // 3], np.int32), teachers=("teacher",),
         signals=("logprob",),
     )  # fmt: skip
 

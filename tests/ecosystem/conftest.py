@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_store import add_judge, tiny_student
+from scored_store import add_teacher, tiny_student
 
 from mopd_dataplane import Store
 
@@ -40,17 +40,17 @@ os.environ.setdefault("WANDB_MODE", "offline")
 
 
 @pytest.fixture(scope="session")
-def judged_store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """A store with hidden states, log-probs and a planned window (judged_store.py); read only."""
-    store: Store = make_store(tmp_path_factory.mktemp("judged") / "store", prompts=2)
-    add_judge(store, VOCABULARY)
+def scored_store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with hidden states, log-probs and a planned window (scored_store.py); read only."""
+    store: Store = make_store(tmp_path_factory.mktemp("scored") / "store", prompts=2)
+    add_teacher(store, VOCABULARY)
     return store
 
 
 @pytest.fixture(scope="session")
-def policy(judged_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def policy(scored_store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny student with the store's tokenizer."""
-    return tiny_student(tmp_path_factory.mktemp("policy") / "start", VOCABULARY, judged_store)
+    return tiny_student(tmp_path_factory.mktemp("policy") / "start", VOCABULARY, scored_store)
 
 
 @pytest.fixture(scope="session")

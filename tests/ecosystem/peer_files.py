@@ -81,8 +81,8 @@ def verifiers(out: Path) -> None:
     )
     tokens.record_reward("right", 1.0, weight=0.5)
     tokens.record_reward("short", 0.5, weight=2.0)
-    judge = trace([heard(None, [50], UserMessage(content="?")), said(0, [60], 1, AssistantMessage(content="!"))])
-    judge.agent.trainable = False
+    other = trace([heard(None, [50], UserMessage(content="?")), said(0, [60], 1, AssistantMessage(content="!"))])
+    other.agent.trainable = False
     texts = trace(
         [
             MessageNode(message=UserMessage(content="1 + 1 =")),
@@ -90,7 +90,7 @@ def verifiers(out: Path) -> None:
         ]
     )
     work = TrainWorkInfo(step=9, policy=PolicySpan(start=8, end=9))
-    for traces in ([tokens, judge], [texts]):
+    for traces in ([tokens, other], [texts]):
         episode = Episode(env=EnvInfo(id="sums", name="sums"), task=traces[0].task, traces=traces, ok=True)
         episode.record_run(TrainRunInfo(id="r", work=work))
         write_episode(out, episode)

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from documented import PAGES, blocks, prepare, relative, run_blocks, write_base
-from judged_store import JUDGE
+from scored_store import TEACHER
 
 from mopd_dataplane import Store
 
 MARKED = [page for page in PAGES if any(block.mark == "ecosystem" for block in blocks(page))]
 WINDOW = 90
-"""The window of the store that has hidden states (judged_store.py)."""
-ONE = f"--as traces --teacher {JUDGE}"
-"""Two teachers have judged each of its samples."""
+"""The window of the store that has hidden states (scored_store.py)."""
+ONE = f"--as traces --teacher {TEACHER}"
+"""Two teachers have scored each of its samples."""
 TASKSET = """
 import verifiers.v1 as vf
 
@@ -45,10 +45,10 @@ __all__ = ["SumTaskset"]
 
 @pytest.mark.parametrize("page", MARKED, ids=relative)
 def test_examples_run(
-    page: Path, judged_store: Store, policy: Path, tmp_path: Path,
+    page: Path, scored_store: Store, policy: Path, tmp_path: Path,
     write_lm_eval_task: Callable[[Path], list[dict[str, Any]]], write_hub_cache: Callable[[Path], Path],
 ) -> None:  # fmt: skip
-    folder = prepare(Path(judged_store.uri), tmp_path / "page")
+    folder = prepare(Path(scored_store.uri), tmp_path / "page")
     write_base(folder, policy)
     version = folder / "runs" / "quickstart" / "policies" / "student" / "v1"
     shutil.rmtree(version)

@@ -23,25 +23,25 @@ COMMON: dict[str, Any] = {
 CHAT = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
 
 
-def test_datasets_read_every_kind(judged_store: Store, tmp_path: Path) -> None:
-    rows = judged_store.samples(["uid"])["uid"].to_pylist()
+def test_datasets_read_every_kind(scored_store: Store, tmp_path: Path) -> None:
+    rows = scored_store.samples(["uid"])["uid"].to_pylist()
     for kind in ("parquet", "jsonl", "arrow"):
-        export_samples(judged_store, tmp_path / f"out.{kind}", signals=["logprob"], teachers=["judge"])
+        export_samples(scored_store, tmp_path / f"out.{kind}", signals=["logprob"], teachers=["teacher"])
         reader = {"jsonl": "json"}.get(kind, kind)
         loaded = datasets.load_dataset(
             reader, data_files=str(tmp_path / f"out.{kind}"), cache_dir=str(tmp_path / "cache"), split="train"
         )
         assert loaded["uid"][:] == rows
         said = np.array(loaded[0]["signals"][0]["logprob"], np.float32)
-        assert np.array_equal(said, judged_store.read_signal("judge", "logprob", [0])[0])
-    export_samples(judged_store, tmp_path / "folder", signals=["hidden"], teachers=["judge"])
+        assert np.array_equal(said, scored_store.read_signal("teacher", "logprob", [0])[0])
+    export_samples(scored_store, tmp_path / "folder", signals=["hidden"], teachers=["teacher"])
     folder = datasets.load_from_disk(str(tmp_path / "folder"))
-    hidden = judged_store.read_signal("judge", "hidden", [3])[0]
+    hidden = scored_store.read_signal("teacher", "hidden", [3])[0]
     assert folder[3]["signals"][0]["hidden"] == hidden.tobytes()
 
 
-def test_trl_trains_on_exact_tokens(judged_store: Store, policy: Path, tmp_path: Path) -> None:
-    export_samples(judged_store, tmp_path / "t.parquet", form="tokens", signals=["logprob"], teachers=["judge"])
+def test_trl_trains_on_exact_tokens(scored_store: Store, policy: Path, tmp_path: Path) -> None:
+    export_samples(scored_store, tmp_path / "t.parquet", form="tokens", signals=["logprob"], teachers=["teacher"])
     rows = datasets.Dataset.from_parquet(str(tmp_path / "t.parquet"), cache_dir=str(tmp_path / "cache"))
     trainer = SFTTrainer(
         str(policy), args=SFTConfig(str(tmp_path / "o"), max_length=None, **COMMON), train_dataset=rows
@@ -56,8 +56,8 @@ def test_trl_trains_on_exact_tokens(judged_store: Store, policy: Path, tmp_path:
 
 
 @pytest.mark.parametrize("form", ["sft", "messages"])
-def test_trl_trains_on_text(judged_store: Store, policy: Path, tmp_path: Path, form: str) -> None:
-    export_samples(judged_store, tmp_path / "s.jsonl", form=form)
+def test_trl_trains_on_text(scored_store: Store, policy: Path, tmp_path: Path, form: str) -> None:
+    export_samples(scored_store, tmp_path / "s.jsonl", form=form)
     rows = datasets.load_dataset("json", data_files=str(tmp_path / "s.jsonl"), cache_dir=str(tmp_path), split="train")
     trainer = SFTTrainer(
         str(policy), args=SFTConfig(str(tmp_path / "o"), **COMMON), train_dataset=rows.select(range(4)),
@@ -67,8 +67,8 @@ def test_trl_trains_on_text(judged_store: Store, policy: Path, tmp_path: Path, f
     assert trainer.state.log_history[0]["loss"] > 0
 
 
-def test_trls_distillation_trainer_reads_conversations(judged_store: Store, policy: Path, tmp_path: Path) -> None:
-    export_samples(judged_store, tmp_path / "m.parquet", form="messages")
+def test_trls_distillation_trainer_reads_conversations(scored_store: Store, policy: Path, tmp_path: Path) -> None:
+    export_samples(scored_store, tmp_path / "m.parquet", form="messages")
     rows = datasets.Dataset.from_parquet(str(tmp_path / "m.parquet"), cache_dir=str(tmp_path / "cache"))
     trainer = GKDTrainer(
         model=AutoModelForCausalLM.from_pretrained(policy), teacher_model=AutoModelForCausalLM.from_pretrained(policy),
@@ -79,11 +79,11 @@ def test_trls_distillation_trainer_reads_conversations(judged_store: Store, poli
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0, abs=1e-6), "the teacher is the student"
 
 
-def test_verifiers_reads_traces_with_every_digit(judged_store: Store, tmp_path: Path) -> None:
-    export_samples(judged_store, tmp_path / "t.jsonl", form="traces", signals=["logprob"], teachers=["judge"])
+def test_verifiers_reads_traces_with_every_digit(scored_store: Store, tmp_path: Path) -> None:
+    export_samples(scored_store, tmp_path / "t.jsonl", form="traces", signals=["logprob"], teachers=["teacher"])
     lines = (tmp_path / "t.jsonl").read_text().splitlines()
-    payload = judged_store.read_tokens(np.arange(len(lines))).to_pylist()
-    rewards = {row["uid"]: row["reward"] for row in judged_store.table("rewards").to_pylist()}
+    payload = scored_store.read_tokens(np.arange(len(lines))).to_pylist()
+    rewards = {row["uid"]: row["reward"] for row in scored_store.table("rewards").to_pylist()}
     for number, (line, tokens) in enumerate(zip(lines, payload, strict=True)):
         episode = WireEpisode.model_validate_json(line)
         [trace] = episode.traces
@@ -93,7 +93,7 @@ def test_verifiers_reads_traces_with_every_digit(judged_store: Store, tmp_path: 
         assert branch.sampled_mask == [False] * start + [bool(kept) for kept in tokens["loss_mask"]]
         assert branch.logprobs[start:] == tokens["logprobs"]
         assert branch.reference_logprobs is not None
-        assert branch.reference_logprobs[start:] == judged_store.read_signal("judge", "logprob", [number])[0].tolist()
+        assert branch.reference_logprobs[start:] == scored_store.read_signal("teacher", "logprob", [number])[0].tolist()
         assert trace.reward == rewards[episode.id]
         again = WireEpisode.model_validate(episode.to_record(float_decimals=None))
         assert again.traces[0].nodes[-1].logprobs == trace.nodes[-1].logprobs

@@ -1,4 +1,4 @@
-"""lm-eval judges a policy version of a store, with a task of the test's own."""
+"""lm-eval scores a policy version of a store, with a task of the test's own."""
 
 from __future__ import annotations
 

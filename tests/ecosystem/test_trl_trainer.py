@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judged_store import STEPS
+from scored_store import STEPS
 from transformers import AutoModelForCausalLM, TrainingArguments
 from trl import SFTConfig
 
@@ -26,15 +26,15 @@ def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def test_trl_and_transformers_train_alike(judged_store: Store, policy: Path, tmp_path: Path) -> None:
+def test_trl_and_transformers_train_alike(scored_store: Store, policy: Path, tmp_path: Path) -> None:
     trainer = StoreTrainer(
         str(policy), args=SFTConfig(str(tmp_path / "trl"), gradient_checkpointing=False, **COMMON),
-        store=judged_store.uri, stage="student", windows=[90], objective=REVERSE,
+        store=scored_store.uri, stage="student", windows=[90], objective=REVERSE,
     )  # fmt: skip
     trainer.train()
     other = hf_trainer.StoreTrainer(
         AutoModelForCausalLM.from_pretrained(policy), TrainingArguments(str(tmp_path / "hf"), **COMMON),
-        store=judged_store, stage="student", windows=[90], objective=REVERSE,
+        store=scored_store, stage="student", windows=[90], objective=REVERSE,
     )  # fmt: skip
     other.train()
     assert len(losses(trainer)) == STEPS
@@ -43,11 +43,11 @@ def test_trl_and_transformers_train_alike(judged_store: Store, policy: Path, tmp
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
-def test_an_adapter_learns_and_its_base_does_not(judged_store: Store, policy: Path, tmp_path: Path) -> None:
+def test_an_adapter_learns_and_its_base_does_not(scored_store: Store, policy: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="pinned in constraints-ecosystem.txt")
     trainer = StoreTrainer(
         str(policy), args=SFTConfig(str(tmp_path / "trl"), max_steps=2 * STEPS, **COMMON | {"learning_rate": 1e-2}),
-        store=judged_store.uri, stage="student", windows=[90], objective=REVERSE,
+        store=scored_store.uri, stage="student", windows=[90], objective=REVERSE,
         peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
     )  # fmt: skip
     before = {name: value.clone() for name, value in trainer.model.named_parameters()}
@@ -59,8 +59,8 @@ def test_an_adapter_learns_and_its_base_does_not(judged_store: Store, policy: Pa
     assert sum(found[STEPS:]) < sum(found[:STEPS])
 
 
-def test_a_stage_without_samples_is_named(judged_store: Store, policy: Path, tmp_path: Path) -> None:
+def test_a_stage_without_samples_is_named(scored_store: Store, policy: Path, tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="no samples of stage 'nobody'"):
         StoreTrainer(
-            str(policy), args=SFTConfig(str(tmp_path), **COMMON), store=judged_store, stage="nobody", objective=REVERSE
+            str(policy), args=SFTConfig(str(tmp_path), **COMMON), store=scored_store, stage="nobody", objective=REVERSE
         )

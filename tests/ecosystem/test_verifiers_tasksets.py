@@ -56,7 +56,7 @@ class SumTask(vf.Task[SumData]):
     @vf.reward(weight=2.0)
     async def right(self, task, trace) -> float:
         if trace.last_reply == "raise":
-            raise ValueError("a judge that fails")
+            raise ValueError("a reward that fails")
         return float(trace.last_reply == task.answer)
 
     @vf.reward(weight=0.5)
@@ -103,7 +103,7 @@ def prompts(dataset: str, **more: Any) -> list[Prompt]:
     return load_prompts("sums", Domain(source="verifiers", dataset=dataset, train=3, eval=2, **more))
 
 
-def test_a_task_is_a_prompt_and_its_rewards_judge_one_turn() -> None:
+def test_a_task_is_a_prompt_and_its_rewards_score_one_turn() -> None:
     found = prompts("one-turn-sums", args={"count": 5})
     assert [(prompt.text, prompt.answer, prompt.messages) for prompt in found] == [
         (f"{n} + 4 =", str(n + 4), "") for n in range(5)
@@ -111,7 +111,7 @@ def test_a_task_is_a_prompt_and_its_rewards_judge_one_turn() -> None:
     reward = resolve_reward("verifiers")
     assert reward(found[3], ["7"]) == (2.0, None)
     assert reward(found[3], ["8"]) == (0.0, None)
-    with pytest.raises(EngineError, match="a judge that fails"):
+    with pytest.raises(EngineError, match="a reward that fails"):
         reward(found[3], ["raise"])
 
 
@@ -174,7 +174,9 @@ class Certain(EngineKind):
 
     here = True
 
-    def open(self, folder: Path, version: int, settings: Any, *, dtype: str, partner: Any, adapter: Any = None) -> Any:
+    def open(
+        self, folder: Path, version: int, settings: Any, *, dtype: str, mixed_teacher: Any, adapter: Any = None
+    ) -> Any:
         return Scripted(folder, slots=settings.slots, policy_version=version, dtype=dtype, threads=settings.threads)
 
 

@@ -182,7 +182,7 @@ def _quietly(work: Callable[[], Any]) -> Any:
         return error
 
 
-def judge(root: Path, before: Mapping[str, str]) -> tuple[str, str]:
+def checked(root: Path, before: Mapping[str, str]) -> tuple[str, str]:
     """(outcome, what was said) of the store as it is now."""
     from mopd_dataplane.errors import MopdError
     from mopd_dataplane.store.dataset import Store
@@ -215,7 +215,7 @@ def serve(root: Path) -> None:
         flipped[byte] ^= 1 << bit
         path.write_bytes(flipped)
         try:
-            what, said = judge(root, before)
+            what, said = checked(root, before)
         finally:
             path.write_bytes(content)
         print(json.dumps({"what": what, "said": said[:600]}), flush=True)

@@ -42,7 +42,7 @@ from mopd_dataplane.store.lance_errors import is_overtaken
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
-STAGE, TEACHER, VERIFIER = "student", "judge", "checker"
+STAGE, TEACHER, VERIFIER = "student", "teacher", "checker"
 KINDS = ("logprob", "topk", "hidden")
 WRITERS, KILLED, SAMPLES, BATCH = 3, 2, 60, 6
 """Writers of as many samples each, in batches; all share a third of theirs. KILLED more share with nobody."""
@@ -261,11 +261,11 @@ def _as_given(pack: Any, span: slice, number: int, sample: Sample | None) -> boo
     if sample is None:
         return False
     response = slice(span.start + sample.prompt_len, span.stop)
-    judged = signal_of(number, 0, "logprob").logprob
+    scored = signal_of(number, 0, "logprob").logprob
     return bool(
         np.array_equal(pack.sampler_logprobs[response], sample.logprobs)
         and np.array_equal(pack.loss_mask[response], sample.loss_mask)
-        and np.array_equal(pack.teacher_logprobs[response], judged)
+        and np.array_equal(pack.teacher_logprobs[response], scored)
     )
 
 

@@ -34,7 +34,7 @@ from mopd_dataplane.store.dataset import Store
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
-STAGE, TEACHER = "student", "judge"
+STAGE, TEACHER = "student", "teacher"
 SAMPLES = 24
 SPEC = LoadSpec(stage=STAGE, signals=("logprob",), slots=2, deadline_s=5)
 Manifest = list[tuple[int, int]]
@@ -47,8 +47,8 @@ def make_stage(home: Path) -> int:
     samples = [build.sample(number) for number in range(SAMPLES)]
     rows = store.commit_samples(samples).rows
     store.add_teacher(build.teacher(TEACHER))
-    judged = [build.signal(sample, int(row), "logprob") for sample, row in zip(samples, rows, strict=True)]
-    store.commit_signals(TEACHER, "logprob", judged)
+    scored = [build.signal(sample, int(row), "logprob") for sample, row in zip(samples, rows, strict=True)]
+    store.commit_signals(TEACHER, "logprob", scored)
     snapshot = store.snapshot(tag="window-0")
     columns = collect_columns(
         [(rows, store.samples(list(SAMPLE_COLUMNS)))], len(rows),

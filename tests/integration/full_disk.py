@@ -27,7 +27,7 @@ from mopd_dataplane.run.pipeline import run_job
 FIRST_MIB = 2
 GROWTH_MIB = 2
 FILLED_AT_STEP = 4
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
 def grow(store: Path, mib: int) -> None:
@@ -69,7 +69,7 @@ class Squatter:
             threading.Thread(target=self._give_back, args=(heard,), daemon=True).start()
 
     def _give_back(self, heard: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while "is full" not in self._said.getvalue()[heard:] and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)

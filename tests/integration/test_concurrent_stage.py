@@ -45,12 +45,12 @@ def test_a_part_that_is_killed_ends_all_and_the_run_continues(
     assert len(planned) == len(set(planned)) == 96, "nothing is consumed twice, nothing lost"
 
 
-def part_of(family: psutil.Process, part: str, patience_s: float = 60) -> psutil.Process:
+def part_of(family: psutil.Process, part: str, timeout_s: float = 60) -> psutil.Process:
     """The child that runs one part."""
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         for child in family.children():
             if part in child.cmdline():
                 return child
         time.sleep(0.1)
-    raise AssertionError(f"no {part} process within {patience_s:g} s")
+    raise AssertionError(f"no {part} process within {timeout_s:g} s")

@@ -1,4 +1,4 @@
-"""A teacher that follows the student: a chain of stages, each judged by the policy of the one before, which reads the
+"""A teacher that follows the student: a chain of stages, each scored by the policy of the one before, which reads the
 answer (docs/objectives.md, "A teacher that follows the student")."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPSD = Path(__file__).parents[2] / "jobs" / "opsd"
 
 
 def chain(store: Path) -> dict[str, Any]:
-    """The last stage of jobs/opsd twice, made small: `first` is judged by its own start, `second` by `first`."""
+    """The last stage of jobs/opsd twice, made small: `first` is scored by its own start, `second` by `first`."""
     job = load_job(OPSD).model_dump(mode="json")
     job["store"] = str(store)
     job["student"]["config"] |= {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -35,15 +35,15 @@ def chain(store: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_each_stage_of_a_chain_is_judged_by_the_policy_of_the_one_before(tmp_path: Path) -> None:
+def test_each_stage_of_a_chain_is_scored_by_the_policy_of_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(json.dumps(chain(tmp_path / "store")))
     run_job(load_job(tmp_path / "job.json"))
     store = open_store(str(tmp_path / "store"))
     digests = {row["name"]: row["weights_digest"] for row in store.table("teachers").to_pylist()}
     assert digests.keys() == {"itself", "itself-later"}
     assert digests["itself"] != digests["itself-later"]
-    judged = store.sql("select distinct s.stage, c.teacher from samples s join scores c using (uid) order by all")
-    assert judged.to_pylist() == [
+    scored = store.sql("select distinct s.stage, c.teacher from samples s join scores c using (uid) order by all")
+    assert scored.to_pylist() == [
         {"stage": "first", "teacher": "itself"},
         {"stage": "second", "teacher": "itself-later"},
     ]

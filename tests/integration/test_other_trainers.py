@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from judged_store import JUDGE, PACKS, STEPS, add_judge, tiny_student
 from safetensors.torch import load_file
+from scored_store import PACKS, STEPS, TEACHER, add_teacher, tiny_student
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from mopd_dataplane import BatchStream, LoadSpec, Store
@@ -33,14 +33,14 @@ RATE = 1e-3
 
 
 @pytest.fixture(scope="module")
-def judged(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, Any]]:
-    made = make_store(tmp_path_factory.mktemp("judged") / "store", prompts=2)
-    return made, add_judge(made, VOCABULARY)
+def scored(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, Any]]:
+    made = make_store(tmp_path_factory.mktemp("scored") / "store", prompts=2)
+    return made, add_teacher(made, VOCABULARY)
 
 
 @pytest.fixture(scope="module")
-def policy(judged: tuple[Store, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_student(tmp_path_factory.mktemp("policy") / "start", VOCABULARY, judged[0])
+def policy(scored: tuple[Store, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_student(tmp_path_factory.mktemp("policy") / "start", VOCABULARY, scored[0])
 
 
 def settings(folder: Path, **others: Any) -> TrainingArguments:
@@ -85,9 +85,9 @@ def own(policy: Path, store: Store, folder: Path) -> tuple[list[float], Student]
     objective = Objective.model_validate(REVERSE)
     student = Student(AutoModelForCausalLM.from_pretrained(policy))
     student.train()
-    teacher = store.teachers()[JUDGE]
+    teacher = store.teachers()[TEACHER]
     heads = TeacherHeads(
-        {JUDGE: HeadFile(path=str(store.path(teacher.head_file)), digest=teacher.head_digest)}, torch.device("cpu")
+        {TEACHER: HeadFile(path=str(store.path(teacher.head_file)), digest=teacher.head_digest)}, torch.device("cpu")
     )
     train = Train(learning_rate=RATE, warmup_steps=0)
     trainer = OwnTrainer(student, ObjectiveLoss(objective), train, Ranks(0, 1, torch.device("cpu")), heads)
@@ -105,7 +105,7 @@ def plain(policy: Path, store: Store) -> list[float]:
     """Exact reverse KL of every step in a loop of plain torch, from public names: full logits, no kernels."""
     model = AutoModelForCausalLM.from_pretrained(policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    head = load_file(store.path(store.teachers()[JUDGE].head_file))["weight"]
+    head = load_file(store.path(store.teachers()[TEACHER].head_file))["weight"]
     found = []
     with BatchStream(store.uri, LoadSpec(stage="student", signals=("hidden",)), windows=[90]) as stream:
         for batch in stream:
@@ -126,9 +126,9 @@ def plain(policy: Path, store: Store) -> list[float]:
 
 
 def test_the_loss_and_the_weights_are_those_of_mopd_train(
-    judged: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
+    scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
 ) -> None:
-    store, said = judged
+    store, said = scored
     theirs = trained(policy, store, tmp_path / "hf")
     ours, student = own(policy, store, tmp_path)
     assert theirs.state.global_step == len(ours) == STEPS
@@ -142,9 +142,9 @@ def test_the_loss_and_the_weights_are_those_of_mopd_train(
 
 
 def test_cutting_a_step_changes_nothing_and_an_epoch_begins_again(
-    judged: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
+    scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
 ) -> None:
-    store, _ = judged
+    store, _ = scored
     sampled = {"objective": {"cross_entropy": {}}}
     whole = trained(policy, store, tmp_path / "a", **sampled)
     cut = trained(policy, store, tmp_path / "b", pass_tokens=40, **sampled)
@@ -153,12 +153,12 @@ def test_cutting_a_step_changes_nothing_and_an_epoch_begins_again(
 
 
 def test_what_would_be_another_loss_is_refused(
-    judged: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
+    scored: tuple[Store, dict[str, Any]], policy: Path, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(policy)
 
     def made(arguments: TrainingArguments, **others: Any) -> None:
-        StoreTrainer(model, arguments, **{"store": judged[0], "stage": "student", "objective": REVERSE, **others})
+        StoreTrainer(model, arguments, **{"store": scored[0], "stage": "student", "objective": REVERSE, **others})
 
     with pytest.raises(InputError, match="gradient_accumulation_steps must be 1"):
         made(settings(tmp_path, gradient_accumulation_steps=2))

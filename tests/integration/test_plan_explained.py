@@ -36,7 +36,7 @@ def test_a_plan_says_what_it_holds(finished_job: Path, tmp_path: Path, write_job
     assert said["token_bytes"] == 9 * int(lengths.sum())
     assert said["signal_bytes"] > 0
     vocabulary = next(iter(store.teachers().values())).vocab_size
-    assert said["bytes_per_judged_token"] == {"stored": 4.0, "as_logits": 4.0 * vocabulary}
+    assert said["bytes_per_scored_token"] == {"stored": 4.0, "as_logits": 4.0 * vocabulary}
     assert said["train_flops"] > 6 * 80_000 * lengths.sum(), "a model of 0.1 M parameters"
     assert said["density"] == pytest.approx(lengths.sum() / (said["packs"] * 128))
     assert said["straggler_ratio"] >= 1

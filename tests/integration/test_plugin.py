@@ -215,7 +215,7 @@ config = dict(model_type="qwen3", num_hidden_layers=2, hidden_size=64, intermedi
     num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2)
 folder = make_student(sections.Student(config=config), Path({str(tmp_path)!r}) / "tiny", seed=3)
 settings = sections.Engine(kind="marking", slots=3, options={{"mark": {str(tmp_path / "mark")!r}}})
-check_engine(engine_kind("marking").open(folder, 0, settings, dtype="float32", partner=None))
+check_engine(engine_kind("marking").open(folder, 0, settings, dtype="float32", mixed_teacher=None))
 check_objective(Objective(terms={{"entropy-bonus": {{"base": 10.0}}}}))
 check_signal(signal_kind("margin", {{}}))
 check_objective(Objective(terms={{"margin-loss": {{}}}}))

@@ -145,8 +145,8 @@ def test_killed_workers_and_a_lost_node_cost_nothing_and_sample_nothing_twice(
     assert counts["w"] > 1, "both replicas took part"
     order = "select uid, writer_seq from samples order by uid"
     assert found.sql(order).to_pylist() == open_store(here.store.uri).sql(order).to_pylist()
-    (judged,) = found.sql("select count(*) a, count(distinct uid) b from scores").to_pylist()
-    assert judged["a"] == judged["b"] == wanted
+    (scored,) = found.sql("select count(*) a, count(distinct uid) b from scores").to_pylist()
+    assert scored["a"] == scored["b"] == wanted
 
 
 class Refuses:

@@ -58,4 +58,4 @@ def test_the_first_step_of_an_iteration_sees_no_gap_to_its_sampler(trained: Stor
     assert {step["window"] for step in steps} == {0, 1}
     for window in (0, 1):
         first = min((s for s in steps if s["window"] == window), key=lambda s: s["step"])
-        assert json.loads(first["extra"])["sampler_gap"] < 1e-4
+        assert json.loads(first["extra"])["logprob_gap"] < 1e-4

@@ -99,7 +99,7 @@ def test_the_first_step_of_an_iteration_sees_no_gap_to_its_sampler(trained: Stor
     for window in (0, 1):
         step = min((row for row in own if row["window"] == window), key=lambda row: row["step"])
         extra = json.loads(step["extra"])
-        assert extra["sampler_gap"] < 1e-4
+        assert extra["logprob_gap"] < 1e-4
         assert extra["dropped"] == 0
 
 

@@ -85,7 +85,7 @@ READ_BACK = {
     "train/token_stats.py:write": "statistics of one sample in eight",
     "codecs.py:encode": "a flag a batch",
     "run/steps/evaluate.py:_reverse_kl": "a figure a prompt",
-    "score/discriminator.py:judge": "rewards",
+    "score/discriminator.py:scores": "rewards",
     "score/discriminator.py:_step": "a loss and its margins",
     "score/discriminator.py:<dictcomp>": "a version",
     "score/teacher_pool.py:write_head": "a head file",

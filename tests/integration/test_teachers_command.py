@@ -12,7 +12,7 @@ import pytest
 from mopd_dataplane import open_store
 
 
-def test_every_teacher_judges_every_domain_as_scoring_did(finished_job: Path, mopd: Callable) -> None:
+def test_every_teacher_scores_every_domain_as_scoring_did(finished_job: Path, mopd: Callable) -> None:
     job = finished_job / "job.toml"
     rows = json.loads(mopd("teachers", job, "--stage", "student", "--samples", "1000", "--json").stdout)
     assert [(row["domain"], row["teacher"]) for row in rows] == [

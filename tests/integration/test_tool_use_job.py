@@ -35,15 +35,15 @@ def check_masks(store: Store, teacher: str, replies: set[int]) -> None:
     logprob = store.read_signal(teacher, "logprob", rows)
     for row, payload in enumerate(store.read_tokens(rows).to_pylist()):
         mask = np.array(payload["loss_mask"], bool)
-        judged = np.asarray(logprob[row])
+        scored = np.asarray(logprob[row])
         assert samples[row] == mask.sum()
-        assert not np.any(judged[~mask])
-        assert np.all(judged[mask] < 0)
+        assert not np.any(scored[~mask])
+        assert np.all(scored[mask] < 0)
         assert (~mask).sum() in replies
 
 
 def test_the_recipe_rolls_out_rewards_evaluates_and_trains_through_its_tool(tmp_path: Path) -> None:
-    """Its last stage from an untrained policy, so whatever that says is a call; judged by log-probs, so that the signal
+    """Its last stage from an untrained policy, so whatever that says is a call; scored by log-probs, so that the signal
     of each token can be looked at."""
     raw = load_job(JOBS / "tool-use").model_dump(mode="json")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}

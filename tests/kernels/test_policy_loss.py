@@ -82,7 +82,7 @@ def test_correction_weight_carries_no_gradient():
     torch.testing.assert_close(gradient, -rho)
 
 
-def test_sequence_masking_judges_the_geometric_mean():
+def test_sequence_masking_uses_the_geometric_mean():
     old = torch.zeros(6)
     sampler = -torch.tensor([1.5, -1.5, 0.0, 0.9, 0.9, 0.9])
     sequences = torch.tensor([7, 7, 7, 3, 3, 3])

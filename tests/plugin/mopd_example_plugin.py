@@ -21,7 +21,9 @@ class Marking(EngineKind):
     here = True
     settings = ("device", "options")
 
-    def open(self, folder: Path, version: int, settings: Any, *, dtype: str, partner: Any, adapter: Any = None) -> Any:
+    def open(
+        self, folder: Path, version: int, settings: Any, *, dtype: str, mixed_teacher: Any, adapter: Any = None
+    ) -> Any:
         """See EngineKind."""
         from mopd_dataplane.rollout.engines.hf import HfEngine
 

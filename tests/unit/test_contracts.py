@@ -28,7 +28,7 @@ from mopd_dataplane.testing.toy_engine import ToyEngine
 def test_the_hugging_face_engine_keeps_the_contract(tmp_path: Path) -> None:
     folder = make_student(sections.Student(config=TINY), tmp_path / "tiny", seed=3)
     settings = sections.Engine(slots=3, device="cpu")
-    check_engine(engine_kind("hf").open(folder, 0, settings, dtype="float32", partner=None))
+    check_engine(engine_kind("hf").open(folder, 0, settings, dtype="float32", mixed_teacher=None))
 
 
 def test_the_toy_engine_keeps_the_contract() -> None:

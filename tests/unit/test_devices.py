@@ -23,7 +23,7 @@ from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.records import SIGNAL_KINDS, Signal
 from mopd_dataplane.rollout.engines.device_sampling import distribution_of
-from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
+from mopd_dataplane.rollout.engines.hf import HfEngine, MixedTeacher
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS, sample_key
 from mopd_dataplane.score.discriminator import Discriminator, Pair
@@ -109,11 +109,12 @@ def test_the_stand_in_refuses_to_mix() -> None:
 def test_the_engine_decodes_on_a_device_as_on_the_cpu(
     mixed: bool, folders: dict[str, Path], host_copies: Counter[str], tmp_path: Path
 ) -> None:
-    partner = Partner(folders["teacher"], 0.3) if mixed else None
+    mixed_teacher = MixedTeacher(folders["teacher"], 0.3) if mixed else None
     work = make_requests(7, top_k=20, top_p=0.9, sampling_mask=True)
-    ours = HfEngine(folders["policy"], slots=3, device=NAME, partner=partner)
+    ours = HfEngine(folders["policy"], slots=3, device=NAME, mixed_teacher=mixed_teacher)
     assert [decoder.model.device.type for decoder in ours._decoders] == [NAME] * (1 + mixed)
-    assert_same(decode(ours, work), decode(HfEngine(folders["policy"], slots=3, device="cpu", partner=partner), work))
+    reference = HfEngine(folders["policy"], slots=3, device="cpu", mixed_teacher=mixed_teacher)
+    assert_same(decode(ours, work), decode(reference, work))
     drawn = "rollout/engines/device_sampling.py:"  # sums of groups, one group's logits, what the cut left
     assert host_copies.keys() == {drawn + "draw", drawn + "logprobs", drawn + "kept", "rollout/engines/hf.py:step"}
 
@@ -216,7 +217,7 @@ def adapters(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return [root / "0", root / "1"]
 
 
-def test_adapters_judge_and_sample_on_the_device_of_their_base(
+def test_adapters_score_and_sample_on_the_device_of_their_base(
     adapters: list[Path], folders: dict[str, Path], host_copies: Counter[str]
 ) -> None:
     digest = hf.tokenizer_digest(hf.load_tokenizer(folders["policy"]))
@@ -254,8 +255,8 @@ def test_a_discriminator_learns_on_a_device_as_on_the_cpu(
         critic.save(tmp_path / device)
         other = Discriminator(folders["policy"], sections.Discriminator(batch_pairs=4), seed=4, device=device)
         other.load(tmp_path / device)
-        scores = critic.judge([pair.teacher for pair in pairs])
-        np.testing.assert_array_equal(other.judge([pair.teacher for pair in pairs]), scores)
+        scores = critic.scores([pair.teacher for pair in pairs])
+        np.testing.assert_array_equal(other.scores([pair.teacher for pair in pairs]), scores)
         again = other.update(pairs, epochs=1)  # the optimizer's moments, as they were read back
         found[device] = np.array([*facts.values(), *scores, *again.values()])
     np.testing.assert_allclose(found[NAME], found["cpu"], rtol=0, atol=1e-3)

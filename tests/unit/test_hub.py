@@ -139,8 +139,8 @@ def test_an_adapter_and_its_base_may_both_be_names(cache: Path, models: list[Pat
     pool = TeacherPool({"sums": spec}, student_tokenizer=tokenizer_digest(load_tokenizer(models[1])))
     ids = np.arange(5, 30)
     with torch.no_grad():
-        states = pool.judge("sums").states([ids], [np.arange(1, 25)])
-        logits = states @ pool.judge("sums").head.weight.T
+        states = pool.teacher("sums").states([ids], [np.arange(1, 25)])
+        logits = states @ pool.teacher("sums").head.weight.T
         merged = model.merge_and_unload()(torch.from_numpy(ids)[None]).logits[0, :24]
     torch.testing.assert_close(logits, merged, rtol=0, atol=5e-5)
     assert (load_model(models[0])(torch.from_numpy(ids)[None]).logits[0, :24] - merged).abs().max() > 0.1

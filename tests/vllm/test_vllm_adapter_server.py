@@ -37,9 +37,9 @@ def test_each_version_is_loaded_beside_the_base_and_the_one_before_forgotten(
         with closing(ServerEngine(models[0], url=server.url, slots=6, adapter=Lora(r=8))) as engine:
             for version, folder in enumerate((models[0], *adapters, models[0], adapters[0])):
                 engine.load_policy(folder, version)
-                judge = HfEngine(folder, slots=6)
-                assert engine.policy_digest == judge.policy_digest
-                assert_same(decode(engine, requests), decode(judge, requests))
+                reference = HfEngine(folder, slots=6)
+                assert engine.policy_digest == reference.policy_digest
+                assert_same(decode(engine, requests), decode(reference, requests))
                 served = [one["id"] for one in client.get("models")["data"]]
                 assert len(served) == (1 if folder == models[0] else 2)
         with closing(ServerEngine(adapters[0], url=server.url, slots=6)) as engine:  # a run that goes on finds it there

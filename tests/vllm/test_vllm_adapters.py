@@ -155,17 +155,17 @@ def roll(engine: Engine, shelf: Shelf, home: Path, *, change: str = "pin", **giv
     return run_rollout(engine, PROMPTS, task, commit=shelf.commit, already=set(shelf.samples), **given)
 
 
-def continued(sample: Sample, judge: HfEngine, start: int) -> list[int]:
+def continued(sample: Sample, reference: HfEngine, start: int) -> list[int]:
     """What a policy writes behind the first `start` response tokens."""
     response = sample.tokens[sample.prompt_len :][:start]
     request = Request(
         uid="c", prompt_ids=sample.tokens[: sample.prompt_len], prefix_ids=np.array(response, np.int32),
         key=sample_key(sample.uid), max_new_tokens=40,
     )  # fmt: skip
-    judge.admit([(0, request)])
+    reference.admit([(0, request)])
     said = response.tolist()
     while True:
-        output = judge.step()
+        output = reference.step()
         said.append(int(output.token_ids[0]))
         if output.finished[0]:
             return said
@@ -183,7 +183,7 @@ def test_an_adapter_that_is_published_during_a_rollout_is_taken_up(
     newest = lambda: (1, adapters[0]) if lora.steps >= 16 else (0, models[0])  # noqa: E731
     report = roll(lora, shelf, tmp_path, change=change, published=newest, policies=folders.get)
     assert report.weight_changes == 1
-    judges = {version: HfEngine(folder, slots=1) for version, folder in folders.items()}
+    references = {version: HfEngine(folder, slots=1) for version, folder in folders.items()}
     assert len(shelf.samples) == len(PROMPTS)
     assert {int(sample.versions[-1]) for sample in shelf.samples.values()} == {0, 1}
     spans = [len(sample.versions) for sample in shelf.samples.values()]
@@ -192,8 +192,8 @@ def test_an_adapter_that_is_published_during_a_rollout_is_taken_up(
         response = sample.tokens[sample.prompt_len :].tolist()
         first, last = int(sample.versions[0]), int(sample.versions[-1])
         start = int(sample.version_starts[-1])
-        assert continued(sample, judges[first], 0)[:start] == response[:start]
-        assert continued(sample, judges[last], start) == response
+        assert continued(sample, references[first], 0)[:start] == response[:start]
+        assert continued(sample, references[last], start) == response
 
 
 class Doomed(Counted):
@@ -223,7 +223,7 @@ def test_a_killed_vllm_costs_no_token_of_an_adapter(lora: Counted, adapters: tup
     for sample in by_first:
         np.testing.assert_array_equal(sample.tokens, whole.samples[sample.uid].tokens)
         np.testing.assert_allclose(sample.logprobs, whole.samples[sample.uid].logprobs, atol=TOLERANCE)
-    judge = HfEngine(adapters[1], slots=1)
+    reference = HfEngine(adapters[1], slots=1)
     for sample in shelf.samples.values():
         if sample.versions.tolist() == [2]:
-            assert continued(sample, judge, 0) == sample.tokens[sample.prompt_len :].tolist()
+            assert continued(sample, reference, 0) == sample.tokens[sample.prompt_len :].tolist()

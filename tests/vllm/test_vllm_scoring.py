@@ -54,7 +54,7 @@ def pool_of(folder: Path, root: Path, url: str = "", **settings: Any) -> Teacher
     return pool
 
 
-def judged(
+def scored(
     pool: TeacherPool, samples: list[Scorable], settings: sections.Score = SETTINGS, *, teacher: str = "teacher"
 ) -> dict[Any, Signal]:
     """Every signal by uid and kind."""
@@ -80,14 +80,14 @@ def assert_same(ours: dict[Any, Signal], theirs: dict[Any, Signal]) -> None:
 @pytest.fixture(scope="module")
 def expected(models: tuple[Path, Path], samples: list[Scorable], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What transformers says."""
-    return judged(pool_of(models[0], tmp_path_factory.mktemp("hf")), samples)
+    return scored(pool_of(models[0], tmp_path_factory.mktemp("hf")), samples)
 
 
 def test_states_of_vllm_on_this_machine(
     models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
 ) -> None:
     with closing(pool_of(models[0], tmp_path, engine="vllm")) as pool:
-        assert_same(judged(pool, samples), expected)
+        assert_same(scored(pool, samples), expected)
 
 
 def test_states_that_vllm_writes_out_before_its_final_norm(
@@ -95,8 +95,8 @@ def test_states_that_vllm_writes_out_before_its_final_norm(
 ) -> None:
     extracted = SETTINGS.model_copy(update={"engine": "vllm", "reads": "extract_hidden_states"})
     with closing(pool_of(models[0], tmp_path, engine="vllm", reads="extract_hidden_states")) as pool:
-        assert_same(judged(pool, samples, extracted), expected)
-        assert_same(judged(pool, samples, extracted), expected)
+        assert_same(scored(pool, samples, extracted), expected)
+        assert_same(scored(pool, samples, extracted), expected)
         reader = pool.reader("teacher")
         assert isinstance(reader, ExtractingReader)
         files = Path(reader._files.name)
@@ -122,9 +122,9 @@ def test_logprobs_of_vllm_on_this_machine(
     models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
 ) -> None:
     with closing(pool_of(models[0], tmp_path, engine="vllm", reads="prompt_logprobs")) as pool:
-        assert_same(judged(pool, at_one(samples), LOGPROBS), said(expected, samples))
+        assert_same(scored(pool, at_one(samples), LOGPROBS), said(expected, samples))
         with pytest.raises(MismatchError, match=r"temperature 0\.7"):
-            judged(pool, samples, LOGPROBS)
+            scored(pool, samples, LOGPROBS)
         with pytest.raises(MismatchError, match="no hidden states"):
             next(score_samples(pool, "teacher", ["hidden"], samples, LOGPROBS))
 
@@ -135,9 +135,9 @@ def test_logprobs_of_a_server(
     with serving(models[0]) as server:
         pool = pool_of(models[0], tmp_path, server.url, engine="vllm", reads="prompt_logprobs")
         with closing(pool):
-            assert_same(judged(pool, at_one(samples), LOGPROBS), said(expected, samples))
+            assert_same(scored(pool, at_one(samples), LOGPROBS), said(expected, samples))
             with pytest.raises(EngineError, match="logprobs"):
-                judged(pool, at_one(samples), LOGPROBS.model_copy(update={"topk": 64}))
+                scored(pool, at_one(samples), LOGPROBS.model_copy(update={"topk": 64}))
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_states_of_a_server(
     pooling_server: Server, models: tuple[Path, Path], samples: list[Scorable], expected: Any, tmp_path: Path
 ) -> None:
     with closing(pool_of(models[0], tmp_path, pooling_server.url, engine="vllm")) as pool:
-        assert_same(judged(pool, samples), expected)
+        assert_same(scored(pool, samples), expected)
 
 
 def test_a_server_of_another_teacher_is_refused(
@@ -161,7 +161,7 @@ def test_a_server_of_another_teacher_is_refused(
 ) -> None:
     pool = pool_of(models[1], tmp_path, pooling_server.url, engine="vllm")
     with pytest.raises(MismatchError, match="needed is"):
-        judged(pool, samples)
+        scored(pool, samples)
 
 
 def test_a_server_that_dies_is_an_engine_error(
@@ -172,7 +172,7 @@ def test_a_server_that_dies_is_an_engine_error(
         pool.reader("teacher")
         pooling_server.kill()
         with pytest.raises(EngineError, match="does not answer"):
-            judged(pool, samples)
+            scored(pool, samples)
 
 
 def adapter_pool(adapters: tuple[Path, ...], root: Path, url: str = "", **settings: Any) -> TeacherPool:
@@ -189,12 +189,12 @@ def adapter_pool(adapters: tuple[Path, ...], root: Path, url: str = "", **settin
     return pool
 
 
-def judged_by_all(pool: TeacherPool, samples: list[Scorable], settings: sections.Score) -> dict[Any, Signal]:
+def scored_by_all(pool: TeacherPool, samples: list[Scorable], settings: sections.Score) -> dict[Any, Signal]:
     """Every signal of every teacher, teacher after teacher."""
     return {
         (name, *key): signal
         for name in ("t0", "t1")
-        for key, signal in judged(pool, samples, settings, teacher=name).items()
+        for key, signal in scored(pool, samples, settings, teacher=name).items()
     }
 
 
@@ -203,11 +203,11 @@ def expected_of_adapters(
     adapters: tuple[Path, Path], samples: list[Scorable], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Any, Signal]:
     """What transformers says with each adapter."""
-    return judged_by_all(adapter_pool(adapters, tmp_path_factory.mktemp("hf")), samples, SETTINGS)
+    return scored_by_all(adapter_pool(adapters, tmp_path_factory.mktemp("hf")), samples, SETTINGS)
 
 
 @pytest.mark.parametrize("reads", ["states", "extract_hidden_states", "prompt_logprobs"])
-def test_adapters_on_one_base_judge_in_one_vllm_as_they_do_in_transformers(
+def test_adapters_on_one_base_score_in_one_vllm_as_they_do_in_transformers(
     adapters: tuple[Path, Path], samples: list[Scorable], expected_of_adapters: Any, tmp_path: Path, reads: Any
 ) -> None:
     settings = SETTINGS.model_copy(update={"engine": "vllm", "reads": reads})
@@ -217,10 +217,10 @@ def test_adapters_on_one_base_judge_in_one_vllm_as_they_do_in_transformers(
         uids = {sample.uid for sample in texts}
         due = {key: signal for key, signal in due.items() if key[1] in uids and key[2] != "hidden"}
     with closing(adapter_pool(adapters, tmp_path, engine="vllm", reads=reads)) as pool:
-        assert_same(judged_by_all(pool, texts, settings), due)
+        assert_same(scored_by_all(pool, texts, settings), due)
         assert list(pool.loads.values()) == [1], "the base is read once for both"
         assert (pool.resident, pool.switches) == (("t0", "t1"), 2)
-        assert_same(judged_by_all(pool, texts, settings), due)
+        assert_same(scored_by_all(pool, texts, settings), due)
         assert list(pool.loads.values()) == [1]
 
 
@@ -229,9 +229,9 @@ def test_an_adapter_may_change_the_embedding_or_the_head_which_is_applied_here(
     models: tuple[Path, Path], samples: list[Scorable], tmp_path: Path, end: str
 ) -> None:
     folder = write_adapter(models[0], tmp_path / "adapter", target_modules=["v_proj", end])
-    due = judged(pool_of(folder, tmp_path / "hf"), samples)
+    due = scored(pool_of(folder, tmp_path / "hf"), samples)
     with closing(pool_of(folder, tmp_path / "vllm", engine="vllm")) as pool:
-        assert_same(judged(pool, samples), due)
+        assert_same(scored(pool, samples), due)
     with pytest.raises(MismatchError, match=r'outside the numbered layers.*score\.reads = "states"'):
         pool_of(folder, tmp_path / "third", engine="vllm", reads="prompt_logprobs")
 
@@ -244,6 +244,6 @@ def test_adapters_behind_one_pooling_server(
     settings = '{"task": "token_embed", "use_activation": false}'
     started = serving(models[0], *flags, "--pooler-config", settings, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True")
     with started as server, closing(adapter_pool(adapters, tmp_path, server.url, engine="vllm")) as pool:
-        assert_same(judged_by_all(pool, samples, SETTINGS), expected_of_adapters)
+        assert_same(scored_by_all(pool, samples, SETTINGS), expected_of_adapters)
     with pytest.raises(MismatchError, match=r"as a server .* is unless told otherwise"):
         adapter_pool(adapters, tmp_path, server.url, engine="vllm", reads="prompt_logprobs")

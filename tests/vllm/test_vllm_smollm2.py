@@ -70,19 +70,19 @@ def test_bfloat16_logprobs_are_those_of_the_hugging_face_engine_up_to_its_roundi
     asked = requests(smollm2, tokens=16, cut=False)
     with closing(VllmEngine(smollm2, slots=6, threads=1, dtype="bfloat16", options=OPTIONS)) as engine:
         ours = decode(engine, asked)
-    with closing(HfEngine(smollm2, slots=6, dtype="bfloat16")) as judge:
-        gaps = np.concatenate([_gaps(judge, request, ours[request.uid]) for request in asked])
+    with closing(HfEngine(smollm2, slots=6, dtype="bfloat16")) as reference:
+        gaps = np.concatenate([_gaps(reference, request, ours[request.uid]) for request in asked])
     assert np.abs(gaps).mean() < BFLOAT16_MEAN
     assert abs(gaps.mean()) < 3 * BFLOAT16_MEAN / math.sqrt(len(gaps)), "neither engine is the surer one"
 
 
-def _gaps(judge: HfEngine, request: Request, answer: Answer) -> np.ndarray:
-    """Log-prob of each drawn token here less the judge's; at most 16 tokens, which a judge scores at once."""
+def _gaps(reference: HfEngine, request: Request, answer: Answer) -> np.ndarray:
+    """Log-prob of each drawn token here less the reference engine's; at most 16 tokens, which it scores in one call."""
     tokens, logprobs, _ = answer
     known = Request(
         uid=request.uid, prompt_ids=request.prompt_ids, prefix_ids=np.array(tokens, np.int32), key=request.key,
         max_new_tokens=len(tokens) + 1, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
     )  # fmt: skip
-    scored = judge.admit([(0, known)])[0]
-    judge.release(0)
+    scored = reference.admit([(0, known)])[0]
+    reference.release(0)
     return np.array(logprobs) - scored

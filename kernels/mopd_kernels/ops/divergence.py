@@ -123,7 +123,7 @@ def divergence(
             does so for a frozen head and recomputes for a trained one (6 products).
         vocab_size: number of leading tokens the two models share; default the smaller head. The heads are sliced:
             padding logits take part in neither softmax.
-        row_teacher_ids: [N] integer, which teacher judges the row; keep it on the CPU to avoid a host sync. Sorted rows
+        row_teacher_ids: [N] integer, which teacher scores the row; keep it on the CPU to avoid a host sync. Sorted rows
             are never copied. Rows are visited by teacher, one head resident at a time.
         student_bias, student_softcap, student_logit_scale: what the student does to its logits. The bias may be
             trained. The ``teacher_`` ones describe a single teacher; several teachers carry theirs in ``Head``.

@@ -7,7 +7,7 @@ A sample's noise depends on (key, position) only. Its logits depend on the rest 
 of differently shaped matrix products (about 1e-6 relative in float32), so tokens agree between batch sizes except where
 two candidates are tied to that precision.
 
-With a partner model, every token is drawn from the mixture of both models' sampling distributions, and its log-prob is
+With a mixed teacher, every token is drawn from the mixture of both models' sampling distributions, and its log-prob is
 the mixture's (teacher-mixed sampling of MiniLLM, arXiv 2306.08543), so ratios to the sampler stay right.
 """
 
@@ -40,7 +40,7 @@ _PREFILL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Partner:
+class MixedTeacher:
     """A second model, a teacher, that is mixed into every draw."""
 
     folder: Path
@@ -52,8 +52,8 @@ class HfEngine:
     """Decodes with a transformers model on one device.
 
     folder: model folder (config, safetensors, tokenizer). slots: sequences decoded together. threads: CPU threads, 0
-    leaves the choice to torch. partner: a teacher mixed into every draw. Raises UnknownNameError without weights,
-    MismatchError for an unsupported architecture, or a partner of other tokens.
+    leaves the choice to torch. mixed_teacher: mixed into every draw. Raises UnknownNameError without weights,
+    MismatchError for an unsupported architecture, or a mixed teacher of other tokens.
     """
 
     lockstep = True
@@ -68,7 +68,7 @@ class HfEngine:
         dtype: str = "float32",
         device: str = "cpu",
         threads: int = 0,
-        partner: Partner | None = None,
+        mixed_teacher: MixedTeacher | None = None,
     ) -> None:
         if threads:
             torch.set_num_threads(threads)
@@ -77,7 +77,7 @@ class HfEngine:
         self.tokenizer_digest = tokenizer_digest(self.tokenizer)
         self._dtype = dtype
         self._device = device
-        self._partner = partner
+        self._mixed_teacher = mixed_teacher
         self.load_policy(Path(folder), policy_version)
 
     def load_policy(self, folder: Path, version: int) -> None:
@@ -91,10 +91,10 @@ class HfEngine:
         self.vocab_size = policy.vocab_size
         self.context_length = policy.context_length
         self._decoders = [policy]
-        if self._partner is not None:
-            self._decoders.append(self._mixed_in(policy))
+        if self._mixed_teacher is not None:
+            self._decoders.append(self._open_mixed_teacher(policy))
         self.policy_version = version
-        self.policy_digest = policy.digest if self._partner is None else self._mixture_digest()
+        self.policy_digest = policy.digest if self._mixed_teacher is None else self._mixture_digest()
         self._stop_ids = np.array(stop_ids(folder, self.tokenizer), np.int32)
         self._clear()
 
@@ -106,25 +106,25 @@ class HfEngine:
             return here[0]
         return Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
 
-    def _mixed_in(self, policy: Decoder) -> Decoder:
-        """The partner's decoder. Raises MismatchError when it does not fit the policy."""
-        assert self._partner is not None
-        folder = self._partner.folder
+    def _open_mixed_teacher(self, policy: Decoder) -> Decoder:
+        """The mixed teacher's decoder. Raises MismatchError when it does not fit the policy."""
+        assert self._mixed_teacher is not None
+        folder = self._mixed_teacher.folder
         theirs = tokenizer_digest(load_tokenizer(folder))
         check_same_tokenizer(self.tokenizer_digest, theirs, name=str(folder))
-        partner = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
-        if partner.vocab_size != policy.vocab_size:
+        decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
+        if decoder.vocab_size != policy.vocab_size:
             raise MismatchError(
-                f"{folder} has {partner.vocab_size} logits, the policy {policy.vocab_size}; a mixture needs the same "
+                f"{folder} has {decoder.vocab_size} logits, the policy {policy.vocab_size}; a mixture needs the same "
                 "tokens: use a teacher of the student's family, or rollout.teacher_mix = 0"
             )
-        self.context_length = min(policy.context_length, partner.context_length)
-        return partner
+        self.context_length = min(policy.context_length, decoder.context_length)
+        return decoder
 
     def _mixture_digest(self) -> str:
         """Digest of everything the drawn distribution depends on: both models' weights and the share."""
-        assert self._partner is not None
-        parts = [*(decoder.digest for decoder in self._decoders), repr(self._partner.share)]
+        assert self._mixed_teacher is not None
+        parts = [*(decoder.digest for decoder in self._decoders), repr(self._mixed_teacher.share)]
         return blake2b("\n".join(parts).encode(), digest_size=32).hexdigest()
 
     def _clear(self) -> None:
@@ -260,7 +260,7 @@ class HfEngine:
     ) -> Distribution:
         """Distribution that a sampler draws from; logits: [N, V] of each decoder."""
         parts = [distribution_of(kind, own, temperature, top_k, top_p) for own in logits]
-        return parts[0] if self._partner is None else parts[0].mixed(parts[1], share=self._partner.share)
+        return parts[0] if self._mixed_teacher is None else parts[0].mixed(parts[1], share=self._mixed_teacher.share)
 
     def _sample(
         self, logits: Sequence[torch.Tensor], positions: NDArray[np.int64]

@@ -16,7 +16,7 @@ from mopd_dataplane.errors import UnknownNameError
 if TYPE_CHECKING:
     from mopd_dataplane.job import sections
     from mopd_dataplane.rollout.engines.engine import Engine
-    from mopd_dataplane.rollout.engines.hf import Partner
+    from mopd_dataplane.rollout.engines.hf import MixedTeacher
 
 
 class EngineKind(ABC):
@@ -49,11 +49,11 @@ class EngineKind(ABC):
         settings: sections.Engine,
         *,
         dtype: str,
-        partner: Partner | None,
+        mixed_teacher: MixedTeacher | None,
         adapter: sections.Lora | None = None,
     ) -> Engine:
-        """An engine with this policy, every slot free. partner: given only to a kind that mixes. adapter: of what kind
-        the policies after this one are, where the stage trains an adapter.
+        """An engine with this policy, every slot free. mixed_teacher: given only to a kind that mixes. adapter: of what
+        kind the policies after this one are, where the stage trains an adapter.
 
         Raises MismatchError for a model that it cannot decode, EngineError when it does not start.
         """
@@ -77,7 +77,7 @@ class Hf(EngineKind):
         settings: sections.Engine,
         *,
         dtype: str,
-        partner: Partner | None,
+        mixed_teacher: MixedTeacher | None,
         adapter: sections.Lora | None = None,
     ) -> Engine:
         """See EngineKind."""
@@ -86,7 +86,7 @@ class Hf(EngineKind):
 
         return HfEngine(
             folder, slots=settings.slots, policy_version=version, dtype=dtype, device=resolve_device(settings.device),
-            threads=settings.threads, partner=partner,
+            threads=settings.threads, mixed_teacher=mixed_teacher,
         )  # fmt: skip
 
 
@@ -112,7 +112,7 @@ class Vllm(EngineKind):
         settings: sections.Engine,
         *,
         dtype: str,
-        partner: Partner | None,
+        mixed_teacher: MixedTeacher | None,
         adapter: sections.Lora | None = None,
     ) -> Engine:
         """See EngineKind."""

@@ -41,9 +41,9 @@ def serve(task: dict[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def _locked(descriptor: int, patience_s: float) -> bool:
+def _locked(descriptor: int, timeout_s: float) -> bool:
     """Hold the claim. Another agent that runs the command holds it until the result is written, or until it dies."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,7 +42,7 @@ class RayFleet:
 
         return roll_out_on_replicas(self.run, part, already, show)
 
-    def judge(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
+    def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
         """See teacher_workers.py."""
         from mopd_dataplane.run.ray.teacher_workers import score_on_workers
 

@@ -9,7 +9,7 @@ from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.run.context import Run, open_existing
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
-from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, judge, student_topk, teacher_pool
+from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask, score_task, student_topk, teacher_pool
 
 
 def score_on_workers(run: Run, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
@@ -30,7 +30,7 @@ def score_on_workers(run: Run, stage: Stage, tasks: Sequence[ScoreTask], done: C
     def say(text: str) -> None:
         run.progress.say(f"{stage.name:<16} score    {text}")
 
-    drive(groups, done=lambda group, task, judged: done(judged), say=say)
+    drive(groups, done=lambda group, task, scored: done(scored), say=say)
 
 
 class TeacherWorker:
@@ -49,4 +49,4 @@ class TeacherWorker:
 
     def work(self, task: ScoreTask) -> ScoredTask:
         """Score and commit one task."""
-        return judge(self._run, self._stage, self._pool, self._student, task)
+        return score_task(self._run, self._stage, self._pool, self._student, task)

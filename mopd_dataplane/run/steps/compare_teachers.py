@@ -50,7 +50,7 @@ def compare_teachers(
     with run.progress.step(stage.name, "compare", total=total, unit="answers") as (advance, report):
         done = 0
         for name in names:
-            teacher = pool.judge(name)
+            teacher = pool.teacher(name)
             for domain, chosen in answers.items():
                 if not chosen:
                     continue

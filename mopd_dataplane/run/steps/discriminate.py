@@ -50,10 +50,10 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     settings = stage.discriminator
     assert settings is not None
     rows, samples = stage_samples(run.store, stage, window, ["uid", "prompt_id"])
-    judged = run.store.table("rewards", ["sample_row"], filter=f"verifier = '{stage.verifier}'")[
+    scored = run.store.table("rewards", ["sample_row"], filter=f"verifier = '{stage.verifier}'")[
         "sample_row"
     ].to_numpy()
-    if np.isin(rows, judged).all():
+    if np.isin(rows, scored).all():
         return {"rewards": 0.0}
     order = np.argsort(samples["uid"].to_pylist())
     rows, prompt_ids = rows[order], [samples["prompt_id"][int(place)].as_py() for place in order]
@@ -79,7 +79,7 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
             facts = critic.update(pairs, epochs=epochs, progress=lambda steps: advance(steps - done))
             critic.save(run.root / after)
             run.work.publish(after)
-        scores = critic.judge(students)
+        scores = critic.scores(students)
         _store(run, stage, rows, [samples["uid"][int(place)].as_py() for place in order], scores, run.root / after)
         report.facts = {name: f"{value:.3f}" for name, value in facts.items()}
     for name, value in facts.items():

@@ -186,7 +186,7 @@ def _reverse_kl(
             by_teacher.setdefault(run.job.teacher_of(stage, prompt.domain, prompt.effort), []).append(place)
     pool = teacher_pool(run, stage, engine="hf")
     for name, places in by_teacher.items():
-        teacher = pool.judge(name)
+        teacher = pool.teacher(name)
         template = run.job.teachers[name].prompt_template or run.job.student.prompt_template
         for place in places:
             prompt, response = prompts[place], answers[place].ids
@@ -204,10 +204,10 @@ def _reverse_kl(
     return found
 
 
-def _response_states(judge: TeacherForward, prompt: list[int], response: list[int]) -> torch.Tensor:
+def _response_states(forward: TeacherForward, prompt: list[int], response: list[int]) -> torch.Tensor:
     """[R, D] states that predict each response token."""
     positions = np.arange(len(prompt), len(prompt) + len(response))
-    return judge.states([np.array(prompt + response)], [positions]).float()
+    return forward.states([np.array(prompt + response)], [positions]).float()
 
 
 def _is_policy(label: str, version: int) -> str:

@@ -37,7 +37,7 @@ def explain_plan(run: Run, stage: Stage, plan: PlanWindow) -> dict[str, Any]:
         "packs_by_teacher": {names[code]: int(count) for code, count in zip(codes.tolist(), packs, strict=True)},
         "token_bytes": int((lengths * passes).sum()) * TOKEN_BYTES,
         "signal_bytes": int(scores["bytes"].to_numpy()[used].sum()),
-        "bytes_per_judged_token": _per_token(run, plan, scores.filter(pa.array(used))),
+        "bytes_per_scored_token": _per_token(run, plan, scores.filter(pa.array(used))),
         "train_flops": train_flops(run.policies.start(stage), np.repeat(lengths, passes)),
         "snapshot": plan.snapshot.versions,
     }
@@ -89,12 +89,12 @@ def _mixture(domains: pa.ChunkedArray, lengths: NDArray[np.int64]) -> dict[str, 
 
 def _per_token(run: Run, plan: PlanWindow, scores: pa.Table) -> dict[str, float]:
     """Bytes a token of the objective's signals, and of the teachers' whole logits in float32."""
-    judged = pc.sum(scores["rows"]).as_py()
+    scored = pc.sum(scores["rows"]).as_py()
     vocabulary = {teacher.name: teacher.vocab_size for teacher in run.store.teachers().values()}
-    if not judged:
+    if not scored:
         return {}
     largest = max(vocabulary[name] for name in plan.teachers)
-    return {"stored": round(pc.sum(scores["bytes"]).as_py() / judged, 1), "as_logits": 4.0 * largest}
+    return {"stored": round(pc.sum(scores["bytes"]).as_py() / scored, 1), "as_logits": 4.0 * largest}
 
 
 def _weights(plan: PlanWindow) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _free_hidden(run: Run, stage: Stage, windows_done: int) -> None:
     for teacher in run.job.teachers_of(stage):
         try:
             freed += run.store.free_hidden(teacher, rows, in_use=_unfinished(run, stage, latest)).bytes
-        except UnknownNameError:  # a teacher of the stage that has judged nothing yet
+        except UnknownNameError:  # a teacher of the stage that has scored nothing yet
             continue
     if freed:
         detail = {"rows_freed_so_far": len(rows)}

@@ -12,7 +12,7 @@ from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine
-from mopd_dataplane.rollout.engines.hf import Partner
+from mopd_dataplane.rollout.engines.hf import MixedTeacher
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
@@ -80,7 +80,9 @@ def _sample(
             starts = engine_kind(run.job.engine.kind).stays and not run.job.engine.url
             what = f"{f'starting {run.job.engine.kind} with' if starts else 'loading'} policy {folder.name}"
             advance(before, now=run.progress.waits_for(stage.name, what, [folder], slow=starts))
-            with run.engines.use(folder, version, partner=_partner(run, part), adapter=part.adapter) as engine:
+            with run.engines.use(
+                folder, version, mixed_teacher=_mixed_teacher(run, part), adapter=part.adapter
+            ) as engine:
                 done = roll_out(run, engine, part, f"{sampler.writers}0", already, show, follow=follow)
         report.facts = _facts(done)
     return done
@@ -107,7 +109,7 @@ class Part:
 def open_engine(run: Run, part: Part) -> Engine:
     """A new engine that holds the part's policy."""
     folder = sampling_policy(run, part.stage, part.sampler.policy, part.version)
-    return start_engine(run.job, folder, part.version, partner=_partner(run, part), adapter=part.adapter)
+    return start_engine(run.job, folder, part.version, mixed_teacher=_mixed_teacher(run, part), adapter=part.adapter)
 
 
 def roll_out(
@@ -173,11 +175,11 @@ def roll_out(
     return report
 
 
-def _partner(run: Run, part: Part) -> Partner | None:
+def _mixed_teacher(run: Run, part: Part) -> MixedTeacher | None:
     """The teacher that is mixed into every draw."""
-    if not part.sampler.mixed_in:
+    if not part.sampler.mixed_teacher:
         return None
-    return Partner(run.policies.teacher(part.sampler.mixed_in, part.stage), part.stage.rollout.teacher_mix)
+    return MixedTeacher(run.policies.teacher(part.sampler.mixed_teacher, part.stage), part.stage.rollout.teacher_mix)
 
 
 def prompts_of(run: Run, stage: Stage, iteration: int) -> list[Prompt]:

@@ -71,19 +71,19 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     step = run.progress.step(stage.name, "score", total=total, unit="signals")
     with closing(pool), step as (advance, report):
 
-        def count(judged: ScoredTask) -> None:
-            counts["signals"] += judged.signals
-            counts["loss_tokens"] += judged.loss_tokens
-            advance(int(counts["signals"]), teacher=judged.teacher)
+        def count(scored: ScoredTask) -> None:
+            counts["signals"] += scored.signals
+            counts["loss_tokens"] += scored.loss_tokens
+            advance(int(counts["signals"]), teacher=scored.teacher)
 
         if run.fleet is not None:
-            run.fleet.judge(stage, tasks, count)
+            run.fleet.score(stage, tasks, count)
         else:
             student = student_topk(run, stage)
             for task in tasks:
                 if not set(run.job.members_of(task.teacher)) <= set(pool.resident):
                     advance(int(counts["signals"]), now=_loading(run, stage, task.teacher))
-                count(judge(run, stage, pool, student, task))
+                count(score_task(run, stage, pool, student, task))
         report.facts = {
             "signals": f"{int(counts['signals']):,}",
             "kinds": "+".join(dict.fromkeys(kind for _, kind in work)),
@@ -115,14 +115,14 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
 
 
 def teacher_pool(
-    run: Run, stage: Stage, judges: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None
+    run: Run, stage: Stage, teachers: Sequence[str] = (), *, engine: Literal["hf", "vllm"] | None = None
 ) -> TeacherPool:
     """Teachers as a stage scores with them, and those they are blends of; none is loaded yet.
 
-    judges: default those that score the stage's samples. engine: what runs them; default the job's.
+    teachers: default those that score the stage's samples. engine: what runs them; default the job's.
     """
-    judges = judges or (*run.job.teachers_of(stage), *_reference(run, stage))
-    names = dict.fromkeys([*judges, *(member for teacher in judges for member in run.job.members_of(teacher))])
+    teachers = teachers or (*run.job.teachers_of(stage), *_reference(run, stage))
+    names = dict.fromkeys([*teachers, *(member for teacher in teachers for member in run.job.members_of(teacher))])
     specs = {}
     for name in names:
         settings = run.job.teachers[name]
@@ -147,10 +147,10 @@ def student_topk(run: Run, stage: Stage) -> StudentTopk:
     )
 
 
-def judge(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
+def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
     new = positions = 0
-    for kind, signals in _judge(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
+    for kind, signals in _signals(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
         # Before their signals: a run killed in between scores these samples again, and finds the statistics there.
         write_token_stats(run.store, [_stats(stage, task.teacher, s) for s in signals if s.teacher_entropy is not None])
         new += run.store.commit_signals(task.teacher, kind, signals)
@@ -183,7 +183,7 @@ def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
     return (term.reference,) if term and term.reference else ()
 
 
-def _judge(
+def _signals(
     run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, teacher: str, kinds: list[str], rows: Rows
 ) -> dict[str, list[Signal]]:
     samples = list(stored_samples(run, rows))

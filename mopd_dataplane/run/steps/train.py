@@ -46,7 +46,7 @@ LEAST_STEPS = 3
 """Fewest steps in a third of the first window for a rise of its reverse KL to be distinguished from noise."""
 BELOW_ZERO = 0.05
 """Nat per token below 0 from which an estimate of reverse KL is no noise of a student that stands on its teacher."""
-PATIENCE_S = 7 * 86400.0
+WINDOW_DEADLINE_S = 7 * 86400.0
 """A trainer waits for its next window as long as this process lives; the loader ends with it, and tells."""
 
 
@@ -202,7 +202,7 @@ class Training:
             temperature=stage.rollout.temperature or 1.0,
             max_new_tokens=stage.rollout.max_new_tokens,
             deadline_s=run.job.load.deadline_s,
-            patience_s=PATIENCE_S,
+            window_deadline_s=WINDOW_DEADLINE_S,
             context_parallel=run.job.scale.context_parallel,
             rank_deadline_s=run.job.scale.rank_deadline_s,
             rendezvous=str(scratch / "rendezvous") if node_count() == 1 else "",
@@ -295,7 +295,7 @@ def kl_warning(values: Sequence[float]) -> str:
     if after < -max(BELOW_ZERO, 2 * math.sqrt(statistics.variance(last) / third)):
         return (
             f"reverse KL on the sampled tokens fell from {before:.3f} to {after:.3f} nat per token over the first "
-            f"{len(known)} steps, and no KL is below 0: the student no longer writes what it is judged on. Lower "
+            f"{len(known)} steps, and no KL is below 0: the student no longer writes what it is scored on. Lower "
             "train.learning_rate (a tenth is a good next try), or make plan.batch_samples larger"
         )
     error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)

@@ -24,7 +24,7 @@ function pair(key, digits) {
 }
 
 // What one compares with where nothing was chosen: the same stage from its first iteration on, of the first store.
-function partners(known, b) {
+function pairs(known, b) {
   const own = known.filter((c) => c !== b && c.stage === b.stage && c.store === 0);
   return own.length ? own : [known[0]];
 }
@@ -45,7 +45,7 @@ export async function comparePage(main, { params }, { stores, signal }) {
   if (known.length < 2) { put(main, h("h1", {}, "Compare"), h("p", { class: "empty" }, "There is only one iteration of one stage to look at.")); return { keys: {} }; }
   const b = known.find((c) => c.key === params.b) || known[known.length - 1];
   const chosen = known.find((c) => c.key === params.a);
-  const { a, asked, found } = await compared(chosen ? [chosen] : partners(known, b), b, signal);
+  const { a, asked, found } = await compared(chosen ? [chosen] : pairs(known, b), b, signal);
   const options = known.map((c) => [c.key, c.title]);
   put(main, h("h1", {}, "Compare"), h("div", { class: "row controls" }, select("A", a.key, options, (k) => adjust({ a: k })), select("B", b.key, options, (k) => adjust({ b: k }))),
     h("p", { class: "lead" }, `${count(found.shared)} prompts answered by both, ${count(found.only_a)} by A only, ${count(found.only_b)} by B only. Differences are paired by prompt, ± 95 %; bold: beyond it.`),

@@ -64,14 +64,14 @@ function timeline(times, steps) {
   const share = (t) => `${(100 * (t - from)) / (to - from)}%`;
   const hues = new Map();
   return h("div", { class: "timeline", role: "img", "aria-label": `Stages over ${seconds(to - from)}` },
-    [...group(own, (t) => t.stage)].map(([stage, spans]) => h("div", { class: "lane" }, h("span", { class: "lane-name" }, stage),
-      h("div", { class: "lane-bar" }, spans.map((t) => {
-        if (!hues.has(t.lane)) hues.set(t.lane, hues.size % 8);
-        const bar = h("i", { title: `${stage} · ${t.lane}${t.iteration >= 0 ? ` ${t.iteration}` : ""} · ${seconds(t.end - t.start)}` });
-        Object.assign(bar.style, { left: share(t.start), width: `max(2px, ${(100 * (t.end - t.start)) / (to - from)}%)`, backgroundColor: `var(--series-${hues.get(t.lane)})` });
+    [...group(own, (t) => t.stage)].map(([stage, spans]) => h("div", { class: "track" }, h("span", { class: "track-name" }, stage),
+      h("div", { class: "track-bar" }, spans.map((t) => {
+        if (!hues.has(t.track)) hues.set(t.track, hues.size % 8);
+        const bar = h("i", { title: `${stage} · ${t.track}${t.iteration >= 0 ? ` ${t.iteration}` : ""} · ${seconds(t.end - t.start)}` });
+        Object.assign(bar.style, { left: share(t.start), width: `max(2px, ${(100 * (t.end - t.start)) / (to - from)}%)`, backgroundColor: `var(--series-${hues.get(t.track)})` });
         return bar;
       })))),
-    h("p", { class: "keyed" }, [...hues].map(([lane, hue]) => h("span", {}, Object.assign(h("i", {}), {}), lane)).map((node, i) => {
+    h("p", { class: "keyed" }, [...hues].map(([track, hue]) => h("span", {}, Object.assign(h("i", {}), {}), track)).map((node, i) => {
       node.firstChild.style.backgroundColor = `var(--series-${[...hues.values()][i]})`;
       return node;
     })));
@@ -114,7 +114,7 @@ export async function runPage(main, { params }, { stores }) {
     h("div", { class: "charts" },
       chart(byDomain(rollouts, "reward", "reward_ci"), { title: "Reward", unit: "mean, 95 % interval", ...first }),
       chart(byDomain(rollouts, "kl", "kl_ci"), { title: "Reverse KL to the teachers", unit: "nat/token, 95 % interval", ...first }),
-      chart([...group(run.judged.filter((r) => r.stage === stage), (r) => r.teacher)].map(([name, own]) => ({ name, x: own.map((r) => r.iteration), y: own.map((r) => r.kl),
+      chart([...group(run.scored.filter((r) => r.stage === stage), (r) => r.teacher)].map(([name, own]) => ({ name, x: own.map((r) => r.iteration), y: own.map((r) => r.kl),
         low: own.map((r) => (r.kl_ci === null ? null : r.kl - r.kl_ci)), high: own.map((r) => (r.kl_ci === null ? null : r.kl + r.kl_ci)) })),
       { title: "Reverse KL by teacher", unit: "nat/token, 95 % interval", ...first }),
       chart(byDomain(rollouts, "length", "length_ci"), { title: "Response length", unit: "tokens, mean, 95 % interval", ...first }),

@@ -9,7 +9,7 @@ import { clock, count, number, shown, signed } from "./format.js";
 import { labelPanel } from "./labels.js";
 import { question } from "./question.js";
 import { contextOf } from "./samples.js";
-import { lanesOf, nextSurprise, signalsOf, unpack } from "./signals.js";
+import { tracksOf, nextSurprise, signalsOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
 import { adjust, address, whereOf } from "./state.js";
 import { Strip } from "./strip.js";
@@ -38,21 +38,21 @@ function legendOf(signal) {
     signal.unit ? h("small", {}, signal.scale === "diverging" && signal.unit === "nat" ? "nat; blue: the teacher liked it more" : signal.unit) : null);
 }
 
-function laneNames(lanes) {
-  return h("ul", { class: "lanes", "aria-label": "Lanes under the text, from top" },
-    lanes.map((lane, i) => h("li", {}, h("small", {}, `${i + 1}`), ` ${lane.name}`)));
+function trackNames(tracks) {
+  return h("ul", { class: "tracks", "aria-label": "Tracks under the text, from top" },
+    tracks.map((track, i) => h("li", {}, h("small", {}, `${i + 1}`), ` ${track.name}`)));
 }
 
 function missing(data) {
   const troubles = data.teachers.flatMap((t) => Object.entries(t.errors || {}).map(([kind, why]) => `${t.name}, ${kind}: ${why}`));
   if (!data.sampler) troubles.push("no sampler log-probs were recorded, so there is no log-ratio");
-  if (!data.teachers.length) troubles.push("no teacher has judged this sample");
+  if (!data.teachers.length) troubles.push("no teacher has scored this sample");
   return troubles.length ? h("ul", { class: "damage", "aria-label": "What is missing" }, troubles.map((t) => h("li", {}, t))) : null;
 }
 
 function statement(uid) {
   return `select * from samples join tokens using (uid)
-left join (select uid, list({teacher: teacher, kind: kind, kl: mean_reverse_kl}) as judged from scores group by uid) using (uid)
+left join (select uid, list({teacher: teacher, kind: kind, kl: mean_reverse_kl}) as scored from scores group by uid) using (uid)
 where uid = ${literal(uid)}`;
 }
 
@@ -76,15 +76,15 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
     put(main, head, tabs, facts(sample.row, params), prompt, h("p", { class: "damage", role: "alert" }, `The tokens cannot be read: ${sample.damage}`));
     return { keys: {} };
   }
-  const data = unpack(sample), lanes = lanesOf(data);
-  const judges = data.teachers.filter((t) => t.logprob || t.topk);
-  let teacher = judges.find((t) => t.name === params.teacher) || judges[0] || null;
+  const data = unpack(sample), tracks = tracksOf(data);
+  const scorers = data.teachers.filter((t) => t.logprob || t.topk);
+  let teacher = scorers.find((t) => t.name === params.teacher) || scorers[0] || null;
   let signals = signalsOf(data, teacher);
   let signal = signals.find((s) => s.key === params.s) || signals[0];
   let at = Math.min(data.length - 1, Math.max(0, Number(params.t || 0)));
   const aside = h("aside", { class: "card", "aria-label": "Token", "aria-live": "polite" });
   const controls = h("div", { class: "row controls" }), plot = h("div", {});
-  const strip = new Strip({ data, signal, lanes, selected: at, onselect: (i) => choose(i) });
+  const strip = new Strip({ data, signal, tracks, selected: at, onselect: (i) => choose(i) });
   const help = h("p", { id: "strip-help", class: "unseen" }, "h and l move by token, n and p to the next and previous surprising one, brackets change the teacher");
 
   function choose(i, { quiet = false } = {}) {
@@ -100,13 +100,13 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
   function control() {
     put(controls,
       select("signal", signal.key, signals.map((s) => [s.key, s.title]), (key) => adjust({ s: key, t: at })),
-      judges.length ? select("teacher", teacher.name, judges.map((t) => t.name), (name) => adjust({ teacher: name, t: at })) : null, legendOf(signal));
+      scorers.length ? select("teacher", teacher.name, scorers.map((t) => t.name), (name) => adjust({ teacher: name, t: at })) : null, legendOf(signal));
   }
 
   function draw() {
     const x = Array.from({ length: data.length }, (_, i) => i);
     const versions = data.spans.filter((s) => s.start > 0).map((s) => ({ x: s.start, title: `v${s.version}` }));
-    const sameSignal = judges.map((t) => ({ t, s: signalsOf(data, t).find((s) => s.key === signal.key && s.teacher) })).filter((f) => f.s);
+    const sameSignal = scorers.map((t) => ({ t, s: signalsOf(data, t).find((s) => s.key === signal.key && s.teacher) })).filter((f) => f.s);
     const lines = sameSignal.length ? sameSignal.map((f) => ({ name: f.t.name, x, y: Array.from(f.s.values) }))
       : [{ name: signal.title, x, y: Array.from(signal.values) }];
     put(plot, chart(lines, { title: `${signal.title} by position`, unit: signal.unit, x: "token", height: 150, marks: versions, onpick: (i) => choose(i) }));
@@ -114,7 +114,7 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
 
   control();
   put(main, head, tabs, facts(data.row, params), missing(data), prompt, controls, help,
-    h("div", { class: "reader" }, h("div", { class: "reading" }, lanes.length ? laneNames(lanes) : null, strip.root, plot), aside),
+    h("div", { class: "reader" }, h("div", { class: "reading" }, tracks.length ? trackNames(tracks) : null, strip.root, plot), aside),
     isStatic() ? null : labelPanel(store, id, sample.labels, params), sources("sample", { store: params.store || 0, uid: id }, statement(id), params));
   draw();
   strip.layout();
@@ -124,9 +124,9 @@ export async function samplePage(main, { id, params }, { stores, signal: stop })
     if (next === null) say("no further surprising token"); else choose(next);
   };
   const turn = (step) => {
-    if (!judges.length) return;
-    const n = (judges.indexOf(teacher) + step + judges.length) % judges.length;
-    adjust({ teacher: judges[n].name, t: at });
+    if (!scorers.length) return;
+    const n = (scorers.indexOf(teacher) + step + scorers.length) % scorers.length;
+    adjust({ teacher: scorers[n].name, t: at });
   };
   const move = async (step) => {
     const next = await neighbour(params, step, stop);

@@ -32,10 +32,10 @@ function ratio(data, teacher) {
 }
 
 function spread(data, best) {
-  const judged = data.teachers.filter((t) => t.logprob);
-  if (judged.length < 2) return null;
+  const scored = data.teachers.filter((t) => t.logprob);
+  if (scored.length < 2) return null;
   return each(data, (i) => {
-    const said = judged.map((t) => t.logprob[i]);
+    const said = scored.map((t) => t.logprob[i]);
     return Math.max(...said) - Math.min(...said);
   });
 }
@@ -79,13 +79,13 @@ export function signalsOf(data, teacher) {
   return [...made, ...own, ...stored].filter((s) => s.values);
 }
 
-// A lane under the text for every teacher, and one for their disagreement.
-export function lanesOf(data) {
-  const lanes = data.teachers.map((t) => ({ name: t.name, scale: "diverging", level: diverging, values: ratio(data, t),
-    teacher: t.name })).filter((lane) => lane.values);
+// A track under the text for every teacher, and one for their disagreement.
+export function tracksOf(data) {
+  const tracks = data.teachers.map((t) => ({ name: t.name, scale: "diverging", level: diverging, values: ratio(data, t),
+    teacher: t.name })).filter((track) => track.values);
   const apart = spread(data);
-  if (apart) lanes.push({ name: "disagreement", scale: "rising", level: (v) => rising(v), values: apart });
-  return lanes;
+  if (apart) tracks.push({ name: "disagreement", scale: "rising", level: (v) => rising(v), values: apart });
+  return tracks;
 }
 
 // The next trained token, in a direction, at which a signal is among the strongest.

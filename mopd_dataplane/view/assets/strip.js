@@ -1,11 +1,11 @@
-// The tokens of a response as text, with a colour behind each and a lane a teacher below. Only lines in sight exist.
+// The tokens of a response as text, with a colour behind each and a track a teacher below. Only lines in sight exist.
 
 import { h } from "./dom.js";
 import { paint } from "./colours.js";
 import { shown } from "./format.js";
 
 const TEXT_PX = 21;
-const LANE_PX = 6;
+const TRACK_PX = 6;
 const GAP_PX = 7;
 const AHEAD = 12; // lines beyond the window that are kept ready
 const LONGEST = 60; // characters of one token that the strip shows
@@ -33,24 +33,24 @@ function rule(name, text) {
   return name;
 }
 
-// The class that gives place n of a token (0 its text, then a lane each) a colour.
+// The class that gives place n of a token (0 its text, then a track each) a colour.
 function inked(n, colour) {
   return rule(`p${n}${colour.replace(/[^a-z0-9]/g, "")}`, `--p${n}: ${colour}`);
 }
 
-// The class of lines whose tokens have so many lanes.
-function layered(lanes) {
+// The class of lines whose tokens have so many tracks.
+function layered(tracks) {
   const stops = [`var(--p0) 0 ${TEXT_PX}px`];
-  for (let n = 1; n <= lanes; n += 1) {
-    const top = TEXT_PX + (n - 1) * LANE_PX;
-    stops.push(`var(--paper) ${top}px ${top + 1}px`, `var(--p${n}) ${top + 1}px ${top + LANE_PX}px`);
+  for (let n = 1; n <= tracks; n += 1) {
+    const top = TEXT_PX + (n - 1) * TRACK_PX;
+    stops.push(`var(--paper) ${top}px ${top + 1}px`, `var(--p${n}) ${top + 1}px ${top + TRACK_PX}px`);
   }
-  rule(`lanes${lanes} .t`, `background-image: linear-gradient(${stops.join(", ")})`);
-  return `lanes${lanes}`;
+  rule(`tracks${tracks} .t`, `background-image: linear-gradient(${stops.join(", ")})`);
+  return `tracks${tracks}`;
 }
 
 export class Strip {
-  // options: data, signal, lanes, selected, onselect(position)
+  // options: data, signal, tracks, selected, onselect(position)
   constructor(options) {
     Object.assign(this, options);
     this.texts = this.data.pieces.map((p) => {
@@ -77,7 +77,7 @@ export class Strip {
     this.pending = requestAnimationFrame(() => { this.pending = 0; this.draw(); });
   }
 
-  lineHeight() { return TEXT_PX + GAP_PX + LANE_PX * this.lanes.length; }
+  lineHeight() { return TEXT_PX + GAP_PX + TRACK_PX * this.tracks.length; }
 
   layout() {
     const style = getComputedStyle(this.root);
@@ -99,11 +99,11 @@ export class Strip {
     this.restyle();
   }
 
-  // Signal, lanes or selection changed: draw every line in sight again.
+  // Signal, tracks or selection changed: draw every line in sight again.
   restyle() {
     this.drawn.forEach((line) => line.remove());
     this.drawn.clear();
-    this.inner.style.setProperty("--token", `${TEXT_PX + LANE_PX * this.lanes.length}px`);
+    this.inner.style.setProperty("--token", `${TEXT_PX + TRACK_PX * this.tracks.length}px`);
     this.inner.style.height = `${this.lines.length * this.lineHeight() + 4}px`;
     this.root.style.height = `${this.lines.length * this.lineHeight() + 16}px`;
     this.draw();
@@ -136,7 +136,7 @@ export class Strip {
   line(number, height) {
     const start = this.lines[number], end = this.lines[number + 1] ?? this.texts.length;
     const line = document.createElement("div");
-    line.className = `line ${layered(this.lanes.length)}`;
+    line.className = `line ${layered(this.tracks.length)}`;
     line.style.top = `${number * height}px`;
     const gutter = document.createElement("span");
     gutter.className = "gutter";
@@ -162,10 +162,10 @@ export class Strip {
   // Whether another policy version goes on here.
   starts(i) { return i > 0 && this.data.spans.some((span) => span.start === i); }
 
-  // Classes that colour a token: its own signal, then a lane each. A rule a colour, not a style a token.
+  // Classes that colour a token: its own signal, then a track each. A rule a colour, not a style a token.
   background(i) {
     let names = this.signal ? inked(0, paint(this.signal.scale, this.signal.level(this.signal.values[i]))) : inked(0, "transparent");
-    this.lanes.forEach((lane, n) => { names += ` ${inked(n + 1, paint(lane.scale, lane.level(lane.values[i])))}`; });
+    this.tracks.forEach((track, n) => { names += ` ${inked(n + 1, paint(track.scale, track.level(track.values[i])))}`; });
     return names;
   }
 

@@ -29,6 +29,6 @@ export async function teachersPage(main, { params }, { stores }) {
       { title: "entropy", show: (r) => number(r.entropy) }, { title: "same first choice", show: (r) => percent(r.top1) }, { title: "right over wrong", show: (r) => number(r.discrimination, 2) },
       { title: "differs most on", word: true, show: (r) => examples(r, "far") }, { title: "likes, though wrong", word: true, show: (r) => examples(r, "liked") },
       { title: "dislikes, though right", word: true, show: (r) => examples(r, "disliked") },
-    ], found.judged), sources("teachers", { store: params.store || 0 }, found.sql, params));
+    ], found.scored), sources("teachers", { store: params.store || 0 }, found.sql, params));
   return { keys: {} };
 }

@@ -158,7 +158,7 @@ def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatc
     server = Server(Loader(store, spec, Ring(max_bytes=1 << 28), deal_packs), spec, tmp_path / "l.sock")
     runner = threading.Thread(target=server.run, args=(os.getppid(),))
     runner.start()
-    with LoaderClient(tmp_path / "l.sock", views="numpy", deadline_s=20, patience_s=5) as client:
+    with LoaderClient(tmp_path / "l.sock", views="numpy", deadline_s=20, window_deadline_s=5) as client:
         batch = next(client.batches(STAGE, 0))
         assert [batch.packs[0].index, batch.packs[1].index] == [0, 1]
         let_go.set()
@@ -171,7 +171,7 @@ def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatc
 def test_packs_of_a_step_come_in_any_order_from_a_ring_that_holds_few(store, tmp_path):
     """The loader reads ahead in order; what the trainer asks for comes first, whatever fills the ring."""
     spec = SPEC.model_copy(update={"slots": 2, "ring_bytes": 3 * max(pack_bytes(store)) + 3 * 4096})
-    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader, patience_s=10) as client:
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader, window_deadline_s=10) as client:
         for window in (0, 1, 0):  # the depth grows meanwhile
             starts, base = store.plan(STAGE, window).step_starts, store.steps_before(STAGE, window)
             for batch in client.batches(STAGE, window):

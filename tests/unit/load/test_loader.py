@@ -134,7 +134,7 @@ def test_a_window_that_comes_later_is_waited_for(tmp_path):
         writer.start()
         assert [b.window for b in client.batches(STAGE, 1)] == [1] * steps
         writer.join()
-    with start_server(store.uri, tmp_path / "m.sock", spec) as loader, connect(loader, patience_s=1.0) as client:
+    with start_server(store.uri, tmp_path / "m.sock", spec) as loader, connect(loader, window_deadline_s=1.0) as client:
         stream = client.batches(STAGE, 7)
         with pytest.raises(DeadlineError, match=r"window 7 .* not planned yet"):
             next(stream)

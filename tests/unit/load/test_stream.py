@@ -111,7 +111,10 @@ def test_a_window_that_the_stream_does_not_walk_is_refused(store, served):
 def test_it_waits_for_a_window_and_gives_up_in_time(tmp_path):
     made = make_store(tmp_path / "s", lengths_of(24, mean_log=4, shortest=4, longest=200), teachers=TEACHERS)
     add_window(made, 0)
-    with stream_of(made, patience_s=1.0) as stream, pytest.raises(DeadlineError, match=r"window 1 .* not planned yet"):
+    with (
+        stream_of(made, window_deadline_s=1.0) as stream,
+        pytest.raises(DeadlineError, match=r"window 1 .* not planned yet"),
+    ):
         read(stream)
     writer = threading.Timer(1.0, add_window, (made, 1))
     with stream_of(made, windows=[0, 1]) as stream:

@@ -42,8 +42,8 @@ def test_teachers_that_contradict_one_another_come_first(demo_store: Store, tmp_
     lowest = scored.slice(0, 1).to_pylist()[0]
     view = read_sample(store, lowest["uid"])
     other = next(name for name in store.teachers() if not name.startswith(lowest["domain"]))
-    judged = np.full(len(view.tokens), -9.0, np.float32)
-    signal = Signal(uid=view.uid, sample_row=view.sample_row, kind="logprob", logprob=judged, mean_reverse_kl=8.5)
+    scored = np.full(len(view.tokens), -9.0, np.float32)
+    signal = Signal(uid=view.uid, sample_row=view.sample_row, kind="logprob", logprob=scored, mean_reverse_kl=8.5)
     store.commit_signals(other, "logprob", [signal])
     picked = pick_sample(store, "disagreement")
     assert picked.uid == view.uid

@@ -32,13 +32,13 @@ def test_every_token_carries_what_sampler_and_teacher_said(demo_store: Store) ->
     uid = hostile_uid(demo_store)
     view = read_sample(demo_store, uid)
     payload = demo_store.read_tokens([view.sample_row]).to_pylist()[0]
-    judged = demo_store.read_signal("chain_sum-expert", "logprob", [view.sample_row])[0]
+    scored = demo_store.read_signal("chain_sum-expert", "logprob", [view.sample_row])[0]
     trained = np.array([token.trained for token in view.tokens])
     assert [token.id for token in view.tokens] == payload["tokens"][view.metadata["prompt_len"] :]
     assert trained.tolist() == [bool(mask) for mask in payload["loss_mask"]]
     assert not trained.all()
     for place, token in enumerate(view.tokens):
-        expected = (payload["logprobs"][place], float(judged[place])) if token.trained else (None, None)
+        expected = (payload["logprobs"][place], float(scored[place])) if token.trained else (None, None)
         assert (token.sampler_logprob, token.teacher_logprob) == expected
 
 

@@ -17,7 +17,7 @@ from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.engine import Request
 from mopd_dataplane.rollout.engines.gumbel import gumbel, mixture
-from mopd_dataplane.rollout.engines.hf import HfEngine, Partner
+from mopd_dataplane.rollout.engines.hf import HfEngine, MixedTeacher
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER, sample_key, sampler
 from mopd_dataplane.rollout.runner import SAVED
@@ -79,7 +79,7 @@ def test_a_token_is_drawn_from_the_mixture_and_logged_under_it(
 ) -> None:
     """With gumbel/1: token = argmax(log((1 - a) p_S + a p_T) + the sample's own noise)."""
     work = requests(6, temperature=temperature, sampler=FIRST_SAMPLER)
-    engine = HfEngine(tiny_model, slots=6, partner=Partner(teacher, SHARE))
+    engine = HfEngine(tiny_model, slots=6, mixed_teacher=MixedTeacher(teacher, SHARE))
     differs = 0
     for uid, (tokens, logprobs) in decode(engine, work).items():
         prompt = work[int(uid)].prompt_ids.tolist()
@@ -94,7 +94,7 @@ def test_a_token_is_drawn_from_the_mixture_and_logged_under_it(
 
 def test_the_newest_sampler_draws_from_the_mixture_too(tiny_model: Path, teacher: Path) -> None:
     work = requests(6)
-    engine = HfEngine(tiny_model, slots=6, partner=Partner(teacher, SHARE))
+    engine = HfEngine(tiny_model, slots=6, mixed_teacher=MixedTeacher(teacher, SHARE))
     for uid, (tokens, logprobs) in decode(engine, work).items():
         prompt = work[int(uid)].prompt_ids.tolist()
         own, theirs = (distribution(folder, prompt, tokens, 1.0) for folder in (tiny_model, teacher))
@@ -115,7 +115,7 @@ def test_mixture_is_a_distribution_with_all_of_both_supports() -> None:
 
 @pytest.mark.parametrize("kept", [1, 11, 23])
 def test_a_prefix_continues_as_if_never_interrupted(tiny_model: Path, teacher: Path, kept: int) -> None:
-    engine = HfEngine(tiny_model, slots=8, partner=Partner(teacher, SHARE))
+    engine = HfEngine(tiny_model, slots=8, mixed_teacher=MixedTeacher(teacher, SHARE))
     whole = decode(engine, requests(8))
     seen = 0
     for request in requests(8):
@@ -140,7 +140,7 @@ def test_a_polite_stop_keeps_the_cache_of_both_models(
     """Every bit of the uninterrupted run; a cache of one model only would be another distribution."""
 
     def rolled(store: Any, name: str, at: int) -> None:
-        engine = Preempted(tiny_model, at=at, slots=8, partner=Partner(teacher, SHARE))
+        engine = Preempted(tiny_model, at=at, slots=8, mixed_teacher=MixedTeacher(teacher, SHARE))
         given = {"engine": engine, "home": tmp_path / name, "wal": sections.Wal()}
         roll(store, render=lambda prompt: engine.tokenizer.encode(prompt.text), **given)
 
@@ -160,26 +160,26 @@ def test_a_polite_stop_keeps_the_cache_of_both_models(
         assert shelf.samples[uid].logprobs.tobytes() == sample.logprobs.tobytes()
 
 
-def test_another_share_or_partner_is_another_policy(tiny_model: Path, teacher: Path) -> None:
+def test_another_share_or_teacher_is_another_policy(tiny_model: Path, teacher: Path) -> None:
     engines = [
         HfEngine(tiny_model, slots=1),
-        HfEngine(tiny_model, slots=1, partner=Partner(teacher, SHARE)),
-        HfEngine(tiny_model, slots=1, partner=Partner(teacher, 0.4)),
-        HfEngine(tiny_model, slots=1, partner=Partner(tiny_model, SHARE)),
+        HfEngine(tiny_model, slots=1, mixed_teacher=MixedTeacher(teacher, SHARE)),
+        HfEngine(tiny_model, slots=1, mixed_teacher=MixedTeacher(teacher, 0.4)),
+        HfEngine(tiny_model, slots=1, mixed_teacher=MixedTeacher(tiny_model, SHARE)),
     ]
     assert len({engine.policy_digest for engine in engines}) == 4
     assert engines[1].context_length == 300  # the shorter of the two
 
 
-def test_a_partner_of_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_mixed_teacher_of_other_tokens_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     from mopd_dataplane.models.initial_weights import character_tokenizer
 
     settings = {"model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
     settings |= {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 32}
     words = make_student(sections.Student(config=settings, tokens=("spam",)), tmp_path / "words", seed=0)
     with pytest.raises(MismatchError, match="per-token distillation needs the same vocabulary"):
-        HfEngine(tiny_model, slots=1, partner=Partner(words, SHARE))
+        HfEngine(tiny_model, slots=1, mixed_teacher=MixedTeacher(words, SHARE))
     wide = make_student(sections.Student(config=settings | {"vocab_size": 200}), tmp_path / "wide", seed=0)
     assert len(character_tokenizer()) < 200
     with pytest.raises(MismatchError, match="has 200 logits, the policy"):
-        HfEngine(tiny_model, slots=1, partner=Partner(wide, SHARE))
+        HfEngine(tiny_model, slots=1, mixed_teacher=MixedTeacher(wide, SHARE))

@@ -86,14 +86,14 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
     given["domains"] |= {
         "gone": {"source": str(tmp_path / "gone.jsonl"), "reward": "exact"},
         "short": given["domains"]["sums"] | {"train": 9},
-        "judged": given["domains"]["sums"] | {"reward": "nowhere:nothing"},
+        "rewarded": given["domains"]["sums"] | {"reward": "nowhere:nothing"},
     }
     given["teachers"] = {
         "t": {"source": str(tmp_path / "missing")},
         "u": {"source": "acme/nobody"},
         "v": {"source": "student", "prompt_template": "nor here"},
     }
-    given["routing"] = {"sums": "t", "gone": "u", "short": "v", "judged": "v"}
+    given["routing"] = {"sums": "t", "gone": "u", "short": "v", "rewarded": "v"}
     given["train"], given["score"] = {"device": "cuda"}, {"device": "xpu:1"}
     del given["student"]["config"]
     given["student"]["path"] = "acme/no-student"
@@ -101,7 +101,7 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
     keys = {finding["key"] for finding in said["findings"] if finding["certain"]}
     assert keys == {
         "work", "load.cache_dir", "engine.kind", "student.prompt_template", "domains.gone", "domains.short",
-        "domains.judged.reward", "student.path", "teachers.t.source", "teachers.u.source",
+        "domains.rewarded.reward", "student.path", "teachers.t.source", "teachers.u.source",
         "teachers.v.prompt_template", "score.device", "train.device",
     }  # fmt: skip
     lines = refusal.splitlines()[1:]
@@ -109,7 +109,7 @@ def test_ten_mistakes_are_ten_findings_of_one_run(tmp_path: Path, capsys: pytest
     for said_of, next_step in {
         "domains.gone": "gone.jsonl: no .jsonl or .parquet file there; give a file",
         "domains.short": "3 distinct prompts, 0 eval + 9 train + 0 tune were asked for; lower them",
-        "domains.judged.reward": "cannot import 'nowhere': No module named 'nowhere'; install it",
+        "domains.rewarded.reward": "cannot import 'nowhere': No module named 'nowhere'; install it",
         "student.path": "(HF_HUB_OFFLINE is set); check the name",
         "student.prompt_template": "has no {prompt}, so the model would never read it; write it where",
         "engine.kind": "'vllm' is not installed here; pip install it",
@@ -197,7 +197,7 @@ def test_a_learning_rate_of_the_other_kind_is_asked_about(
     )
 
 
-def test_a_rate_for_weights_that_start_at_random_is_not_judged(
+def test_a_rate_for_weights_that_start_at_random_is_not_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not check(tmp_path, job(tmp_path, train={"learning_rate": 5e-2}), capsys)[0]["findings"]

@@ -63,9 +63,9 @@ def pool_of(folders: dict[str, Path], base: Path, **changes: Any) -> TeacherPool
     )
 
 
-def logprobs(judge: TeacherForward) -> torch.Tensor:
+def logprobs(forward: TeacherForward) -> torch.Tensor:
     with torch.no_grad():
-        states, head = judge.states(IDS, PREDICTED), judge.head
+        states, head = forward.states(IDS, PREDICTED), forward.head
         return (states @ head.weight.T).log_softmax(-1)
 
 
@@ -81,7 +81,7 @@ def logprobs(judge: TeacherForward) -> torch.Tensor:
     ],
     ids=["all", "some", "rslora", "dora", "head", "pattern"],
 )
-def test_an_adapter_judges_as_what_peft_merges(
+def test_an_adapter_scores_as_what_peft_merges(
     base: Path, make_adapter: AdapterMaker, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     from peft import PeftModel
@@ -92,8 +92,8 @@ def test_an_adapter_judges_as_what_peft_merges(
     hf.copy_tokenizer(base, tmp_path / "merged")
     pool = pool_of({"adapter": folder, "merged": tmp_path / "merged", "base": base}, base, max_resident=3)
     # W x + s B (A x) and (W + s B A) x round at other places: some 1e-7 a product, through two layers.
-    torch.testing.assert_close(logprobs(pool.judge("adapter")), logprobs(pool.judge("merged")), rtol=0, atol=5e-5)
-    assert (logprobs(pool.judge("base")) - logprobs(pool.judge("merged"))).abs().max() > 0.05
+    torch.testing.assert_close(logprobs(pool.teacher("adapter")), logprobs(pool.teacher("merged")), rtol=0, atol=5e-5)
+    assert (logprobs(pool.teacher("base")) - logprobs(pool.teacher("merged"))).abs().max() > 0.05
     ours = hf.load_merged(folder).state_dict()
     for name, weight in merged.state_dict().items():
         torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-6)
@@ -102,9 +102,9 @@ def test_an_adapter_judges_as_what_peft_merges(
 def test_adapters_share_a_base_that_is_loaded_once(base: Path, make_adapter: AdapterMaker, tmp_path: Path) -> None:
     folders = {f"t{seed}": make_adapter(seed) for seed in range(3)}
     pool = pool_of(folders, base)
-    apart = {name: logprobs(pool_of({name: folder}, base).judge(name)) for name, folder in folders.items()}
+    apart = {name: logprobs(pool_of({name: folder}, base).teacher(name)) for name, folder in folders.items()}
     for name in ("t0", "t1", "t2", "t0"):
-        assert torch.equal(logprobs(pool.judge(name)), apart[name])
+        assert torch.equal(logprobs(pool.teacher(name)), apart[name])
     assert list(pool.loads.values()) == [1]
     assert pool.resident == ("t0", "t1", "t2")
     assert pool.switches == 4
@@ -124,7 +124,7 @@ def test_a_blend_of_adapters_fits_where_one_base_does(base: Path, make_adapter: 
     models = [hf.load_merged(folder) for folder in folders.values()]
     with torch.no_grad():
         logits = sum(0.5 * model(torch.from_numpy(IDS[0])[None]).logits[0, 9:34] for model in models)
-    torch.testing.assert_close(logprobs(pool.judge("both")), logits.log_softmax(-1), rtol=0, atol=1e-4)
+    torch.testing.assert_close(logprobs(pool.teacher("both")), logits.log_softmax(-1), rtol=0, atol=1e-4)
 
 
 def test_the_digest_is_of_what_is_computed_and_not_of_places(
@@ -161,7 +161,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
     config = json.loads((folder / ADAPTER_CONFIG).read_text())
     (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, **change}))
     with pytest.raises(MismatchError, match=said):
-        pool_of({"t": folder}, base).judge("t")
+        pool_of({"t": folder}, base).teacher("t")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_pickles_quantised_bases_and_tied_heads_are_refused(
         pool_of({"t": folder}, base, settings={"quantisation": "int8"})
     (folder / ADAPTER_WEIGHTS).rename(folder / "adapter_model.bin")
     with pytest.raises(UnknownNameError, match="pickled"):
-        pool_of({"t": folder}, base).judge("t")
+        pool_of({"t": folder}, base).teacher("t")
     tied = make_student(sections.Student(config=TINY | {"tie_word_embeddings": True}), tmp_path / "tied", seed=0)
     with pytest.raises(MismatchError, match="one matrix"):
         hf.load_model(make_adapter(on=tied, target_modules=["lm_head"]))

@@ -1,4 +1,4 @@
-"""Several teachers of one sample as one judge: every stored signal is that of the weighted product of the teachers."""
+"""Several teachers blended into one: every stored signal is that of the weighted product of the teachers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_signal_is_that_of_the_weighted_product(folders: dict[str, Path], 
     )
     torch.testing.assert_close(torch.from_numpy(found["topk"].topk_logprobs), wanted.topk(4).values, atol=2e-5, rtol=0)
     states = torch.from_numpy(found["hidden"].hidden).view(torch.float32)
-    logits = states @ pool.judge("both").head.weight.T
+    logits = states @ pool.teacher("both").head.weight.T
     torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=0)
 
 
@@ -87,17 +87,17 @@ def test_reverse_kl_to_the_blend_has_the_gradient_of_the_weighted_sum(
     """The identity that the blend rests on, for a student far from both."""
     item = sample(1)
     pool = make_pool(folders, weights)
-    judge = pool.judge("both")
+    forward = pool.teacher("both")
     positions = torch.from_numpy(item.loss_mask).nonzero()[:, 0].numpy() + item.prompt_len
     hidden = torch.randn(len(positions), 16, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(len(judge.head.weight), 16, dtype=torch.float64)
+    weight = torch.randn(len(forward.head.weight), 16, dtype=torch.float64)
 
     def loss(teacher: TeacherForward) -> torch.Tensor:
         states = teacher.states([item.tokens.astype("int64")], [positions]).double()
         return divergence(hidden, Head(weight), states, Head(teacher.head.weight.double())).sum()
 
-    (blended,) = torch.autograd.grad(loss(judge), hidden)
-    (summed,) = torch.autograd.grad(sum(w * loss(pool.judge(n)) for n, w in weights.items()), hidden)
+    (blended,) = torch.autograd.grad(loss(forward), hidden)
+    (summed,) = torch.autograd.grad(sum(w * loss(pool.teacher(n)) for n, w in weights.items()), hidden)
     torch.testing.assert_close(blended, summed, atol=1e-6, rtol=1e-5)
 
 
@@ -114,9 +114,9 @@ def test_a_blend_is_registered_like_any_teacher(folders: dict[str, Path], tmp_pa
 
 def test_what_cannot_be_blended_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(MismatchError, match="set it to at least 2"):
-        make_pool(folders, WEIGHTS, max_resident=1).judge("both")
+        make_pool(folders, WEIGHTS, max_resident=1).teacher("both")
     with pytest.raises(MismatchError, match="no softcap"):
-        _ = make_pool(folders, {"math": 0.5, "capped": 0.5}).judge("both").head
+        _ = make_pool(folders, {"math": 0.5, "capped": 0.5}).teacher("both").head
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_mistaken_blend_is_named(teacher: dict[str, object], words: str) -> No
         check_job(raw, where="job.toml")
 
 
-def test_a_blend_judges_and_does_not_answer() -> None:
+def test_a_blend_scores_and_does_not_answer() -> None:
     teachers = {"a": {"source": "a"}, "b": {"source": "b"}, "both": {"blend": {"a": 0.5, "b": 0.5}}}
     raw = {
         "name": "x", "store": "x", "student": {"path": "x"}, "domains": {"d": {"source": "reasoning-gym"}},

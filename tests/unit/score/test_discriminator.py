@@ -49,20 +49,20 @@ def files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in (WEIGHTS, OPTIMIZER)}
 
 
-def test_it_learns_what_tells_the_teacher_apart_and_judges_answers_it_never_saw(policy: Path) -> None:
+def test_it_learns_what_tells_the_teacher_apart_and_scores_answers_it_never_saw(policy: Path) -> None:
     critic = make(policy)
     first = critic.update(make_pairs(200), epochs=1)
     last = critic.update(make_pairs(200), epochs=14)
     assert last["accuracy"] > 0.95 > first["accuracy"]
     assert last["loss"] < 0.3 < first["loss"]
     fresh = make_pairs(60, seed=9)
-    better = critic.judge([p.teacher for p in fresh]) > critic.judge([p.student for p in fresh])
+    better = critic.scores([p.teacher for p in fresh]) > critic.scores([p.student for p in fresh])
     assert better.mean() > 0.85
 
 
 def test_the_first_loss_is_that_of_bradley_terry(policy: Path) -> None:
     critic, pairs = make(policy), make_pairs(16)
-    margin = critic.judge([p.teacher for p in pairs]) - critic.judge([p.student for p in pairs])
+    margin = critic.scores([p.teacher for p in pairs]) - critic.scores([p.student for p in pairs])
     wanted = float(np.log1p(np.exp(-margin.astype(np.float64))).mean())
     found = critic.update(pairs, epochs=1)
     assert found["loss"] == pytest.approx(wanted, abs=1e-6)
@@ -73,18 +73,18 @@ def test_equal_texts_teach_nothing(policy: Path, tmp_path: Path) -> None:
     """A student that writes what its teacher writes cannot be told apart: loss log 2, no gradient, no change."""
     critic = make(policy)
     pairs = [Pair(p.teacher, p.teacher) for p in make_pairs(32)]
-    before = critic.judge([p.teacher for p in pairs])
+    before = critic.scores([p.teacher for p in pairs])
     found = critic.update(pairs, epochs=2)
     assert found == {"loss": pytest.approx(np.log(2)), "accuracy": 0.5}
-    np.testing.assert_array_equal(critic.judge([p.teacher for p in pairs]), before)
+    np.testing.assert_array_equal(critic.scores([p.teacher for p in pairs]), before)
 
 
 def test_a_score_depends_on_no_other_text(policy: Path) -> None:
     critic = make(policy)
     critic.update(make_pairs(64), epochs=3)
     texts = [text for pair in make_pairs(20) for text in (pair.teacher, pair.student)]
-    together = critic.judge(texts)
-    np.testing.assert_allclose(np.concatenate([critic.judge([text]) for text in texts]), together, atol=1e-5)
+    together = critic.scores(texts)
+    np.testing.assert_allclose(np.concatenate([critic.scores([text]) for text in texts]), together, atol=1e-5)
 
 
 def test_a_version_on_disk_continues_bit_by_bit(policy: Path, tmp_path: Path) -> None:

@@ -274,13 +274,13 @@ def with_teacher(case: Case, baseline: str) -> tuple[MicroBatch, Head, Tensor]:
     ids, logprobs = topk_logprobs(states, head, 4)
     batch = case.with_(hidden=encode(states, "fp32"), hidden_codec="fp32", topk_ids=ids, topk_logprobs=logprobs)
     own = (case.hidden @ case.weight.T).log_softmax(-1).detach().double()
-    judged = (states @ head.weight.T).log_softmax(-1).double()
+    scored = (states @ head.weight.T).log_softmax(-1).double()
     if baseline == "topk":
-        own, judged = (
+        own, scored = (
             torch.cat([picked, (1 - picked.exp().sum(-1, keepdim=True)).log()], -1)
-            for picked in (own.gather(1, ids.long()), judged.gather(1, ids.long()))
+            for picked in (own.gather(1, ids.long()), scored.gather(1, ids.long()))
         )
-    return batch, head, (own.exp() * (own - judged)).sum(-1).float()
+    return batch, head, (own.exp() * (own - scored)).sum(-1).float()
 
 
 @pytest.mark.parametrize("baseline", ["hidden", "topk"])
@@ -303,17 +303,17 @@ def test_the_mean_over_all_tokens_is_the_gradient_of_exact_reverse_kl_with_and_w
 ) -> None:
     """Every token of the vocabulary in turn. A sampler that gave each of them log-prob 0 makes the ratio pi(token)."""
     b, head, _ = with_teacher(case, "hidden")
-    judged = (b.hidden.view(torch.float32) @ head.weight.T).log_softmax(-1)
+    scored = (b.hidden.view(torch.float32) @ head.weight.T).log_softmax(-1)
     objective = policy_gradient(student_logprob="current", baseline=baseline, normaliser="sum")
     total = torch.zeros(())
     for token in range(V):
         batch = dataclasses.replace(
             b, targets=torch.full_like(b.targets, token), sampler_logprobs=torch.zeros(len(b.targets)),
-            teacher_logprobs=judged[:, token],
+            teacher_logprobs=scored[:, token],
         )  # fmt: skip
         total = total + case.loss(objective, batch, teacher_head=head)
     own = (case.hidden @ case.weight.T).log_softmax(-1)
-    wanted = (own.exp() * (own - judged)).sum()
+    wanted = (own.exp() * (own - scored)).sum()
     for found, exact in zip(case.gradients(total), case.gradients(wanted), strict=True):
         torch.testing.assert_close(found, exact, atol=2e-5, rtol=2e-4)
 
@@ -500,12 +500,12 @@ def test_a_policy_gradient_takes_its_log_probs_over_the_kept_sets(pack: Callable
     torch.testing.assert_close(loss, wanted)
     for found, true in zip(case.gradients(loss), case.gradients(wanted), strict=True):
         torch.testing.assert_close(found, true)
-    assert float(sums.values["sampler_gap"]) < 1e-5 * len(logprob), "on-policy, every ratio is 1"
+    assert float(sums.values["logprob_gap"]) < 1e-5 * len(logprob), "on-policy, every ratio is 1"
     torch.testing.assert_close(ObjectiveLoss(objective).logprob(case.hidden, case.head, batch), logprob)
     _, unaware = ObjectiveLoss(objective)(
         case.hidden, case.head, case.with_(sampling_mask=None, sampler_logprobs=logprob.detach()), case.totals
     )
-    assert float(unaware.values["sampler_gap"]) > 0.5 * len(logprob)
+    assert float(unaware.values["logprob_gap"]) > 0.5 * len(logprob)
 
 
 def test_cross_entropy_beside_it_stays_over_the_whole_vocabulary(pack: Callable[..., Pack]) -> None:

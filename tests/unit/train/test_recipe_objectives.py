@@ -28,7 +28,7 @@ OBJECTIVES = {name: o for place, (name, o) in enumerate(NAMED) if o not in [seen
 DISTILLING = {name: objective for name, objective in OBJECTIVES.items() if objective.signals}
 
 
-def judged(batch: MicroBatch, states: Tensor, teacher: Head, reference: Tensor | None = None) -> MicroBatch:
+def scored(batch: MicroBatch, states: Tensor, teacher: Head, reference: Tensor | None = None) -> MicroBatch:
     """The batch with every signal that a teacher with these states and head would leave in the store."""
     with torch.no_grad():
         logprob = token_logprob(states, teacher, batch.targets)
@@ -57,7 +57,7 @@ def test_a_teacher_equal_to_the_student_teaches_nothing(name: str, pack: Callabl
     batch = build([pack([9, 14], seed=0, vocabulary=V), pack([7], seed=1, vocabulary=V)])
     hidden = torch.randn(len(batch.targets), D, requires_grad=True)
     weight = torch.randn(V, D, requires_grad=True)
-    batch = judged(batch, hidden.detach(), Head(weight.detach()))
+    batch = scored(batch, hidden.detach(), Head(weight.detach()))
     batch = dataclasses.replace(
         batch, sampler_logprobs=batch.teacher_logprobs, advantages=torch.zeros_like(batch.advantages)
     )
@@ -83,12 +83,12 @@ def test_the_loss_does_not_depend_on_how_a_step_is_cut(name: str, pack: Callable
     hidden, head, teacher = torch.randn(len(whole.targets), D), Head(torch.randn(V, D)), Head(torch.randn(V, D))
     reference = -torch.rand(len(whole.targets))
     totals = Totals(len(whole.targets), len(whole.loss_counts))
-    joint = loss_of(objective, hidden, head, judged(whole, states, teacher, reference), totals, teacher)
+    joint = loss_of(objective, hidden, head, scored(whole, states, teacher, reference), totals, teacher)
     apart, first = torch.zeros(()), 0
     for part in parts:
         rows = slice(first, first + len(part.targets))
         first = rows.stop
-        signals = judged(part, states[rows], teacher, reference[rows])
+        signals = scored(part, states[rows], teacher, reference[rows])
         apart = apart + loss_of(objective, hidden[rows], head, signals, totals, teacher)
     torch.testing.assert_close(apart, joint, atol=1e-5, rtol=1e-5)
 

@@ -414,9 +414,9 @@ def test_unfinished_samples_are_read_from_the_token_log(make_store: Callable[...
 def test_teachers_prefer_right_answers_as_mopd_teachers_counts_it(page: TestClient, demo_store: Store) -> None:
     from mopd_dataplane.score.teacher_comparison import auroc
 
-    judged = [row for row in get(page, "teachers")["judged"] if row["kind"] == "logprob"]
-    assert judged
-    for row in judged:
+    scored = [row for row in get(page, "teachers")["scored"] if row["kind"] == "logprob"]
+    assert scored
+    for row in scored:
         rows = demo_store.sql(
             f"""select mean_logprob - mean_reverse_kl as said, reward from scores join samples using (uid)
                 join rewards using (uid) where teacher = '{row["teacher"]}' and domain = '{row["domain"]}'
@@ -424,7 +424,7 @@ def test_teachers_prefer_right_answers_as_mopd_teachers_counts_it(page: TestClie
         )
         wanted = auroc(rows["said"].to_numpy(), rows["reward"].to_numpy() >= 1)
         assert row["discrimination"] == pytest.approx(wanted)
-    examples = get(page, "teachers")["examples"][f"{judged[0]['teacher']}/{judged[0]['domain']}"]
+    examples = get(page, "teachers")["examples"][f"{scored[0]['teacher']}/{scored[0]['domain']}"]
     assert all(example["reward"] < 1 for example in examples["liked"])
     assert all(example["reward"] >= 1 for example in examples["disliked"])
 

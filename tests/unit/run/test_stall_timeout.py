@@ -8,15 +8,15 @@ from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.run import follow
 
 
-def test_patience_ends_and_starts_again_when_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stall_times_out_and_starts_again_when_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(follow.time, "sleep", lambda seconds: None)
     stall = follow.StallTimeout("mopd score JOB --follow")
-    clock[0] += follow.PATIENCE_S - 1
+    clock[0] += follow.STALL_TIMEOUT_S - 1
     stall.pause()
     stall.renew()
-    clock[0] += follow.PATIENCE_S - 1
+    clock[0] += follow.STALL_TIMEOUT_S - 1
     stall.pause()
     clock[0] += 2
     with pytest.raises(DeadlineError, match="168 h: mopd score JOB --follow does not go on; start it"):

@@ -11,38 +11,38 @@ from safetensors.numpy import save_file
 
 from mopd_dataplane import PlanWindow, Signal, Store, Teacher
 
-JUDGE = "judge"
+TEACHER = "teacher"
 HIDDEN = 16
 STEPS = 3
 PACKS = 2
 """Packs of a step."""
 
 
-def add_judge(store: Store, vocabulary: int, *, seed: int = 3) -> dict[str, Any]:
+def add_teacher(store: Store, vocabulary: int, *, seed: int = 3) -> dict[str, Any]:
     """Score every sample of `student` with a random teacher, plan window 90 over them, and say what it thinks.
 
     Returns {"head": [V, D] f32, "states": {sample row: [M, D] f32}}.
     """
     rng = np.random.default_rng(seed)
     head = rng.normal(size=(vocabulary, HIDDEN)).astype(np.float32)
-    file = store.path(f"heads/{JUDGE}.safetensors")
+    file = store.path(f"heads/{TEACHER}.safetensors")
     save_file({"weight": head}, file)
     digest = store.samples(["tokenizer"])["tokenizer"][0].as_py()
     store.add_teacher(Teacher(
-        name=JUDGE, source="random", weights_digest="2" * 64, tokenizer_digest=digest, vocab_size=vocabulary,
-        hidden_size=HIDDEN, dtype="float32", head_file=f"heads/{JUDGE}.safetensors",
+        name=TEACHER, source="random", weights_digest="2" * 64, tokenizer_digest=digest, vocab_size=vocabulary,
+        hidden_size=HIDDEN, dtype="float32", head_file=f"heads/{TEACHER}.safetensors",
         head_digest=hashlib.sha256(file.read_bytes()).hexdigest(),
     ))  # fmt: skip
     samples = store.samples(["uid", "loss_tokens"]).to_pylist()
     masks = store.read_tokens(np.arange(len(samples)), ["loss_mask"])["loss_mask"].to_pylist()
     states = {row: rng.normal(size=(s["loss_tokens"], HIDDEN)).astype(np.float32) for row, s in enumerate(samples)}
-    store.commit_signals(JUDGE, "hidden", [
+    store.commit_signals(TEACHER, "hidden", [
         Signal(uid=s["uid"], sample_row=row, kind="hidden", codec="fp32",
                hidden=states[row].view(np.uint8).reshape(s["loss_tokens"], -1))
         for row, s in enumerate(samples)
     ])  # fmt: skip
     said = [-rng.exponential(1.0, len(mask)).astype(np.float32) * np.array(mask, np.float32) for mask in masks]
-    store.commit_signals(JUDGE, "logprob", [
+    store.commit_signals(TEACHER, "logprob", [
         Signal(uid=s["uid"], sample_row=row, kind="logprob", logprob=said[row]) for row, s in enumerate(samples)
     ])  # fmt: skip
     packs = STEPS * PACKS
@@ -51,7 +51,7 @@ def add_judge(store: Store, vocabulary: int, *, seed: int = 3) -> dict[str, Any]
         sample_rows=np.arange(len(samples), dtype=np.int64),
         pack_starts=np.linspace(0, len(samples), packs + 1).astype(np.int64),
         pack_teachers=np.zeros(packs, np.int16), step_starts=np.arange(0, packs + 1, PACKS, dtype=np.int64),
-        teachers=[JUDGE], digest="plan" + "9" * 28,
+        teachers=[TEACHER], digest="plan" + "9" * 28,
     ))  # fmt: skip
     return {"head": head, "states": states}
 
