@@ -52,6 +52,14 @@ class HiddenReader:
         offsets = row_ids(self._dataset).offsets(payload_rows)
         return self._dataset.take(offsets.tolist(), columns=["uid", "codec", "rows", "row_bytes"])
 
+    def require_sizes(self, payload_rows: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raise DamagedError unless Lance records as many bytes of each row as the row's own columns say: readers here
+        go by the columns, others by what Lance records."""
+        recorded = _descriptors(self._dataset, row_ids(self._dataset).offsets(payload_rows)).field("size").to_pylist()
+        for row, wanted, said in zip(payload_rows, sizes, recorded, strict=True):
+            if said != wanted:
+                raise self._damage(row, 0, wanted, f"Lance records {said:,} bytes")
+
     def locate(self, payload_rows: Sequence[int]) -> None:
         """Look up in one request where rows lie that are read next."""
         self._places.locate(payload_rows)
@@ -121,6 +129,12 @@ class HiddenReader:
         return blob
 
 
+def _descriptors(dataset: lance.LanceDataset, offsets: NDArray[np.int64]) -> pa.StructArray:
+    """Lance's public descriptors of the blobs at these offsets: kind, position, size, blob_id."""
+    with lance_errors.reading(dataset.uri):
+        return dataset.take(offsets.tolist(), columns=["hidden"])["hidden"].combine_chunks()
+
+
 class _Places:
     """Positions of the blobs of one version of a dataset in its sidecar files."""
 
@@ -142,8 +156,7 @@ class _Places:
         if len(self._known) + len(unknown) > LOCATED:
             self._known.clear()
         offsets = row_ids(self._dataset).offsets(unknown)
-        with lance_errors.reading(self._dataset.uri):
-            columns = self._dataset.take(offsets.tolist(), columns=["hidden"])["hidden"].combine_chunks()
+        columns = _descriptors(self._dataset, offsets)
         fields = (columns.field(name).to_pylist() for name in ("kind", "position", "size", "blob_id"))
         fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
         for row, fragment, kind, position, size, blob_id in zip(unknown, fragments, *fields, strict=True):

@@ -295,10 +295,13 @@ def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) ->
         return list(zip(*(list_views(column) for column in payload.columns), strict=True))
     [field] = fields
     header, reader = take_rows(dataset, rows, header_columns(dataset, kind)), HiddenReader(dataset)
+    counts, widths = header["rows"].to_pylist(), header[field.width].to_pylist()
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+    reader.require_sizes(rows, sizes)
     reader.locate(rows)
     states = []
-    for row, count, width in zip(rows, header["rows"].to_pylist(), header[field.width].to_pylist(), strict=True):
-        buffer = np.empty(count * width, np.uint8)
+    for row, size in zip(rows, sizes, strict=True):
+        buffer = np.empty(size, np.uint8)
         reader.read_into(row, 0, buffer.data)
         states.append((buffer,))
     return states

@@ -17,6 +17,9 @@ MAKE = """
 import json, shutil, sys
 from pathlib import Path
 import numpy as np
+from mopd_dataplane.job.sections import Lora
+from mopd_dataplane.models import adapters, hf
+from mopd_dataplane.models.adapter_files import Base
 from mopd_dataplane.run.upgrade import upgrade_store
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.decode import keep_tokenizer
@@ -36,6 +39,11 @@ keep_tokenizer(store, "0badcafe", json.loads((root / "policies" / "init" / "toke
 store.write_json("provenance.json", {"runs": [{"commit": "1a01221"}]})
 store.deletions.close(store.deletions.begin(["0" * 32], [1 << 40], ["a prompt"]))
 shutil.copytree(root / "policies" / "student" / "v2", root / "policies" / "student" / "merged-v2")
+start = root / "policies" / "init"
+model = hf.load_model(start)
+adapters.new_adapter(model, Lora(r=2))
+adapters.save_adapter(model, adapters.trained_tensors(model), root / "policies" / "adapted" / "v1", start=start,
+                      base=Base(str(start), "", hf.weights_digest(start)))
 store.compact()
 store.snapshot(tag="after")
 """
@@ -43,7 +51,7 @@ store.snapshot(tag="after")
 
 def flipped(count: int, seed: int) -> Tally:
     """Flip bits one at a time in a store that a job of every kind of stage left behind, with whatever else a store can
-    hold put beside: statistics of tokens, labels, a kept tokenizer, a deletion, merged weights."""
+    hold put beside: statistics of tokens, labels, a kept tokenizer, a deletion, merged weights, a LoRA adapter."""
     tally = Tally()
     with folder() as home:
         home.mkdir()

@@ -27,6 +27,8 @@ ANSWER_S = 600.0
 OUTCOMES = ("found", "harmless", "silent", "raised")
 UNREAD = ("locks/", "report.html", ".lock", ".torn", "wal/")
 """Parts of names of files whose bytes nothing reads back; the token log has rows of its own."""
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "base.json")
+"""Files of a policy that is an adapter: a few among those of many whole models, so each is a kind of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def kind_of(name: str) -> str:
     table = re.match(r"(signals/[^/]+/[a-z]+|queues/[^/]+|[a-z_]+)/(_versions|_transactions|_refs|data)/", name)
     if table is None:
         head, _, rest = name.partition("/")
-        return f"{head}/{Path(rest).suffix or Path(rest).name}" if rest else head
+        last = Path(rest).name if Path(rest).name in ADAPTER else Path(rest).suffix or Path(rest).name
+        return f"{head}/{last}" if rest else head
     part = table[2]
     if part == "_versions":
         return "version hint" if name.endswith("hint.json") else f"manifest of {_plain(table[1])}"

@@ -154,6 +154,21 @@ def test_any_value_of_metadata_that_changed_is_named(scored: Store, table: str, 
     assert named == [(table, 0)]
 
 
+def test_a_flipped_size_of_hidden_states_is_named(scored: Store) -> None:
+    """Readers here know the size from other columns, so the states are read as before; other readers fail."""
+    samples = [build.sample(i) for i in range(3)]
+    signals = [build.signal(s, row, "hidden") for row, s in enumerate(samples)]
+    scored.commit_signals("t", "hidden", signals)
+    [file] = scored.path("signals/t/hidden/data").glob("*.lance")
+    content = bytearray(file.read_bytes())
+    size = signals[1].hidden.nbytes.to_bytes(8, "little")  # type: ignore[union-attr]
+    content[content.index(size) + 3] ^= 1 << 6
+    file.write_bytes(content)
+    [finding] = Store.open(scored.uri).verify().findings
+    assert (finding.table, finding.row, finding.uid) == ("signals/t/hidden", 1, uid(1))
+    assert "Lance records 1,07" in finding.problem
+
+
 def test_a_merge_by_lance_alone_keeps_a_store_sound(scored: Store) -> None:
     for row in range(3):
         scored.add_rewards(
