@@ -31,8 +31,9 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
 RUN = 4
 """Tokens of a run that counts as repeated: two pairs."""
 SLOTS, MOST_SLOTS = 16, 1 << 20
-"""Slots a run has when those that might repeat are looked for: enough that nearly all others are alone. And most slots,
-which fit into a cache."""
+"""Slots a run has when equal ones are looked for: enough that two different runs seldom share one. And most slots."""
+FEW_RUNS = 64
+"""Runs that are sorted rather than given slots once more."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -181,8 +182,10 @@ def sample_rows(records: Iterable[dict[str, Any]], payload_rows: NDArray[np.int6
 
 def sample_record(sample: Sample) -> dict[str, Any]:
     """Values of a row of `samples`, except those that depend on its payload's row."""
-    mask = np.asarray(sample.loss_mask, bool)
-    mean = None if sample.logprobs is None or not mask.any() else float(np.mean(sample.logprobs[mask]))
+    mean = None
+    if sample.logprobs is not None and (trained := sample.loss_tokens):
+        every = trained == sample.response_len
+        mean = float(np.mean(sample.logprobs if every else sample.logprobs[np.asarray(sample.loss_mask, bool)]))
     same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}
     return same | {
         "policy_version_first": int(sample.versions[0]),
@@ -227,16 +230,27 @@ def repetition(response: NDArray[np.int32]) -> float:
         hashes ^= hashes >> np.uint64(29)
         hashes += pairs[RUN // 2 :]
         hashes *= np.uint64(0xBF58476D1CE4E5B9)  # the upper bits, which say the slot, depend on all of them
-    alike = _share_a_slot(hashes)
-    alike.sort()
-    return int((alike[1:] == alike[:-1]).sum()) / runs
+    return _repeated(hashes) / runs
 
 
-def _share_a_slot(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Hashes whose upper bits another one has too: all that have an equal, and few of many that have none."""
+def _repeated(hashes: NDArray[np.uint64]) -> int:
+    """How many have an equal one before them, without a sort.
+
+    Each is put into the slot that its upper bits say, where the last one stays. One that finds an equal there is a
+    repeat; one that finds another is looked at again, with the few others of its kind.
+    """
     bits = min(SLOTS * len(hashes), MOST_SLOTS - 1).bit_length()
-    slots = (hashes >> np.uint64(64 - bits)).astype(np.intp)
-    return hashes[np.bincount(slots, minlength=1 << bits).take(slots) > 1]
+    slots, found = np.empty(1 << bits, np.int32), 0
+    while len(hashes) > FEW_RUNS:
+        slot, number = (hashes >> np.uint64(64 - bits)).view(np.int64), np.arange(len(hashes), dtype=np.int32)
+        slots[slot] = number
+        last = slots.take(slot)
+        others = np.flatnonzero(last != number)
+        rest = hashes[others]
+        equal = rest == hashes[last[others]]
+        found += int(np.count_nonzero(equal))
+        hashes = rest[~equal]
+    return found + len(hashes) - len(np.unique(hashes))
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

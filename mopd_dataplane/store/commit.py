@@ -9,7 +9,7 @@ Killed between any two of these, the same call made again ends with each sample 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -56,42 +56,47 @@ def commit_samples(
     """Make samples visible and durable; see Store.commit_samples."""
     for sample in batch:
         check_sample(sample)
-    crcs = [sample_crc(sample) for sample in batch]
     uids = [sample.uid for sample in batch]
-    found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
-    dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
-    absent = np.flatnonzero(found < 0).tolist()
-    payload_rows = np.full(len(batch), -1, np.int64)
     size = sum(sample.tokens.nbytes for sample in batch)
     memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
-    with memory, ThreadPoolExecutor(1, "metadata") as beside:  # the disk is waited for meanwhile
+    with memory, ThreadPoolExecutor(1, "metadata") as beside:  # Lance and the disk are waited for meanwhile
+        checksums = beside.submit(lambda: list(map(sample_crc, batch)))
         records = beside.submit(lambda: list(map(sample_record, batch)))
+        found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
+        dropped = _dropped(visible, uids, checksums.result, (found >= 0).tolist(), keep_first)
+        absent = np.flatnonzero(found < 0).tolist()
+        payload_rows = np.full(len(batch), -1, np.int64)
         payload_rows[absent], with_payload = place_payload(
             tokens,
             [batch[i].uid for i in absent],
-            [crcs[i] for i in absent],
+            lambda places: [checksums.result()[absent[i]] for i in places],
             lambda places: token_rows([batch[absent[i]] for i in places]),
             token_crcs,
             adopt=tokens.open().count_rows() != visible.count_rows(),
         )
         tokens.make_durable(with_payload)
     fault_point("commit.payload.durable")
+    crcs = checksums.result(timeout=0)
     done = samples.insert(sample_rows(records.result(timeout=0), payload_rows, crcs))
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
     overtaken = ((found < 0) & ~done.new).tolist()  # another writer was first, since we looked
-    dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
+    dropped += [uid for uid in _dropped(done.dataset, uids, lambda: crcs, overtaken, keep_first) if uid not in dropped]
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
 
 
 def _dropped(
-    dataset: lance.LanceDataset, uids: Sequence[str], crcs: Sequence[int], there: list[bool], keep_first: bool
+    dataset: lance.LanceDataset,
+    uids: Sequence[str],
+    crcs: Callable[[], Sequence[int]],
+    there: list[bool],
+    keep_first: bool,
 ) -> list[str]:
     """uids that name other content already. Raises MismatchError for them, unless the first of them stands."""
     if not any(there) and len(set(uids)) == len(uids):
         return []
-    lost = list(dict.fromkeys(uids[place] for place in other_content(dataset, uids, crcs)))
+    lost = list(dict.fromkeys(uids[place] for place in other_content(dataset, uids, crcs())))
     if lost and not keep_first:
         raise MismatchError(
             f"sample {lost[0]} is in the store, or in this batch, with other tokens, log-probs or masks ({len(lost)} "

@@ -103,7 +103,7 @@ class _Copy:
                 continue
             payload = self._source.read_tokens(some, snapshot=self._at, verify=True)
             places, made = place_payload(
-                tokens, uids, metadata["payload_crc"].to_pylist(), payload.take, token_crcs,
+                tokens, uids, _recorded(metadata), payload.take, token_crcs,
             )  # fmt: skip
             tokens.make_durable(made)
             fault_point("copy.payload")
@@ -133,7 +133,7 @@ class _Copy:
             if (scores.find(part)[0] >= 0).all():
                 continue
             places, made = place_payload(
-                table, part["uid"].to_pylist(), part["payload_crc"].to_pylist(), _payload(old, table, kind, part),
+                table, part["uid"].to_pylist(), _recorded(part), _payload(old, table, kind, part),
                 lambda version, rows: signal_crcs(version, kind, rows),
             )  # fmt: skip
             table.make_durable(made)
@@ -199,6 +199,12 @@ def _sound(name: str, rows: pa.Table) -> pa.Table:
         key = "/".join(str(rows[part][place].as_py()) for part in TABLES[name].key)
         raise DamagedError(f"{name} {key}: row crc32c {found:08x}, committed was {committed:08x}; nothing is copied")
     return rows.drop_columns([ROW_CRC.name])
+
+
+def _recorded(metadata: pa.Table) -> Callable[[list[int]], list[int]]:
+    """Checksums of given places of rows that point to payload."""
+    crcs = metadata["payload_crc"].to_pylist()
+    return lambda places: [crcs[place] for place in places]
 
 
 def _payload(old: lance.LanceDataset, table: Table, kind: str, part: pa.Table) -> Callable[[list[int]], pa.Table]:

@@ -15,7 +15,7 @@ from mopd_dataplane.store.table import Table
 def place_payload(
     table: Table,
     uids: Sequence[str],
-    crcs: Sequence[int],
+    crcs_of: Callable[[list[int]], Sequence[int]],
     make_rows: Callable[[list[int]], pa.Table],
     crcs_at: Callable[[lance.LanceDataset, list[int]], list[int]],
     *,
@@ -24,15 +24,15 @@ def place_payload(
     """[n] row id of each payload in `table`, and a version that has them all.
 
     A row with equal uid and checksum that an interrupted commit left, and to which no metadata row points, is used. The
-    rest is appended. `make_rows` builds rows of given places of the batch; `crcs_at` computes the checksums of given
-    rows of the dataset. Without `adopt` the table is known to hold nothing unused.
+    rest is appended. `crcs_of` has the checksums of given places of the batch, `make_rows` builds their rows; `crcs_at`
+    computes the checksums of given rows of the dataset. Without `adopt` the table is known to hold nothing unused.
     """
     places, dataset = np.full(len(uids), -1, np.int64), table.open()
     if adopt:
         places, dataset = table.find(pa.table({"uid": pa.array(uids, pa.string())}))
     left = np.flatnonzero(places >= 0)
     if len(left):
-        equal = np.array(crcs_at(dataset, places[left].tolist())) == np.array(crcs)[left]
+        equal = np.array(crcs_at(dataset, places[left].tolist())) == np.array(crcs_of(left.tolist()))
         places[left[~equal]] = -1
     fresh = np.flatnonzero(places < 0)
     if len(fresh):

@@ -120,7 +120,7 @@ def commit_signals(
     places, dataset = place_payload(
         payload,
         [signal.uid for signal in fresh],
-        crcs,
+        lambda chosen: [crcs[i] for i in chosen],
         lambda chosen: payload_table(payload, [fresh[i] for i in chosen]),
         lambda version, rows: signal_crcs(version, kind, rows),
     )
