@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket as sockets
 import time
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,8 @@ import typer
 from mopd_dataplane.cli.jobs import Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
-from mopd_dataplane.errors import EngineError, InputError
+from mopd_dataplane.errors import EngineError, InputError, UnknownNameError, nearest
+from mopd_dataplane.fields import signal_kinds
 
 LOOK_S = 0.5
 """Pause between looks whether the loader still runs."""
@@ -63,6 +65,8 @@ def serve(
     elif stage is None:
         raise InputError(f"{target} is a store: name the stage to serve with --stage NAME")
     else:
+        for kind in signal or ():
+            _check_signal(target, kind)
         uri, spec = target, LoadSpec(stage=stage, signals=tuple(signal or ()), rewards=rewards, slots=slots)
     path = socket or socket_of(uri, spec)
     with start_server(uri, path, spec) as loader, sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as anchor:
@@ -72,6 +76,20 @@ def serve(
         while loader.process.poll() is None:
             time.sleep(LOOK_S)
         raise EngineError(f"the loader ended with exit code {loader.process.returncode}; see its messages above")
+
+
+def _check_signal(uri: str, kind: str) -> None:
+    """Raise UnknownNameError for a kind of signal that the store does not have and nobody could add: the loader would
+    wait for it."""
+    from mopd_dataplane.store.dataset import Store
+
+    store = Store.open(uri)
+    there = {name.rpartition("/")[2] for name in store.names() if name.startswith("signals/")}
+    stages = (store.read_json("job.json") or {}).get("stages", [])
+    named = {name for stage in stages for name in stage.get("score", {}).get("signals", {})}
+    known = sorted({*signal_kinds(), *there, *named, *entry_points(group="mopd.signals").names})
+    if kind not in known:
+        raise UnknownNameError(f"--signal {kind!r}: {nearest(kind, known)}")
 
 
 def add_to(app: typer.Typer) -> None:

@@ -163,6 +163,6 @@ def _jobs(job: str, folder: str, file: str) -> Iterator[list[str]]:
 
 def _loaders(store: str, file: str) -> Iterator[list[str]]:
     yield ["load", "serve", store]
-    for words in (["--slots", "-1"], ["--socket", file]):
+    for words in (["--slots", "-1"], ["--socket", file], *(["--signal", name] for name in ("nothing", "../x", ""))):
         yield ["load", "serve", store, "--stage", "x", *words]
     yield ["load", "serve", "nowhere", "--stage", "x"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from mopd_dataplane.records import Sample, Signal, Teacher, sample_uid
+from mopd_dataplane.store.token_stats import TokenStats
 
 
 def sample(number: int, *, response: int = 20, stage: str = "student", **changes: object) -> Sample:
@@ -51,6 +54,17 @@ def teacher(name: str, **changes: object) -> Teacher:
         "head_digest": "h-" + name,
     }
     return Teacher(**(fields | changes))  # type: ignore[arg-type]
+
+
+def label(of: Sample, name: str = "l", note: str = "") -> dict[str, Any]:
+    """A row of `labels` on a sample."""
+    return {"label_id": name, "uid": of.uid, "label": "odd", "note": note, "author": "me", "removed": False}
+
+
+def statistics(of: Sample, row: int) -> TokenStats:
+    """Statistics of a sample's tokens in this row."""
+    entropy = np.linspace(0, 1, of.loss_tokens, dtype=np.float32)
+    return TokenStats(sample_row=row, stage="student", values={"student_entropy": entropy})
 
 
 def signal(of: Sample, row: int, kind: str) -> Signal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import store_builders as build
+from tokenizers import Tokenizer, models
 
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.decode import keep_tokenizer
+from mopd_dataplane.store.token_stats import write_token_stats
 
 READ = """
 import sys
@@ -21,12 +25,20 @@ from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.decode import Numbers, find_decoder
+from mopd_dataplane.store.token_stats import read_token_stats
 
 store = Store.open(sys.argv[1])
 assert store.samples().num_rows == 8
 assert store.read_tokens(np.arange(8), verify=True).num_rows == 8
 assert len(store.read_signal("t", "hidden", np.arange(8), verify=True)) == 8
 assert store.sql("select count(*) as n from samples")["n"][0].as_py() == 8
+assert store.table("labels")["note"].to_pylist() == ["odd"]
+uid = store.samples(["uid"])["uid"][0].as_py()
+assert len(read_token_stats(store, uid)) == 1
+assert [deletion.finished for deletion in store.deletions.all()] == [True]
+assert store.read_json("provenance.json")["runs"]
+assert not isinstance(find_decoder(store), Numbers)
 assert store.verify().ok, store.verify().findings
 assert store.snapshot(tag="pinned").versions["samples"] > 1
 assert store.info()["tables"]["samples"]["rows"] == 8
@@ -57,6 +69,11 @@ def read_only(store: Store) -> Iterator[Path]:
             step_starts=np.array([0, 1]), teachers=["t"], stats={}, digest="d",
         )
     )  # fmt: skip
+    write_token_stats(store, [build.statistics(samples[0], 0)])
+    store.add_labels([build.label(samples[0], note="odd")])
+    store.deletions.close(store.deletions.begin(["0" * 32], [1 << 40], ["a prompt"]))
+    store.write_json("provenance.json", {"runs": [{"commit": "a"}]})
+    keep_tokenizer(store, "9f2c", json.loads(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str()))
     bind = subprocess.run(["mount", "--bind", str(store.root), str(store.root)], capture_output=True)
     if bind.returncode:
         pytest.skip("mounting is not permitted here")

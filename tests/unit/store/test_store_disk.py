@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 import store_builders as build
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.files import is_disk_full
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.store import barrier
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.token_stats import write_token_stats
 
 Start = Callable[..., subprocess.Popen[str]]
 Answer = Callable[[subprocess.Popen[str]], dict[str, Any]]
@@ -80,6 +83,46 @@ def test_full_disk_then_room_again(small_disk: Path) -> None:
     batch = [build.sample(i, response=20_000) for i in range(visible + 8)]
     assert store.commit_samples(batch).inserted == 8
     sound(store, visible + 8)
+
+
+BESIDE: dict[str, tuple[Callable[[Store, int], object], Callable[[Store], int]]] = {
+    "labels": (
+        lambda store, n: store.add_labels([build.label(build.sample(0), str(n))]),
+        lambda store: store.table("labels").num_rows,
+    ),
+    "token_stats": (
+        lambda store, n: write_token_stats(store, [replace(build.statistics(build.sample(0), 0), step=n)]),
+        lambda store: store.table("token_stats").num_rows,
+    ),
+    "deletions": (
+        lambda store, n: store.deletions.close(store.deletions.begin([f"{n:032x}"], [n], ["a prompt"])),
+        lambda store: len(store.deletions.all()),
+    ),
+    "provenance.json": (
+        lambda store, n: store.write_json("provenance.json", {"runs": [{"commit": "a" * 9000}] * n}),
+        lambda store: len((store.read_json("provenance.json") or {"runs": []})["runs"]),
+    ),
+}  # fmt: skip
+"""What lies beside the first tables: writes the n-th of it; and how much of it there is."""
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_lies_beside_samples_is_there_or_not_when_the_disk_is_full(small_disk: Path, what: str) -> None:
+    write, there = BESIDE[what]
+    store = Store.create(small_disk / "store")
+    store.commit_samples([build.sample(0)])
+    write(store, 1)
+    before = there(store)
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with pytest.raises(OSError, match=r"disk is full|No space left") as full:
+        write(store, 2)
+    assert is_disk_full(full.value)
+    store = Store.open(store.uri)
+    assert (there(store), store.verify().findings) == (before, [])
+    filler.unlink()
+    write(store, 2)
+    assert (there(store), Store.open(store.uri).verify().findings) == (before + 1, [])
 
 
 def test_creation_on_a_full_disk_leaves_no_store(small_disk: Path) -> None:
