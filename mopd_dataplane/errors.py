@@ -28,7 +28,7 @@ class MopdError(Exception):
 
 
 class InputError(MopdError, ValueError):
-    """What the user gave cannot be used; nothing was written."""
+    """An input that cannot be used; nothing was written."""
 
     exit_code = 2
 

@@ -161,11 +161,11 @@ REFERENCE = "reference_logprobs"
 DTYPES = tuple(sorted({field.dtype for field in FIELDS}))
 """Types that a slot may hold."""
 BY_NAME = {field.name: field for field in FIELDS}
-GUEST = re.compile("[a-z][a-z0-9_]{0,23}")
+PLUGIN_KIND = re.compile("[a-z][a-z0-9_]{0,23}")
 """Names that a kind of signal of another package may have."""
-GUEST_COLUMN = "values"
+PLUGIN_COLUMN = "values"
 """Column of its table."""
-_TAKEN = frozenset(name for field in FIELDS for name in (field.name, field.pack, field.column, GUEST_COLUMN))
+_TAKEN = frozenset(name for field in FIELDS for name in (field.name, field.pack, field.column, PLUGIN_COLUMN))
 
 
 def of_table(table: str) -> tuple[Field, ...]:
@@ -179,20 +179,20 @@ def of_signal(kind: str) -> tuple[Field, ...]:
     A kind that has none here is another package's, with one number for each response token. Raises UnknownNameError for
     a name that no kind may have.
     """
-    return of_table(SIGNALS + kind) or (guest_field(kind),)
+    return of_table(SIGNALS + kind) or (plugin_field(kind),)
 
 
 @lru_cache(maxsize=64)
-def guest_field(kind: str) -> Field:
+def plugin_field(kind: str) -> Field:
     """The one field of a kind of signal of another package; it follows from the name, so that a store is read without
     the package. Raises UnknownNameError for a name that no kind may have."""
-    if not GUEST.fullmatch(kind) or kind in _TAKEN:
+    if not PLUGIN_KIND.fullmatch(kind) or kind in _TAKEN:
         raise UnknownNameError(
             f"no signal {kind!r:.40}: {nearest(kind, signal_kinds())}; another package's is named with 1 to 24 of "
             "a-z, 0-9 and '_', a letter first, and unlike every field of fields.py"
         )
     return Field(
-        name=kind, column=GUEST_COLUMN, dtype="<f4", axis="response", table=SIGNALS + kind,
+        name=kind, column=PLUGIN_COLUMN, dtype="<f4", axis="response", table=SIGNALS + kind,
         doc="[R] value of another package's kind of signal for each response token; 0 where loss_mask is 0",
     )  # fmt: skip
 
@@ -206,7 +206,7 @@ def signal_kinds() -> tuple[str, ...]:
 def in_record(record: Any) -> tuple[Field, ...]:
     """Every field that a Pack or a MicroBatch may hold: those of the registry, and other packages' in its `extra`."""
     here = {field.pack for field in FIELDS} if record.extra else ()
-    return (*FIELDS, *(guest_field(name) for name in record.extra if name not in here))
+    return (*FIELDS, *(plugin_field(name) for name in record.extra if name not in here))
 
 
 PAYLOAD = tuple(field for field in of_table(TOKENS) if not field.record)

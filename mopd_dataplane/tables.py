@@ -466,11 +466,11 @@ LATER = frozenset({TOKEN_STATS.name})
 SIGNALS: dict[str, TableSpec] = {
     spec.name.removeprefix(fields.SIGNALS): spec for spec in (SIGNAL_LOGPROB, SIGNAL_TOPK, SIGNAL_HIDDEN)
 }
-"""One dataset per (teacher, kind), at signals/<teacher>/<kind>; other packages' kinds: see guest_signal."""
+"""One dataset per (teacher, kind), at signals/<teacher>/<kind>; other packages' kinds: see plugin_signal."""
 
 
 @lru_cache(maxsize=64)
-def guest_signal(kind: str) -> TableSpec:
+def plugin_signal(kind: str) -> TableSpec:
     """Table of another package's kind of signal. Raises UnknownNameError for a name that no kind may have."""
     return signal_spec(kind, "One row is what another package's kind of signal says of a sample's response tokens.")
 

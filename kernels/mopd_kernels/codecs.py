@@ -36,7 +36,7 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
         raise ValueError(f"hidden states must be float [N, D], got {hidden.dtype} of shape {list(hidden.shape)}")
     if not bool(hidden.isfinite().all()):
         row = int((~hidden.isfinite()).any(1).nonzero()[0])
-        raise ValueError(f"hidden state row {row} is not finite; a teacher produced it, and storing it would hide that")
+        raise ValueError(f"hidden state row {row} holds NaN or infinity; check the teacher's weights and dtype")
     if codec == "mxfp4":
         warnings.warn(
             "mxfp4 hidden states can change the reverse-KL gradient by as much as its own size; int8 costs twice the "

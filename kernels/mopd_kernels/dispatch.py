@@ -1,4 +1,4 @@
-"""Which path a call takes, how it is cut, and why.
+"""Choice of backend and mode for a call, its division into blocks, and the reason.
 
 Triton row kernels run on CUDA tensors, plain PyTorch everywhere else. Both read the same float32 products and write the
 same numbers up to rounding.
@@ -29,7 +29,7 @@ LEAN_COLUMNS = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one call runs. ``str(plan)`` describes it in one line."""
+    """Backend, mode and blocks of one call. ``str(plan)`` describes it in one line."""
 
     backend: Literal["torch", "triton"]
     why: str

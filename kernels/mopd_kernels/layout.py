@@ -29,7 +29,7 @@ ROW_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
-    """How one row of ``width`` numbers is laid out: ``[scales | codes | padding]``."""
+    """Byte layout of one row of ``width`` numbers: ``[scales | codes | padding]``."""
 
     name: str
     code_bits: int

@@ -26,7 +26,7 @@ running value; four keep the head gradient's error near the 1.6e-3 that half-pre
 
 
 class Needs(NamedTuple):
-    """Which gradients the caller wants."""
+    """Gradients that the caller needs."""
 
     hidden: bool = False
     weight: bool = False

@@ -1,4 +1,4 @@
-"""What every component builds on: files, checksums, processes, plug-ins, and named places where a process may die.
+"""Helpers that every component builds on: files, checksums, processes, plug-ins, and named points to die at.
 
 files.py           durable local files: written beside their place, synced, renamed
 file_urls.py       files by path or by URL: what a user names is read and written through it

@@ -1,4 +1,4 @@
-"""Which extra of this package brings a library that is missing."""
+"""Error texts for a missing library: the extra of this package that installs it."""
 
 from __future__ import annotations
 

@@ -127,4 +127,4 @@ def file_damage(path: Path, known: Recorded) -> str:
         return f"cannot be read ({error.strerror or error})"
     if found["bytes"] != known["bytes"]:
         return f"has {found['bytes']:,} bytes, written were {known['bytes']:,}"
-    return "" if found["crc32c"] == known["crc32c"] else f"has crc32c {found['crc32c']}, written was {known['crc32c']}"
+    return "" if found["crc32c"] == known["crc32c"] else f"has crc32c {found['crc32c']}, {known['crc32c']} was written"

@@ -41,7 +41,7 @@ def unseal(content: bytes | str, where: str) -> dict[str, Any]:
         raise DamagedError(f"{where} lacks its checksum ({SEAL!r}); restore it from a copy")
     said = value.pop(SEAL)
     if said != (found := _crc(value)):
-        raise DamagedError(f"{where} has crc32c {found}, written was {said!r:.20}; restore it from a copy")
+        raise DamagedError(f"{where} has crc32c {found}, {said!r:.20} was written; restore it from a copy")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Which samples keep per-token statistics: scoring and training choose the same ones, by the row id of the sample."""
+"""Choice of the samples that keep per-token statistics, by row id: the same in scoring and in training."""
 
 from __future__ import annotations
 

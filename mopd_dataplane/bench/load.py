@@ -1,4 +1,4 @@
-"""How fast batches reach trainer processes, what they cost and how much memory they take.
+"""Benchmark of the loader: tokens a second, processor time and memory at several numbers of trainers.
 
 `measure()` builds a store in a temporary folder, starts a real loader and real trainer processes (bench/trainer.py)
 that touch every byte, and measures in the same run what plain copies and `preadv` reach. CPU seconds count every

@@ -53,7 +53,7 @@ def measure(samples: int = 65_536) -> dict[str, Any]:
 
 
 def coupling(lengths: NDArray[np.int32], cap: int, *, strict: bool, batch: int = BATCH) -> dict[str, Any]:
-    """How samples of one pack depend on each other; see measure."""
+    """Dependence of samples on others of their pack; see measure."""
     effects, spreads, mates = [], [], np.zeros(10)
     decile = np.minimum(np.argsort(np.argsort(lengths, kind="stable")) * 10 // len(lengths), 9)
     for seed in range(SEEDS):

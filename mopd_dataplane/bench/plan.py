@@ -1,4 +1,4 @@
-"""How long a plan takes, from the metadata tables of a store on disk to a finished window, on one core.
+"""Benchmark of planning: seconds from a store's metadata tables to a finished window, on one core.
 
     make      a store whose `samples` has N rows of the usual columns, in commits of 250,000
     measure   a fresh process, pinned to one core: open the store, read the columns, plan

@@ -1,4 +1,4 @@
-"""How often a resume is exact: a real model, interrupted again and again, compared with the uninterrupted run.
+"""Share of exact resumes: a real model, interrupted again and again, compared with the uninterrupted run.
 
     killed    the process dies in the middle of a step; prefixes are prefilled again from the log
     stopped   SIGTERM: keys and values are saved beside the log and loaded again (Hugging Face engine only)

@@ -62,7 +62,7 @@ def measure(
     return figures
 
 
-class Asker:
+class PageClient:
     """The page's side of one server."""
 
     def __init__(self, address: str, pid: int) -> None:
@@ -91,7 +91,7 @@ class Asker:
 
 
 @contextmanager
-def serving(store: str) -> Iterator[tuple[Asker, float]]:
+def serving(store: str) -> Iterator[tuple[PageClient, float]]:
     """`mopd view` of a store in a process of its own, and the seconds until it printed its address."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "mopd_dataplane", "view", store, "--port", "0"]
@@ -101,7 +101,7 @@ def serving(store: str) -> Iterator[tuple[Asker, float]]:
             address = server.stdout.readline().strip()
             if not address:
                 raise RuntimeError("`mopd view` ended before it printed an address")
-            yield Asker(address, server.pid), time.perf_counter() - began
+            yield PageClient(address, server.pid), time.perf_counter() - began
         finally:
             server.terminate()
 
@@ -142,7 +142,7 @@ def _longest(store: Store) -> tuple[int, tuple[str, int]]:
     return len(lengths), (table["uid"][at].as_py(), int(lengths[at]))
 
 
-def _searched(server: Asker) -> dict[str, float]:
+def _searched(server: PageClient) -> dict[str, float]:
     """Seconds until the first word of how far a search is, and until its end."""
     began = time.perf_counter()
     answer = server.open("search", kind="tokens", q=SEARCH)

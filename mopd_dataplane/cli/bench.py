@@ -258,7 +258,7 @@ def resume(
     threads: Annotated[int, typer.Option("--threads", min=0, help="CPU threads; 0 leaves the choice to torch.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """How often a resume is exact on a real model: killed and prefilled again, or stopped with its cache saved.
+    """Share of exact resumes of a real model: killed and prefilled again, or stopped with its cache saved.
 
     Every sample is compared with the one of an uninterrupted run.
     """
@@ -297,7 +297,7 @@ def size(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """How large a run is: bytes by table, bandwidth by stage, requests, GPUs, nodes and cost. Nothing is run.
+    """Size of a run, computed: bytes by table, bandwidth by stage, requests, GPUs, nodes and cost. Nothing is run.
 
     Arithmetic on constants that are measured on real stores; docs/scale.md says which, and how to read the figures.
     """

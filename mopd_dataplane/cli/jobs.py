@@ -319,9 +319,9 @@ def print_accuracy(store: str) -> None:
     """The table domain × policies of a store, as in its report."""
     from mopd_dataplane import open_store
     from mopd_dataplane.query.measures import measure
-    from mopd_dataplane.query.sections import seesaw
+    from mopd_dataplane.query.sections import accuracy_section
 
-    section = seesaw(measure(open_store(store)))
+    section = accuracy_section(measure(open_store(store)))
     note(section.empty or section.text)
     for grid in section.grids:
         print_grid(grid)

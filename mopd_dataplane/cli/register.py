@@ -1,4 +1,4 @@
-"""How a function becomes a command: its docstring is the help text, its examples stand below the options."""
+"""Commands from functions: the docstring is the help text, its examples stand below the options."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ BENCHMARK = "benchmark"
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """How tasks are asked.
+    """Settings of an evaluation: shots, limit, chat template, folder of tasks.
 
     Example: EvalSettings(tasks=("arc_easy",), limit=200).
     """
@@ -134,7 +134,7 @@ def _asked(model: Any, manager: Any, task: str, settings: EvalSettings) -> dict[
         apply_chat_template=settings.chat_template, log_samples=False,
     )  # fmt: skip
     if found is None:
-        raise InputError(f"lm-eval gave no result for task {task!r}")
+        raise InputError(f"lm-eval gave no result for task {task!r}; see its messages above")
     return dict(found)
 
 

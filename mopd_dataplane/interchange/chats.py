@@ -110,7 +110,9 @@ def _check_same_kind(prompt: str | Messages | None, response: str | Messages, pl
 
 def _check_tools(fields: Fields, place: str) -> None:
     if fields.get("tools"):
-        raise InputError(f"{place}: what the model read of 'tools' is its server's matter; such rows need token ids")
+        raise InputError(
+            f"{place}: how 'tools' are written for the model depends on its server; such rows need token ids"
+        )
 
 
 def _object(fields: Fields, name: str, place: str) -> Fields:

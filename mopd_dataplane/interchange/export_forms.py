@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.fields import GUEST_COLUMN
+from mopd_dataplane.fields import PLUGIN_COLUMN
 from mopd_dataplane.interchange.export_traces import Traces
 from mopd_dataplane.interchange.formats import PLAIN_FIELDS, QUESTION_FIELDS, SAMPLE_FIELDS
 from mopd_dataplane.interchange.signal_entries import ENTRY, SignalsOut
@@ -178,7 +178,7 @@ class _Tokens:
                 row[f"topk_ids/{teacher}"] = _in_rows(entry["topk_ids"], width)
                 row[f"topk_logprobs/{teacher}"] = _in_rows(entry["topk_logprobs"], width)
             elif kind not in _TEACHER_COLUMNS:
-                row[f"{kind}/{teacher}"] = before + entry[GUEST_COLUMN]
+                row[f"{kind}/{teacher}"] = before + entry[PLUGIN_COLUMN]
             else:
                 row[f"hidden/{teacher}"] = _in_rows(entry["hidden"], width)
                 row[f"hidden_codec/{teacher}"] = entry["codec"]

@@ -84,7 +84,7 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
         whole, length = integers(fields["tokens"], "tokens", place), integer(fields, "prompt_len", place, default=-1)
         if not 0 <= length <= len(whole):
             raise InputError(
-                f"{place}: prompt_len is {length}, tokens has {len(whole)}; give how many are the prompt's"
+                f"{place}: prompt_len is {length}, tokens has {len(whole)}; give the number of prompt tokens"
             )
         ids = whole[:length], whole[length:]
     elif fields.get("prompt_ids") is not None or fields.get("response_ids") is not None:

@@ -19,7 +19,7 @@ from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS
 from mopd_dataplane.interchange.row_files import files_of, read_rows
 from mopd_dataplane.interchange.rows import Messages, Row
-from mopd_dataplane.interchange.signal_entries import Said
+from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.interchange.teachers_in import Teachers
 from mopd_dataplane.interchange.vocabulary import Vocabulary
 from mopd_dataplane.records import Prompt, Sample, Signal, Teacher
@@ -328,7 +328,7 @@ def _converted(
     return row, prompt, sample
 
 
-def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocabulary) -> Said:
+def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocabulary) -> TeacherSignal:
     """Log-probs of a reference model as a signal of a teacher of whom nothing else is known."""
     mask = sample.loss_mask.astype(bool)
     logprob = np.where(mask, np.array(values, np.float32), np.float32(0))
@@ -341,7 +341,7 @@ def _reference(values: list[float], sample: Sample, name: str, vocabulary: Vocab
     signal = Signal(
         uid="", sample_row=-1, kind="logprob", logprob=logprob, mean_reverse_kl=gap, logprob_std=float(np.std(own))
     )
-    return Said(teacher, signal)
+    return TeacherSignal(teacher, signal)
 
 
 def _ids(row: Row, vocabulary: Vocabulary) -> tuple[list[int], list[int]]:

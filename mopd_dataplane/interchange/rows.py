@@ -11,7 +11,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.row_files import Fields, check_unicode, text
 
 if TYPE_CHECKING:
-    from mopd_dataplane.interchange.signal_entries import Said
+    from mopd_dataplane.interchange.signal_entries import TeacherSignal
 
 Messages = list[dict[str, Any]]
 
@@ -48,7 +48,7 @@ class Row:
     """By verifier and its version."""
     verdicts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Further results of a verifier, by its name: `detail`, and `correct` if it says what is right."""
-    signals: list[Said] = field(default_factory=list)
+    signals: list[TeacherSignal] = field(default_factory=list)
     """Signals of teachers for the response."""
     sample: dict[str, Any] = field(default_factory=dict)
     """Fields of records.Sample that the source states."""

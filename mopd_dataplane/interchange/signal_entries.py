@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
-from mopd_dataplane.fields import GUEST_COLUMN, Field, arguments, of_signal, value
+from mopd_dataplane.fields import PLUGIN_COLUMN, Field, arguments, of_signal, value
 from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
@@ -34,7 +34,7 @@ ENTRY = pa.struct(
             (field.name, pa.large_binary() if field.blob else pa.list_(pa.from_numpy_dtype(np.dtype(field.dtype))))
             for field in _ARRAYS
         ),
-        (GUEST_COLUMN, pa.list_(pa.float32())),
+        (PLUGIN_COLUMN, pa.list_(pa.float32())),
         *((name, pa.float32()) for name in _FACTS),
     ]
 )  # fmt: skip
@@ -43,10 +43,10 @@ several; arrays are flat, row after row. values: of a kind of another package, [
 
 
 @dataclass(frozen=True)
-class Said:
+class TeacherSignal:
     """A signal that an imported row brings, and whose it is.
 
-    Example: Said(Teacher(name="reference", …), Signal(uid="", sample_row=-1, kind="logprob", logprob=…)).
+    Example: TeacherSignal(Teacher(name="reference", …), Signal(uid="", sample_row=-1, kind="logprob", logprob=…)).
     """
 
     teacher: Teacher
@@ -129,14 +129,14 @@ class SignalsOut:
         return entries
 
 
-def signals_in(fields: Fields, place: str) -> list[Said]:
+def signals_in(fields: Fields, place: str) -> list[TeacherSignal]:
     """Signals of an exported row. Raises InputError with the place for entries that no export writes."""
     return [
         _said(entry, f"{place}: signals[{number_}]") for number_, entry in enumerate(objects(fields, "signals", place))
     ]
 
 
-def _said(entry: Fields, place: str) -> Said:
+def _said(entry: Fields, place: str) -> TeacherSignal:
     kind = text(entry, "kind", place)
     try:
         described_by = of_signal(kind)
@@ -152,7 +152,7 @@ def _said(entry: Fields, place: str) -> Said:
         if field.width and (width < 1 or len(array) % width):
             raise InputError(f"{place}: {field.name} has {len(array)} values, {width} at each position")
         arrays[field.name] = array.reshape(-1, width) if field.width else array
-    return Said(
+    return TeacherSignal(
         _teacher(described, place),
         Signal(
             uid="", sample_row=-1, kind=kind, codec=text(entry, "codec", place, default="fp32"),
@@ -165,7 +165,7 @@ def _said(entry: Fields, place: str) -> Said:
 
 def entry_key(field: Field) -> str:
     """Key of a field in an entry; those of other packages share one."""
-    return GUEST_COLUMN if field.column == GUEST_COLUMN else field.name
+    return PLUGIN_COLUMN if field.column == PLUGIN_COLUMN else field.name
 
 
 def _numbers(entry: Fields, field: Field, place: str) -> np.ndarray:

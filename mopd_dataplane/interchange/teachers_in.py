@@ -10,7 +10,7 @@ from pathlib import Path
 from mopd_dataplane.base.file_urls import Place, exists, joined, local_copy
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
-from mopd_dataplane.interchange.signal_entries import Said
+from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.signals import check_signal
@@ -36,7 +36,7 @@ class Teachers:
         self._new: dict[str, Teacher] = {}
         self._heads: dict[str, str] = {}
 
-    def check(self, said: Said, place: str, response_len: int, loss_tokens: int) -> None:
+    def check(self, said: TeacherSignal, place: str, response_len: int, loss_tokens: int) -> None:
         """Raise InputError with the place for a signal that does not fit its sample, its tokenizer or what is known of
         its teacher."""
         teacher, signal = said.teacher, said.signal

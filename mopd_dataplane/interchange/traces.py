@@ -153,7 +153,7 @@ def _reward(trace: Fields, place: str) -> dict[tuple[str, str], float]:
 
 
 def _drawn(sampling: Fields, place: str) -> dict[str, Any]:
-    """How the policy was sampled, as far as the call says."""
+    """Sampling parameters of the policy, as far as the call has them."""
     stated = {name: number(sampling, name, place) for name in ("temperature", "top_p")}
     top_k = integer(sampling, "top_k", place)
     return {name: value for name, value in stated.items() if value is not None} | (

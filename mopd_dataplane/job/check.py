@@ -31,7 +31,9 @@ def check_references(job: Job, where: str) -> None:
             known = [*job.objectives, "cross-entropy"]
             raise JobFileError(f"{at}.objective: no objective {stage.objective!r}: {nearest(stage.objective, known)}")
         if stage.concurrent and stage.data != "rollout":
-            raise JobFileError(f'{at}.concurrent: stored reference data has nothing to overlap; set data = "rollout"')
+            raise JobFileError(
+                f'{at}.concurrent: data = "{stage.data}" has no rollout to run beside; set data = "rollout", or false'
+            )
         _check_retention(job, stage, where)
         _check_scale(job, stage, at)
         _check_lora(stage, at)
@@ -208,7 +210,9 @@ def _check_weights(job: Job, stage: Stage, at: str) -> None:
     for teacher in teachers:
         if teacher not in job.teachers:
             hint = nearest(teacher, job.teachers)
-            raise JobFileError(f"{at}: objective {stage.objective!r} weighs no teacher {teacher!r}: {hint}")
+            raise JobFileError(
+                f"{at}: objective {stage.objective!r} gives a weight to no known teacher, {teacher!r}: {hint}"
+            )
 
 
 def sampling_teachers(job: Job, stage: Stage) -> set[str]:

@@ -1,7 +1,7 @@
-"""Which divergences a term of an objective can be: those that mopd_kernels computes, and other packages'.
+"""Divergences for a term of an objective: those that mopd_kernels computes, and other packages'.
 
 Another package offers one as an entry point of `mopd.divergences`, or it is named `package.module:Name` as
-`divergence.kind`. The trainer calls it on a part of the tokens at a time (train/guest_divergence.py).
+`divergence.kind`. The trainer calls it on a part of the tokens at a time (train/plugin_divergence.py).
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ class DivergenceTerm(Term):
         return kind
 
     @model_validator(mode="after")
-    def _guest_reads_hidden_states(self) -> DivergenceTerm:
-        if self.guest is not None and self.signal != "hidden":
+    def _plugin_reads_hidden_states(self) -> DivergenceTerm:
+        if self.plugin is not None and self.signal != "hidden":
             raise ValueError(f"kind {self.kind!r} is over the whole vocabulary; set signal = 'hidden'")
         return self
 
@@ -192,7 +192,7 @@ class DivergenceTerm(Term):
         return self
 
     @property
-    def guest(self) -> Divergence | None:
+    def plugin(self) -> Divergence | None:
         """The divergence, where it is another package's. Raises UnknownNameError."""
         return None if self.kind in KINDS else divergence_kind(self.kind)
 

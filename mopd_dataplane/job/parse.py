@@ -1,4 +1,4 @@
-"""What pydantic says of a section in words, and sections that another process wrote as JSON, read back and checked."""
+"""Validation errors of pydantic as sentences; sections that another process wrote as JSON, read back and checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parsed = TypeVar("Parsed", bound=Section)
 
 
 def problem_text(problem: Mapping[str, Any]) -> str:
-    """What is wrong with a value, and the value where it is short and no secret."""
+    """One validation error as a sentence, with the value where it is short and no secret."""
     found = problem.get("input")
     hidden = isinstance(found, dict | list) or "://" in str(found)  # a URL may carry a password
     return str(problem["msg"]).removeprefix("Value error, ") + ("" if hidden else f", found {redacted(repr(found))}")

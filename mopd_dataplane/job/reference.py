@@ -55,7 +55,7 @@ class Table:
 
     @property
     def header(self) -> str:
-        """How the table begins in the file."""
+        """Header line of the table in a file."""
         return "[[stages]]" if self.path == "stages.NAME" else f"[{self.path}]"
 
 

@@ -72,7 +72,7 @@ class Student(Section):
 
 
 class Domain(Section):
-    """Where the prompts of one domain come from and how an answer is verified."""
+    """Prompts of one domain: their source, and the reward that verifies answers."""
 
     source: str
     """`reasoning-gym`, `datasets` or `verifiers` (each with `dataset`), .jsonl/.parquet files (a file, a folder or a
@@ -211,7 +211,7 @@ class Wal(Section):
 
 
 class Rollout(Section):
-    """How the student samples."""
+    """Settings of sampling."""
 
     temperature: float = Field(default=1.0, ge=0)
     """Divides the logits; 0 takes the likeliest token."""
@@ -258,7 +258,7 @@ class Rollout(Section):
 
 
 class Score(Section):
-    """How teachers score."""
+    """Settings of scoring by teachers."""
 
     engine: Literal["hf", "vllm"] = "hf"
     """What runs the teachers: transformers or vLLM."""
@@ -309,7 +309,7 @@ class Score(Section):
 
 
 class Plan(Section):
-    """How samples become steps."""
+    """Settings of planning: from samples to packs and steps."""
 
     pack_tokens: int = Field(default=1024, ge=8)
     """Strict cap of one pack."""
@@ -339,7 +339,7 @@ class Plan(Section):
 
 
 class Scale(Section):
-    """How many processes share the work. No sample, plan or loss depends on it, and it may change at any restart."""
+    """Processes that share the work. No sample, plan or loss depends on them, and they may change at any restart."""
 
     ranks: int = Field(default=1, ge=1)
     """Trainer processes over all nodes; more than one are started through torchrun and shard the student (FSDP2)."""
@@ -389,7 +389,7 @@ class Discriminator(Section):
 
 
 class Retain(Section):
-    """How long hidden states (most bytes of a store) and per-token statistics are kept; 0 is without limit."""
+    """Retention of hidden states (most bytes of a store) and per-token statistics; 0 is without limit."""
 
     hidden_passes: int = Field(default=0, ge=0)
     """Freed once their sample was trained on this often (passes over a window count), or was dropped for good."""

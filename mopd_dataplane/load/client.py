@@ -115,7 +115,7 @@ class LoaderClient:
         return self._ask({"op": "plan", "window": window})
 
     def stats(self) -> dict[str, Any]:
-        """How far ahead of each rank the loader is, and its ring.
+        """Packs that the loader has ready for each rank, and the size of its ring.
 
         {"ranks": [{"rank", "depth", "ready", "pack_s", "longest_read_s"}, …], "slots", "lent", "bytes", "max_bytes",
         "cache"}: depth is packs to keep ready, ready those that are; pack_s is the trainer's mean time for a pack
@@ -126,7 +126,7 @@ class LoaderClient:
 
     def _check_stage(self, stage: str) -> None:
         if stage != self._stage:
-            raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start one for it")
+            raise InputError(f"this loader serves stage {self._stage!r}, not {stage!r}; start a loader for that stage")
 
     def close(self) -> None:
         """Leave; everything still held is given back."""
@@ -173,8 +173,8 @@ class LoaderClient:
         header = read_header(slot.memory)
         if header.generation != lease.generation or header.pack != int(entry["pack"]):
             raise DamagedError(
-                f"slot {lease.slot} holds pack {header.pack} generation {header.generation}, promised was pack "
-                f"{entry['pack']} generation {lease.generation}"
+                f"slot {lease.slot} holds pack {header.pack} generation {header.generation}, expected was pack "
+                f"{entry['pack']} generation {lease.generation}; connect again"
             )
         if self._verify and slot_crc(slot.memory, header.fields) != header.crc:
             raise DamagedError(f"slot {lease.slot} (pack {header.pack}) does not have the checksum it was filled with")
@@ -212,7 +212,7 @@ class LoaderClient:
                 raise self._gone(error) from None
             except DeadlineError:
                 silence = f"the loader said nothing for {self._deadline_s:g} s"
-                raise DeadlineError(f"{silence} when asked for {message['op']!r}") from None
+                raise DeadlineError(f"{silence} when asked for {message['op']!r}; start it again") from None
             if "wait" not in answer:
                 raise_error(answer)
                 return answer, fds

@@ -1,4 +1,4 @@
-"""Which trainer gets which pack, and which one reads it.
+"""Assignment of packs to trainers, and of their reading.
 
 A *consumer group* is one data-parallel rank: the packs it will be asked for, in order. Its *consumers* are trainer
 processes: one, or several where the ranks of a tensor- or context-parallel group read the same packs.
@@ -55,7 +55,7 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class ConsumerGroup:
-    """What one data-parallel rank will read. items: packs that not all of its consumers have claimed, in order."""
+    """Packs for one data-parallel rank. items: packs that not all of its consumers have claimed, in order."""
 
     rank: int
     ranks: int

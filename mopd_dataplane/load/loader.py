@@ -81,7 +81,7 @@ class Loader:
         the number of ranks.
         """
         if not 0 <= rank < ranks or not 0 <= member < members:
-            raise InputError(f"rank {rank} of {ranks}, member {member} of {members}: both count from 0")
+            raise InputError(f"rank {rank} of {ranks}, member {member} of {members}; allowed: 0 to one less")
         with self._changed:
             wanted = (self._groups.values(), rank, ranks, members)
             self._changed.wait_for(lambda: not refusal(*wanted), timeout=JOIN_S)

@@ -1,4 +1,4 @@
-"""How many packs are worth keeping ready for a rank: as many as its trainer takes during the longest read.
+"""Number of packs to keep ready for a rank: as many as its trainer takes during the longest read.
 
 Reads are not even: one fetches the payload of many packs, the next ones only copy. A trainer is not even either: it may
 take a whole batch at once and compute for a while. So no mean says how far ahead to be; this does:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from mopd_dataplane.fields import GUEST
+from mopd_dataplane.fields import PLUGIN_KIND
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.job.parse import parse_section
 from mopd_dataplane.job.sections import Load, Section
@@ -17,7 +17,7 @@ class LoadSpec(Section):
 
     stage: str
     """Stage whose plan windows are served."""
-    signals: tuple[Annotated[str, Field(pattern=f"^{GUEST.pattern}$")], ...] = ()
+    signals: tuple[Annotated[str, Field(pattern=f"^{PLUGIN_KIND.pattern}$")], ...] = ()
     """Kinds of signals of each pack's own teacher: logprob, topk, hidden, or another package's."""
     topk_source: Annotated[str, Field(pattern="^(|teacher|student)$")] = ""
     """Whose top-k must be stored; empty takes either."""

@@ -94,7 +94,7 @@ class BatchStream:
             self._window, self._step = self._windows[-1] + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next batch comes from: {"window", "step"}, the same at any world size."""
+        """Position of the next batch: {"window", "step"}, the same at any world size."""
         return {"window": self._window, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -105,7 +105,7 @@ class BatchStream:
         self._window, self._step = window, step
 
     def stats(self) -> dict[str, Any]:
-        """How far ahead of each rank the loader is, and its ring; see LoaderClient.stats."""
+        """Packs that the loader has ready for each rank, and the size of its ring; see LoaderClient.stats."""
         return self._client.stats()
 
     def close(self) -> None:

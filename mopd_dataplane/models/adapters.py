@@ -98,7 +98,7 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
     if model.config.tie_word_embeddings and any(map(_is_adapted, _ends(model))):
         raise MismatchError(
             f"{where} targets the embedding or the LM head, which are one matrix in {type(model).__name__}; an adapter "
-            "would part them: train it without, or on a model whose embeddings are not tied"
+            "would change only one of its two uses: train it without, or on a model whose embeddings are not tied"
         )
     if config.use_dora and _is_adapted(_ends(model)[1]):
         raise MismatchError(f"{where}: DoRA on the LM head is not supported; merge the adapter into its base")
@@ -111,7 +111,7 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
         if mine is None or theirs is None or mine.shape != theirs.shape:
             shapes = [None if one is None else list(one.shape) for one in (theirs, mine)]
             raise MismatchError(
-                f"{Path(folder) / ADAPTER_WEIGHTS}: {key} is {shapes[0]}, rank {config.r} on this base wants "
+                f"{Path(folder) / ADAPTER_WEIGHTS}: {key} is {shapes[0]}, rank {config.r} on this base needs "
                 f"{shapes[1]}; this is an adapter of another rank or for another base"
             )
     with torch.no_grad():

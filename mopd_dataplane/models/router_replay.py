@@ -1,4 +1,4 @@
-"""Which experts a mixture of experts sends each token to: recorded while it decodes, and replayed in training.
+"""Router replay: the experts of each token are recorded while it is decoded, and used again in training.
 
 transformers' routers choose with one `topk` over their experts and weigh with the scores at the chosen places. That
 call is what is watched, or answered with recorded ids: scores, normalisation and gradients stay the router's own.

@@ -51,10 +51,10 @@ def check_for_scoring(folder: Path, *, url: str, reads: str) -> None:
     check_for_vllm(folder)
     if reads != "prompt_logprobs":
         return
-    said = f"{folder}: score.reads = {reads!r} ends a vLLM that is ready to adapt the LM head"
+    said = f"{folder}: score.reads = {reads!r} makes vLLM fail where it is prepared to adapt the LM head"
     if url:
         raise MismatchError(
-            f'{said}, as a server ({url}) is unless told otherwise; set score.reads = "states", or take out url'
+            f'{said}, as the server at {url} is by default; set score.reads = "states", or take out url'
         )
     if touches_head(folder):
         raise MismatchError(

@@ -56,7 +56,7 @@ class VllmServer:
         served = self.get("models")["data"]
         if not served:
             self.close()
-            raise EngineError(f"{self.url} serves no model")
+            raise EngineError(f"{self.url} serves no model; start it with the policy's folder")
         self.name = str(served[0]["id"])
         """Name of the served model; every request carries it."""
         self.folder = str(served[0].get("root") or self.name)
@@ -86,7 +86,7 @@ class VllmServer:
             return
         if not reload:
             raise MismatchError(
-                f"{self.url} serves {self.folder!r} (weight version {version or 'unknown'}), needed is {folder} "
+                f"{self.url} serves {self.folder!r} (weight version {version or 'unknown'}), this run needs {folder} "
                 f"(digest {digest}); serve that folder, or load it there and name it (POST /update_weight_version with "
                 "this digest), or let this run do both: engine.reload = true and VLLM_SERVER_DEV_MODE=1 at the server"
             )
@@ -187,7 +187,7 @@ class VllmServer:
 
 
 def _next_step(said: str) -> str:
-    """What to change at a server that refuses an adapter, from what it says."""
+    """Change to make at a server that refuses an adapter, by its message."""
     if _MISSING in said:
         return "it does not see that folder; share the disk, under the same path"
     if "max_lora_rank" in said:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class AdapterWorker:
-    """What vLLM's worker can be asked beside its own methods."""
+    """Methods added to vLLM's worker."""
 
     model_runner: Any
 

@@ -243,7 +243,7 @@ class _Numbers:
         return names
 
     def put_in_order(self) -> NDArray[np.int64]:
-        """Sort the samples as they were admitted: generation, then ordinal inside the writer, then writer.
+        """Sort the samples as they were admitted: iteration, then ordinal inside the writer, then writer.
 
         Returns [n] row of each. What only this order needs is given up.
         """
@@ -254,8 +254,8 @@ class _Numbers:
             rounds, places = int(iteration.max()) - oldest + 1, int(admission.max()) - lowest + 1
             if rounds * places * len(names) > np.iinfo(np.int64).max:
                 raise InputError(
-                    f"{rounds:,} generations of up to {places:,} samples from {len(names)} writers do not fit one "
-                    "order; plan fewer generations at once"
+                    f"{rounds:,} iterations of up to {places:,} samples from {len(names)} writers do not fit one "
+                    "order; plan fewer iterations in one call"
                 )
             for first in range(0, self._count, BLOCK):
                 here = slice(first, first + BLOCK)
@@ -350,7 +350,9 @@ def _route(
         domain, effort_name = domain_names[pair // efforts], effort_names[pair % efforts]
         teacher = route(domain, effort_name)
         if teacher not in teachers:
-            raise InputError(f"domain {domain!r} routes to teacher {teacher!r}, the window has {teachers}")
+            raise InputError(
+                f"domain {domain!r} routes to teacher {teacher!r}; the teachers given are {teachers}: give that one too"
+            )
         codes[pair] = teachers.index(teacher)
     found = np.empty(len(domain_codes), dtype=np.int16)
     for here, part in pairs():
@@ -363,7 +365,9 @@ def _has_kind(
 ) -> NDArray[np.bool_]:
     """[n] whether each sample has a signal of that kind from its own teacher."""
     if scores is None:
-        raise InputError(f"the objective needs {kind!r} signals, but no scores were given to the planner")
+        raise InputError(
+            f"the objective needs {kind!r} signals, but the planner was given no scores; pass the rows of `scores`"
+        )
     code_of, kinds = _codes(scores["teacher"]), _codes(scores["kind"])
     scored = _ints(scores["sample_row"], np.int64)
     teacher_of_row = np.full(int(max(rows.max(initial=-1), scored.max(initial=-1))) + 1, -1, dtype=np.int16)

@@ -21,7 +21,7 @@ from mopd_dataplane.plan.shuffle import stable_order
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How many units an epoch takes of each domain, and at which steps.
+    """Number of units that an epoch takes of each domain, and the steps at which.
 
     Example: weights 2 : 1, 60 and 50 samples, 30 of them a step: two steps, quota [40, 20]… until domain 0 is used up.
     """
@@ -82,7 +82,10 @@ def plan_mixture(
     last = np.array([np.interp(end, np.arange(len(demand)), demand[:, d]) for d in range(len(counts))])
     quota: NDArray[np.int64] = np.minimum(np.floor(last + 1e-6).astype(np.int64), counts)
     if not quota[last > 0].all():
-        raise InputError(f"plan.mixture {dict(weights)} leaves a weighed domain without a sample; counts {counts}")
+        raise InputError(
+            f"plan.mixture {dict(weights)} leaves a domain of a weight above 0 without a sample (of each there are "
+            f"{counts}); raise its weight, or set it to 0"
+        )
     return Mixture(quota, np.concatenate([whole, last[None]]))
 
 

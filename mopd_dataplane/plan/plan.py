@@ -31,7 +31,7 @@ WEIGHT_BITS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a window will be trained, as far as its plan depends on it or records it.
+    """Settings of training that a window's plan depends on or records.
 
     Example: Training(epochs=2, group_size=8, policy_version=3).
     """

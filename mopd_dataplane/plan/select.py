@@ -1,4 +1,4 @@
-"""Which samples can be trained on, and why the others cannot: each is selected, or counted under its first reason."""
+"""Selection of the samples to train on: each is selected, or counted under the first reason against it."""
 
 from __future__ import annotations
 

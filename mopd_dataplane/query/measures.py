@@ -220,7 +220,7 @@ def teacher_policies(measures: Measures) -> dict[str, str]:
 
 
 def recovery(measures: Measures) -> Rows:
-    """How much of each domain teacher's lead over the start a student has, on held-out prompts that all three answered.
+    """Share of each domain teacher's lead over the start that a student has, on held-out prompts all three answered.
 
     One row per (student stage, domain), and one of domain `mean` over those: `policy`, `domain`, `teacher` (of the mean
     all of them), `base`, their accuracies, `recovery` = (student - base) / (teacher - base) with `low` and `high`, None

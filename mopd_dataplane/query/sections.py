@@ -62,7 +62,7 @@ class Section:
 
 def sections(measures: Measures) -> list[Section]:
     """Every section but the excerpts, in reading order."""
-    parts = (seesaw, learning, divergence, suitability, samples, staleness, times, cost, facts)
+    parts = (accuracy_section, learning, divergence, suitability, samples, staleness, times, cost, facts)
     return [part(measures) for part in parts]
 
 
@@ -87,7 +87,7 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
     return shown
 
 
-def seesaw(measures: Measures) -> Section:
+def accuracy_section(measures: Measures) -> Section:
     """Domain × policy: accuracy of every policy's newest version, the share of its teachers' lead that a student has
     recovered, and the mean reward."""
     title = "Accuracy by domain and policy"
@@ -165,7 +165,7 @@ def _span(row: dict[str, Any]) -> str:
 
 
 def _reading(recovered: Rows) -> str:
-    """How to read the table, and a warning for every figure that could not be given."""
+    """Explanation of the table, and a warning for every figure that could not be given."""
     parts = ["In bold: the domain's teacher."]
     if recovered:
         parts.append("Recovered: (student − start) / (teacher − start), with its 95 % interval.")

@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How much of the teacher's lead over the base a student has."""
+    """Share of the teacher's lead over the base that a student has."""
 
     value: float | None
     """(student - base) / (teacher - base); None where that lead is within its own interval."""

@@ -29,6 +29,7 @@ _QUEUE = 4 * BATCH
 _SPACE_POLL_S = 0.5
 _DEADLINE_S = 600.0
 """Longest time one commit may take."""
+_KEPT = "every finished sample is in the token log: look at the store's disk, then run again to continue"
 
 
 class Finished(NamedTuple):
@@ -79,7 +80,7 @@ class Committer:
         self._put(None)
         self._thread.join(timeout=_DEADLINE_S)
         if self._thread.is_alive():
-            raise DeadlineError(f"a commit has not returned in {_DEADLINE_S:.0f} s; the token log keeps its samples")
+            raise DeadlineError(f"a commit has not returned in {_DEADLINE_S:.0f} s; {_KEPT}")
         if self._failure is not None:
             raise self._failure
 
@@ -98,7 +99,7 @@ class Committer:
             except queue.Full:
                 continue
         if self._thread.is_alive():
-            raise DeadlineError(f"the store took no sample for {_DEADLINE_S:.0f} s; the log keeps them")
+            raise DeadlineError(f"the store took no sample for {_DEADLINE_S:.0f} s; {_KEPT}")
         if self._failure is not None:
             raise self._failure
 

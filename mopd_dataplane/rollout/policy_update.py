@@ -1,4 +1,4 @@
-"""What happens to samples in flight when the weights change: which policy version samples their next token.
+"""Samples in flight when the weights change: the policy version that samples their next token.
 
     pin    they finish on the version they began with; new samples begin on the new one
     span   they continue with the new version from the next token; the log records where, for every sample

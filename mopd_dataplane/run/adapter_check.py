@@ -71,7 +71,7 @@ def check_adapter(folder: Path) -> None:
 
 
 def _of_the_engine(job: Job) -> Iterator[tuple[str, str]]:
-    """What the job's engine cannot decode of its adapters."""
+    """Findings: adapters of the job that its engine cannot decode."""
     kind, said = engine_kind(job.engine.kind), f"engine.kind = {job.engine.kind!r}"
     for stage in [stage for stage in job.stages if stage.data == "rollout"]:
         start, rank = _start_adapter(job, stage), stage.train.lora.r
@@ -101,7 +101,7 @@ def _of_the_engine(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _of_its_teachers(job: Job, stage: Stage) -> Iterator[tuple[str, str]]:
-    """What vLLM cannot score of the adapters that score a stage."""
+    """Findings: adapters among a stage's teachers with which vLLM cannot score."""
     from mopd_dataplane.models.vllm_adapters import RANKS, check_for_scoring
 
     for name in sorted({member for teacher in job.teachers_of(stage) for member in job.members_of(teacher)}):
@@ -139,7 +139,7 @@ def _student_adapter(job: Job) -> Path | None:
 
 
 def _start_adapter(job: Job, stage: Stage) -> str:
-    """What a stage starts from, where that is an adapter; empty where it is a whole model."""
+    """Start of a stage, where that is an adapter; empty where it is a whole model."""
     if stage.start == "init":
         return "student.path" if _student_adapter(job) else ""
     lora = job.stage(stage.start).train.lora

@@ -47,7 +47,7 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """What a deletion removes, and what has used it."""
+    """Counts of what a deletion removes, and the windows and steps that used it."""
 
     samples: int
     prompts: int
@@ -59,7 +59,7 @@ class Preview:
 
 
 def preview(store: Store, where: str) -> tuple[Chosen, Preview]:
-    """What deleting the samples that match a predicate would remove.
+    """Counts of what deleting the samples that match a predicate would remove.
 
     where: a predicate over `samples`; a prompt is removed with the last of its samples. If no sample matches, prompts
     without samples are. Raises InputError for an invalid predicate, UnknownNameError when nothing matches.

@@ -36,7 +36,7 @@ def environments_of(
 
 
 def reply_form_of(job: Job, domain: str, tokenizer: PreTrainedTokenizerBase) -> ReplyForm:
-    """How the student reads replies in a domain that has an environment. Raises as environments_of does."""
+    """Form in which the student reads replies in a domain that has an environment. Raises as environments_of does."""
     own = job.domains[domain]
     return reply_form(
         tokenizer,

@@ -188,7 +188,7 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], studen
         try:
             lengths = [len(_read(job, prompt, tokenizer)) for prompt in own[::step]]
             said["student reads"] = _text(tokenizer, _read(job, own[0], tokenizer))
-            for teacher in dict.fromkeys(t for stage in job.stages for t in _judging(job, stage, name)):
+            for teacher in dict.fromkeys(t for stage in job.stages for t in _scoring(job, stage, name)):
                 if template := job.teachers[teacher].prompt_template:
                     ids = render(own[0].asked, tokenizer, template=template, context=own[0].teacher_context)
                     said[f"{teacher} reads"] = _text(tokenizer, ids)
@@ -237,7 +237,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return f"{tokenizer.decode(list(ids))!r:.{SHOWN}} ({len(ids)} tokens)"
 
 
-def _judging(job: Job, stage: Stage, domain: str) -> list[str]:
+def _scoring(job: Job, stage: Stage, domain: str) -> list[str]:
     if domain not in job.domains_of(stage) or not job.objective(stage).signals:
         return []
     return [job.teacher_of(stage, domain, job.domains[domain].effort)]
@@ -274,7 +274,7 @@ def _tokens(found: Estimate, job: Job, stage: Stage) -> None:
 
 
 def _time(found: Estimate, job: Job, rates: Mapping[str, float]) -> None:
-    """How long steps take at given rates when every answer is as long as it may be; what is stored is not counted."""
+    """Seconds of steps at given rates when every answer is as long as it may be; what is stored is not counted."""
     total = 0.0
     for stage in job.stages:
         if stage.data != "rollout":

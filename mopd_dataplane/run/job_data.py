@@ -57,7 +57,10 @@ def reference_samples(
     iteration: the iteration they belong to, which also is the policy version they count as.
     """
     if tokenizer.eos_token_id is None:
-        raise PromptError(f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token")
+        raise PromptError(
+            f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token, with which an answer "
+            "ends; set eos_token in its tokenizer_config.json"
+        )
     per_domain = -(-stage.examples // len(job.domains_of(stage))) if stage.examples else 0
     taken: dict[str, int] = {}
     for ordinal, prompt in enumerate(prompts):

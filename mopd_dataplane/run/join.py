@@ -21,7 +21,7 @@ def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
     what training raises.
     """
     if "://" in job.store:
-        raise InputError(f"store {job.store}: several nodes train from a folder that all of them see")
+        raise InputError(f"store {job.store} is an object store; give a folder that all nodes share")
     run = _opened(job, progress)
     for stage in [job.stage(only)] if only else job.stages:
         _join_stage(run, stage)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.devices import free_device_memory
-from mopd_dataplane.rollout.engines.engine import Sleeper
+from mopd_dataplane.rollout.engines.engine import CanSleep
 from mopd_dataplane.rollout.engines.kinds import engine_kind
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Engines:
             raise
         settings = self._job.engine
         stays = engine_kind(settings.kind).stays
-        if stays and (settings.keep or (isinstance(engine, Sleeper) and engine.sleep())):
+        if stays and (settings.keep or (isinstance(engine, CanSleep) and engine.sleep())):
             self._kept, self._kept_for = engine, adapter
         else:
             engine.close()  # its memory is needed by what follows

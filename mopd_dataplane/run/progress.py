@@ -69,7 +69,7 @@ class Progress:
             self.console.print(escape(text), soft_wrap=True)
 
     def waits_for(self, stage: str, what: str, folders: Iterable[Path], *, slow: bool = False) -> str:
-        """What a step waits for, with the size of the weights in these folders: "loading teacher sorter, 0.5 GiB".
+        """Progress text of a wait, with the size of the weights in these folders: "loading teacher sorter, 0.5 GiB".
 
         Returned to stand beside the bar; also a line of its own where it takes long, or is `slow` for another reason.
         """

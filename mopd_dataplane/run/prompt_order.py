@@ -1,4 +1,4 @@
-"""Which prompts an iteration samples: a pure function of the seed, so that a continued run samples the same ones."""
+"""Prompts of an iteration: a pure function of the seed, so that a continued run samples the same ones."""
 
 from __future__ import annotations
 

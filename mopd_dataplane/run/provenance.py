@@ -23,7 +23,7 @@ PACKAGES = ("mopd-dataplane", "torch", "transformers", "tokenizers", "pylance", 
 
 
 def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
-    """What a reader needs to reproduce the figures.
+    """Commit, versions, machine and date, for a reader who reproduces the figures.
 
     stages: those that the figures depend on; default all of the job. Needs the package's own folder to be a git
     checkout for `commit`; empty where it is none.

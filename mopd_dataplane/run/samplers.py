@@ -1,4 +1,4 @@
-"""What answers each prompt of an iteration: the student, a teacher, a mixture of both, or the stored answer."""
+"""Sampler of each prompt of an iteration: the student, a teacher, a mixture of both, or the stored answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mopd_dataplane.records import Prompt
 
 @dataclass(frozen=True)
 class Sampler:
-    """What answers some prompts, with token logs of its own."""
+    """The policy that answers some prompts, with token logs of its own."""
 
     policy: str
     """`self`, the name of a teacher, or `reference`."""

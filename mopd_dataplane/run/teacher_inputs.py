@@ -37,7 +37,7 @@ def stored_samples(run: Run, rows: Rows) -> Iterator[Scorable]:
 
 
 def prompt_renderer(run: Run, teacher: str, samples: Sequence[Scorable]) -> PromptRenderer | None:
-    """How a teacher reads the samples' prompts; None for as the student does."""
+    """Renderer of the samples' prompts for a teacher; None where it reads them as the student does."""
     template = run.job.teachers[teacher].prompt_template
     if not template:
         return None

@@ -121,10 +121,10 @@ def _copy_checkpoints(source: Store, place: Place, stage: str) -> None:
     name = f"{_CHECKPOINTS}/{stage}"
     newest = newest_checkpoint(source.path(name)) if source.files is None else ""
     if source.files is None and place.files is not None:  # the newest are kept there, as a job does
-        shelf = ArtifactStore(place.files)
+        artifacts = ArtifactStore(place.files)
         folders = sorted(path for path in source.path(name).glob("step-*") if path.name <= newest)
         for folder in folders[-KEEP:]:
-            shelf.publish(f"{name}/{folder.name}", folder)
+            artifacts.publish(f"{name}/{folder.name}", folder)
     else:
         copy_folders(source, place, name)
     copy_file(source, place, f"{name}/{METRICS}")

@@ -1,4 +1,4 @@
-"""What runs teachers, by the name that `score.engine` gives it: what each can do. Importing this loads none of them."""
+"""Engines that run teachers, by name (`score.engine`), and their capabilities. Importing this loads none of them."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ def _said_of_text(
     for kind in kinds:
         if not kind.follows_from_logprobs or (kind.ranked and settings.topk_source == "student"):
             raise MismatchError(
-                f'score.reads = "prompt_logprobs" has no {kind.name}: it has no hidden states, and only the '
-                'teacher\'s own top-k; set score.reads = "states"'
+                f'score.reads = "prompt_logprobs" gives no {kind.name} signals: it has log-probs of the text and the '
+                'teacher\'s own top-k only; set score.reads = "states"'
             )
     k = min(settings.topk, reader.vocab_size) if any(kind.ranked for kind in kinds) else 0
     for temperature, batch in batches(inputs, settings.batch_tokens):

@@ -24,7 +24,7 @@ from torch import Tensor
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.base.stats_choice import keeps_stats
 from mopd_dataplane.errors import EngineError, MismatchError, UnknownNameError
-from mopd_dataplane.fields import guest_field
+from mopd_dataplane.fields import plugin_field
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Signal
 from mopd_dataplane.score.model_input import ModelInput
@@ -183,7 +183,7 @@ def signal_kind(name: str, named: Mapping[str, str]) -> SignalKind:
     if name in SIGNALS:
         return SIGNALS[name](name)
     found: Any = find_plugin("mopd.signals", named.get(name, name), SIGNALS)
-    guest_field(name)
+    plugin_field(name)
     if not (isinstance(found, type) and issubclass(found, TokenSignal)):
         raise UnknownNameError(f"signal {name!r} is no class derived from {__name__}.TokenSignal")
     return found(name)

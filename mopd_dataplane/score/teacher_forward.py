@@ -57,7 +57,7 @@ def blended_head(heads: Sequence[Head], weights: Sequence[float]) -> Head:
     rows = sorted({len(head.weight) for head in heads})
     if len(rows) > 1 or any(head.softcap for head in heads):
         raise MismatchError(
-            f"teachers of a blend must have heads of one height and no softcap: found {rows} tokens and softcaps "
+            f"teachers of a blend must have one vocabulary size and no softcap: found {rows} tokens and softcaps "
             f"{[head.softcap or 0.0 for head in heads]}; blend teachers of one family"
         )
     scales = [weight * head.logit_scale for weight, head in zip(weights, heads, strict=True)]

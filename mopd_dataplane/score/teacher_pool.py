@@ -97,7 +97,7 @@ class TeacherPool:
 
     @property
     def switches(self) -> int:
-        """How often the active adapter of a base in memory was switched."""
+        """Number of switches of the active adapter, over the bases in memory."""
         return sum(getattr(one, "switches", 0) for one in self._resident.values())
 
     def teacher(self, name: str) -> TeacherForward:
@@ -116,7 +116,9 @@ class TeacherPool:
         """A teacher's own transformers model, in evaluation mode. Raises UnknownNameError, MismatchError."""
         reader = self.reader(name)
         if not isinstance(reader, HfReader):
-            raise MismatchError(f"teacher {name!r} runs in vLLM; only a transformers model can be had")
+            raise MismatchError(
+                f"teacher {name!r} runs in vLLM, and its transformers model is needed; set score.engine = 'hf'"
+            )
         if isinstance(reader, AdapterReader):
             reader.act()
         return reader.model
@@ -310,7 +312,7 @@ class TeacherPool:
 def _check_adapter(name: str, settings: sections.Teacher) -> None:
     if settings.quantisation != "none":
         raise MismatchError(
-            f'teacher {name!r} is an adapter, whose base is not rounded: set quantisation = "none", or merge it first'
+            f'teacher {name!r} is an adapter, whose base is not quantised: set quantisation = "none", or merge it first'
         )
 
 

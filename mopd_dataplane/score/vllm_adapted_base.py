@@ -19,7 +19,7 @@ from mopd_dataplane.score.vllm_logprobs import VllmLogprobs
 from mopd_dataplane.score.vllm_states import VllmReader
 
 if TYPE_CHECKING:
-    from mopd_dataplane.score.vllm_logprobs import Said
+    from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs
 
 
 class VllmAdaptedBase:
@@ -96,7 +96,7 @@ class VllmAdapterLogprobs:
         self._shared = base.shared
         self.vocab_size = base.shared.vocab_size
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
         """See LogprobReader."""
         self._base.act(self._teacher, self._folder)
         return self._shared.read(sequences, k)

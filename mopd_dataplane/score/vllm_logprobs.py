@@ -24,7 +24,7 @@ _AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SequenceLogprobs:
     """A teacher's log-probs of one sequence of T tokens; row t belongs to token t + 1."""
 
     own: NDArray[np.float32]
@@ -40,7 +40,7 @@ class LogprobReader(Protocol):
 
     vocab_size: int
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
         """Its log-probs of each sequence, with its k likeliest tokens at every position."""
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class VllmLogprobs:
         arguments = {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}
         self.batches = VllmBatches(folder, arguments, options)
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
         """See LogprobReader."""
         from vllm import SamplingParams
 
@@ -79,12 +79,12 @@ class ServerLogprobs:
         self._server = VllmServer(url)
         self._name = self._server.take(folder, digest, reload=False)
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[Said]:
+    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda ids: self._read(ids, k), sequences))
 
-    def _read(self, ids: NDArray[np.int64], k: int) -> Said:
+    def _read(self, ids: NDArray[np.int64], k: int) -> SequenceLogprobs:
         body = {
             "model": self._name,
             "prompt": ids.tolist(),
@@ -107,7 +107,7 @@ def _ranked(row: Mapping[int, Any]) -> dict[int, tuple[int, float]]:
     return {token: (said.rank, said.logprob) for token, said in row.items()}
 
 
-def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int) -> Said:
+def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]], k: int) -> SequenceLogprobs:
     """From {token: (rank, log-prob)} of every position but the first; ranks begin at 1.
 
     Raises EngineError when a token of the text, or one of the k likeliest, is missing.
@@ -120,4 +120,4 @@ def _said(ids: NDArray[np.int64], rows: Iterable[Mapping[int, tuple[int, float]]
         own.append(row[token][1])
         top.append([(other, logprob) for _, other, logprob in likeliest])
     found = np.array(top, np.float64).reshape(len(own), k, 2)
-    return Said(np.array(own, np.float32), found[..., 0].astype(np.int32), found[..., 1].astype(np.float32))
+    return SequenceLogprobs(np.array(own, np.float32), found[..., 0].astype(np.int32), found[..., 1].astype(np.float32))

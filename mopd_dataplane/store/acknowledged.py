@@ -1,4 +1,4 @@
-"""Which version of a table was acknowledged last, recorded outside the files that Lance writes.
+"""Record of the version of a table that was acknowledged last, outside the files that Lance writes.
 
     acknowledged/<table>/<version>.<crc32c of its manifest>     an empty file; its name is the record
 
@@ -98,7 +98,7 @@ def manifest(root: Path, version: int) -> Path:
 
 
 def manifest_name(version: int) -> str:
-    """How Lance names the manifest of a version: the newest comes first in order of name."""
+    """Lance's file name for the manifest of a version: the newest comes first in order of name."""
     return f"{_LAST_VERSION - version:020d}.manifest"
 
 

@@ -65,7 +65,7 @@ class ArtifactStore:
             relative = file.relative_to(folder).as_posix()
             listing["files"][relative] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
             self._files.upload(f"{attempt}/{relative}", file)
-        fault_point("shelf.uploaded")
+        fault_point("artifact.uploaded")
         content = seal(listing)
         if not self._files.create(f"{name}.json", content) and self._files.read(f"{name}.json") != content:
             self._files.remove(self._files.under(attempt))
@@ -92,7 +92,7 @@ class ArtifactStore:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy") from None
             if _digest(file) != known["sha256"]:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
-        fault_point("shelf.fetched")
+        fault_point("artifact.fetched")
         shutil.rmtree(target, ignore_errors=True)
         publish_folder(staging, target)
         return True

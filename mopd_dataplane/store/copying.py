@@ -197,7 +197,7 @@ def _sound(name: str, rows: pa.Table) -> pa.Table:
     """The rows, which are as they were committed. Raises DamagedError."""
     for place, found, committed in wrong_rows(rows):
         key = "/".join(str(rows[part][place].as_py()) for part in TABLES[name].key)
-        raise DamagedError(f"{name} {key}: row crc32c {found:08x}, committed was {committed:08x}; nothing is copied")
+        raise DamagedError(f"{name} {key}: row crc32c {found:08x}, {committed:08x} was committed; nothing is copied")
     return rows.drop_columns([ROW_CRC.name])
 
 

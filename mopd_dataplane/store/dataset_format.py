@@ -15,7 +15,7 @@ from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import InputError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.records import Teacher
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec, guest_signal
+from mopd_dataplane.tables import FORMAT_VERSION, QUEUE, SIGNALS, TABLES, TableSpec, plugin_signal
 
 FORMAT_KEY = b"mopd:format_version"
 TABLE_KEY = b"mopd:table"
@@ -34,7 +34,7 @@ def spec_of(name: str) -> TableSpec:
     folder, _, rest = name.partition("/")
     teacher, _, kind = rest.partition("/")
     if folder == "signals" and TEACHER_NAME.fullmatch(teacher) and kind:
-        return SIGNALS.get(kind) or guest_signal(kind)
+        return SIGNALS.get(kind) or plugin_signal(kind)
     if folder == "queues" and TEACHER_NAME.fullmatch(rest):
         return QUEUE
     known = [*TABLES, *(f"signals/<teacher>/{kind}" for kind in SIGNALS), "queues/<name>"]

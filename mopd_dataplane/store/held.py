@@ -1,4 +1,4 @@
-"""Which processes have which version of a local table open, so that clean-up keeps it.
+"""Versions of local tables that processes have open, so that clean-up keeps them.
 
 A process that opens a version holds a shared lock (flock) on its manifest as long as the handle lives. That writes
 nothing, so it works on a read-only mount, and it ends with the process however the process ends. Clean-up drops a

@@ -1,4 +1,4 @@
-"""Where the pages of a Lance file's columns lie and how they are encoded, from the file itself.
+"""Places and encodings of the pages of a Lance file's columns, from the file itself.
 
 The file format is public: a footer, a table of columns, and a protobuf message for each column (`file2.proto`,
 `encodings.proto` of the Lance project; the numbers below are those of their fields). Only two encodings are known here,

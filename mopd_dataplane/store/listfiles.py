@@ -55,7 +55,7 @@ class _Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class ElementRange:
     """Elements of a list column that lie one after the other in a file of n rows."""
 
     first_row: int
@@ -110,9 +110,9 @@ class ListFiles:
             self._plain = False
             return None
 
-    def stretches(
+    def ranges(
         self, name: str, offsets: NDArray[np.int64], crcs: NDArray[np.int64], size: int, overlap: int
-    ) -> Iterator[Stretch] | None:
+    ) -> Iterator[ElementRange] | None:
         """All elements of a column in the files that hold the rows at these offsets, `size` of them at a time and
         `overlap` of those behind; None when they must be read through Lance.
 
@@ -125,9 +125,9 @@ class ListFiles:
         except (NotPlain, OSError, ValueError, LookupError, ArithmeticError):
             self._plain = False
             return None
-        return self._stretches(name, fragments, size, overlap)
+        return self._element_ranges(name, fragments, size, overlap)
 
-    def _stretches(self, name: str, fragments: Sequence[int], size: int, overlap: int) -> Iterator[Stretch]:
+    def _element_ranges(self, name: str, fragments: Sequence[int], size: int, overlap: int) -> Iterator[ElementRange]:
         dtype = self._dtypes[name]
         for fragment in fragments:
             (number, column), first = self._columns[fragment][name], int(self._first_rows[fragment])
@@ -144,7 +144,7 @@ class ListFiles:
                 )
                 for position, nbytes in ahead:
                     self._files.ask(number, position, nbytes)
-                yield Stretch(first, starts, lengths, base, elements)
+                yield ElementRange(first, starts, lengths, base, elements)
 
     def _learn_all(self, offsets: NDArray[np.int64], crcs: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] fragment of each row, all of which are known then. Raises NotPlain."""

@@ -216,7 +216,7 @@ def _filter(keys: Iterable[Key]) -> str:
 
 
 class _Needed:
-    """Which rows of a version are needed: a key's value; or its clearing, while an older row of it is kept."""
+    """Rows of a version that are needed: a key's value; or its clearing, while an older row of it is kept."""
 
     def __init__(self, dataset: lance.LanceDataset) -> None:
         fragments = dataset.get_fragments()

@@ -154,8 +154,9 @@ def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, veri
     check_echo(dataset.uri, found, header)
     if "codec" in header.column_names and FREED in (codecs := header["codec"].to_pylist()):
         raise UnknownNameError(
-            f"{dataset.uri}: the hidden states of sample {header['uid'][codecs.index(FREED)]} have served and were "
-            "freed; score it under another teacher name, or read a snapshot that was pinned before"
+            f"{dataset.uri}: the hidden states of sample {header['uid'][codecs.index(FREED)]} were freed "
+            "after training (`retain` of the job); score it under another teacher name, or read a snapshot that was "
+            "pinned before"
         )
     flat = _flat_arrays(dataset, kind, rows)
     if verify:
@@ -323,7 +324,7 @@ def check_crcs(name: str, metadata: pa.Table, found: Sequence[int]) -> None:
     for uid, stored, crc in rows:
         if stored != crc:
             raise DamagedError(
-                f"{name}: payload of sample {uid} has crc32c {crc:08x}, committed was {stored:08x}; "
+                f"{name}: payload of sample {uid} has crc32c {crc:08x}, {stored:08x} was committed; "
                 "run `mopd store verify`"
             )
 

@@ -44,7 +44,7 @@ class Freed:
 
 
 class Freeable(Protocol):
-    """What can be freed in a table, file by file."""
+    """Bytes that can be freed in a table, file by file."""
 
     def served(self, dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """[n] rows that have served, [n] rows that still hold something; in the order of the scan."""

@@ -55,7 +55,7 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
         place = int(np.argmin((array <= 0) & (array >= LOWEST)))
         raise EngineError(
             f"{what} holds log-prob {array.flat[place]} at response position {place}; allowed: finite and <= 0; "
-            "the engine's logits are not to be trusted"
+            "check the policy's weights and dtype"
         )
     return array
 

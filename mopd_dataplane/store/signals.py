@@ -41,7 +41,7 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
     """
     where = f"signal {signal.kind!r} of sample {signal.uid}"
     if signal.kind != kind:
-        raise MismatchError(f"{where}: committed as {kind!r}")
+        raise MismatchError(f"{where} was passed to commit_signals as {kind!r}; pass its own kind")
     widths: dict[str, tuple[str, int]] = {}
     for field in of_signal(kind):
         array, length = value(signal, field.name), response_len if field.axis == "response" else loss_tokens
@@ -50,9 +50,7 @@ def check_signal(signal: Signal, kind: str, response_len: int, loss_tokens: int)
         if array.ndim != (2 if field.width else 1) or len(array) != length:
             raise MismatchError(f"{where}: {field.name} has shape {array.shape}, expected {length} rows")
         if field.is_float and not np.isfinite(array).all():
-            raise EngineError(
-                f"{where}: {field.name} holds NaN or infinity; the teacher's logits are not to be trusted"
-            )
+            raise EngineError(f"{where}: {field.name} holds NaN or infinity; check the teacher's weights and dtype")
         if field.blob and array.dtype != field.dtype:
             raise MismatchError(f"{where}: {field.name} is {array.dtype}, expected the codec's bytes as uint8")
         if field.width:

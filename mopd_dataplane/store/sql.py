@@ -41,7 +41,7 @@ DESCRIBE = re.compile(r'\s*desc(?:ribe)?\s+"?(?P<name>[\w.-]+)"?\s*;?\s*', re.IG
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a query that a server answers may take."""
+    """Limits of a query that a server answers."""
 
     rows: int
     """Rows of the answer that are read at most."""
@@ -74,7 +74,7 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
                 raise DeadlineError(f"the query ran for {limits.seconds:g} s: narrow it, or ask `mopd query`") from None
             if limits is not None and isinstance(error, duckdb.OutOfMemoryException):
                 raise QueryError(
-                    f"the query takes more than {limits.memory} of memory: narrow it, or ask `mopd query`"
+                    f"the query needs more than {limits.memory} of memory: narrow it, or ask `mopd query`"
                 ) from None
             raise QueryError(_explain(error, store)) from error
     described = DESCRIBE.fullmatch(query)
@@ -97,7 +97,7 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | 
 
 @contextmanager
 def interrupted_after(connection: duckdb.DuckDBPyConnection, seconds: float) -> Iterator[None]:
-    """What the connection runs in this block is interrupted after so many seconds: duckdb.InterruptException."""
+    """Interrupt the connection's queries in this block after so many seconds: duckdb.InterruptException."""
     timer = threading.Timer(seconds, connection.interrupt)
     timer.daemon = True
     timer.start()

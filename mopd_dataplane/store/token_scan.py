@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.store.arrow_rows import tokens_crc
-from mopd_dataplane.store.listfiles import ListFiles, Stretch
+from mopd_dataplane.store.listfiles import ElementRange, ListFiles
 from mopd_dataplane.store.reading import checked_columns, take_rows
 from mopd_dataplane.store.row_ids import row_ids
 
@@ -39,11 +39,11 @@ def scan_tokens(
     *,
     window: int = WINDOW,
 ) -> Iterator[tuple[NDArray[np.int64], int]] | None:
-    """Places among the given samples of those whose tokens hold the run, stretch by stretch, and how many of the
+    """Places among the given samples of those whose tokens hold the run, range by range, and how many of the
     samples were looked at so far; None where files must be read through Lance.
 
     sample_rows, payload_rows: [n] where each sample lies in the two tables. skipped: [n] tokens at its start, such as
-    the prompt, that do not count. A sample that two stretches share may be named by both. Raises DamagedError for a
+    the prompt, that do not count. A sample that two ranges share may be named by both. Raises DamagedError for a
     file that ends early.
     """
     offsets = row_ids(tokens).offsets(payload_rows)
@@ -53,23 +53,23 @@ def scan_tokens(
     firsts = order[np.unique(np.searchsorted(ends, lying, side="right"), return_index=True)[1]]
     crcs = take_rows(samples, sample_rows[firsts], ["payload_crc"])["payload_crc"].to_numpy()
     files = ListFiles(tokens, checked_columns(tokens), tokens_crc)
-    stretches = files.stretches("tokens", offsets[firsts], crcs, window, len(run) - 1)
-    return None if stretches is None else _found(stretches, order, lying, skipped[order], run)
+    ranges = files.ranges("tokens", offsets[firsts], crcs, window, len(run) - 1)
+    return None if ranges is None else _found(ranges, order, lying, skipped[order], run)
 
 
 def _found(
-    stretches: Iterator[Stretch],
+    ranges: Iterator[ElementRange],
     order: NDArray[np.int64],
     lying: NDArray[np.int64],
     skipped: NDArray[np.integer],
     run: Sequence[int],
 ) -> Iterator[tuple[NDArray[np.int64], int]]:
-    for stretch in stretches:
-        places = find_run(stretch.elements, run) + stretch.base
-        rows = np.searchsorted(stretch.starts, places, side="right") - 1
-        at = np.minimum(np.searchsorted(lying, rows + stretch.first_row), len(lying) - 1)
-        wanted = lying[at] == rows + stretch.first_row
-        wanted &= places + len(run) <= stretch.starts[rows] + stretch.lengths[rows]
-        wanted &= places - stretch.starts[rows] >= skipped[at]
-        passed = stretch.first_row + int(np.searchsorted(stretch.starts, stretch.base + len(stretch.elements)))
+    for part in ranges:
+        places = find_run(part.elements, run) + part.base
+        rows = np.searchsorted(part.starts, places, side="right") - 1
+        at = np.minimum(np.searchsorted(lying, rows + part.first_row), len(lying) - 1)
+        wanted = lying[at] == rows + part.first_row
+        wanted &= places + len(run) <= part.starts[rows] + part.lengths[rows]
+        wanted &= places - part.starts[rows] >= skipped[at]
+        passed = part.first_row + int(np.searchsorted(part.starts, part.base + len(part.elements)))
         yield order[np.unique(at[wanted])], int(np.searchsorted(lying, passed))

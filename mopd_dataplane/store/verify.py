@@ -186,7 +186,7 @@ def _headers(
             fits = (row["codec"], row["rows"]) == (score["codec"], score["rows"])
             fits = fits and row["rows"] * row["row_bytes"] == score["bytes"]
         if not fits:
-            yield Finding(name, point, score["uid"], f"holds {row}, its score says {score}")
+            yield Finding(name, point, score["uid"], f"holds {row}, but its row of `scores` says {score}")
 
 
 def _not_freed(hidden: lance.LanceDataset, scores: pa.Table, places: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -292,7 +292,7 @@ def _crcs(
         for place, crc in zip(chunk.tolist(), found, strict=True):
             if crc != stored[place]:
                 said = crc if isinstance(crc, str) else f"crc32c {crc:08x}"
-                problem = f"{said}, committed was {stored[place]:08x}"
+                problem = f"{said}, {stored[place]:08x} was committed"
                 yield Finding(name, int(points[place]), metadata["uid"][place].as_py(), problem)
 
 

@@ -103,9 +103,9 @@ def _metrics(place: Place, name: str) -> Iterator[Damage]:
 def _published(place: Place, deep: bool) -> Iterator[Damage]:
     """Folders on an object store: each file its list names, by sha256."""
     assert place.files is not None
-    shelf = ArtifactStore(place.files)
+    artifacts = ArtifactStore(place.files)
     for parent in FOLDERS:
-        for name in shelf.below(parent):
+        for name in artifacts.below(parent):
             yield from _listed(place, f"{name}.json", deep)
 
 
@@ -123,4 +123,4 @@ def _listed(place: Place, name: str, deep: bool) -> Iterator[Damage]:
             yield file, "is missing"
             continue
         if found != known["sha256"]:
-            yield file, f"has sha256 {found}, published was {known['sha256']}"
+            yield file, f"has sha256 {found}, {known['sha256']} was published"

@@ -56,7 +56,7 @@ def _open(
     if known is not None and place.root is not None:
         found = f"{crc_of_manifest(place.root / name, version):08x}"
         if found != known:
-            yield Finding(name, -1, "", f"manifest of version {version} has crc32c {found}, pinned was {known}")
+            yield Finding(name, -1, "", f"manifest of version {version} has crc32c {found}, {known} was pinned")
     opened[name] = tables[name].open(version)
 
 

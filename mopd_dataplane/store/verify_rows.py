@@ -59,5 +59,5 @@ def _audit_part(
         yield first, "", f"{count} rows from this one on are said to be there, and are not"
     for place, found, committed in wrong:
         named = "/".join(str(rows[part][place].as_py()) for part in key)
-        said = f"row crc32c {found:08x}, committed was {committed:08x}"
+        said = f"row crc32c {found:08x}, {committed:08x} was committed"
         yield first + place, named, said

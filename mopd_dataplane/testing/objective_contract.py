@@ -8,7 +8,7 @@ from mopd_kernels.heads import Head
 from torch import Tensor
 
 from mopd_dataplane.errors import UnknownNameError
-from mopd_dataplane.fields import RECORDS, guest_field
+from mopd_dataplane.fields import RECORDS, plugin_field
 from mopd_dataplane.job.objectives import Objective, Term
 from mopd_dataplane.records import SIGNAL_KINDS, Pack
 from mopd_dataplane.train.microbatch import MicroBatch, build
@@ -26,13 +26,13 @@ def check_objective(objective: Objective) -> None:
     """
     strange = set(objective.recorded) - set(RECORDS)
     assert not strange, f"recorded {sorted(strange)}; known: {', '.join(RECORDS)}"
-    guests = [kind for kind in objective.signals if kind not in SIGNAL_KINDS]
-    for kind in guests:
+    plugin_kinds = [kind for kind in objective.signals if kind not in SIGNAL_KINDS]
+    for kind in plugin_kinds:
         try:
-            guest_field(kind)
+            plugin_field(kind)
         except UnknownNameError as error:
             raise AssertionError(str(error)) from None
-    packs = [_pack(seed, guests) for seed in (1, 2)]
+    packs = [_pack(seed, plugin_kinds) for seed in (1, 2)]
     head = Head(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(3)))
     whole = build(packs)
     hidden = torch.randn(len(whole.targets), WIDTH, generator=torch.Generator().manual_seed(4), requires_grad=True)
@@ -81,8 +81,8 @@ def _teacher_head() -> Head:
     return Head(torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(5)))
 
 
-def _pack(seed: int, guests: list[str]) -> Pack:
-    """Two sequences with a hole in each loss mask, and every signal; guests: other packages' kinds."""
+def _pack(seed: int, plugin_kinds: list[str]) -> Pack:
+    """Two sequences with a hole in each loss mask, and every signal; plugin_kinds: other packages' kinds."""
     draw = np.random.default_rng(seed)
     lengths = [9, 6]
     total = sum(lengths)
@@ -102,5 +102,5 @@ def _pack(seed: int, guests: list[str]) -> Pack:
         reference_logprobs=np.where(mask, -draw.gamma(2.0, 0.5, total), 0).astype(np.float32),
         topk_ids=ids, topk_logprobs=np.ascontiguousarray(likelier, np.float32),
         hidden=draw.normal(size=(trained, WIDTH)).astype(np.float32).view(np.uint8), hidden_codec="fp32",
-        extra={kind: np.where(mask, draw.normal(size=total), 0).astype(np.float32) for kind in guests},
+        extra={kind: np.where(mask, draw.normal(size=total), 0).astype(np.float32) for kind in plugin_kinds},
     )  # fmt: skip

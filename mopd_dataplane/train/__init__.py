@@ -11,7 +11,7 @@ attention.py         causal attention over packed sequences
 context.py           context parallelism: ranks share a pack
 objective.py         the loss: a sum of declared terms over the trained tokens
 advantage.py         the advantage of a sampled token
-guest_divergence.py  a divergence of another package, a part of the tokens at a time
+plugin_divergence.py  a divergence of another package, a part of the tokens at a time
 heads.py             teacher heads: one on the device, the next read ahead
 topk_agreement.py    how far student and teacher agree on their likeliest tokens
 token_stats.py       per-token statistics of a step, in files for the job

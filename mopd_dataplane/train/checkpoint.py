@@ -249,7 +249,7 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _tensors(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """What a checkpoint holds, by its name there: the tensors themselves, to read from or to write into."""
+    """Tensors of a checkpoint, by their names there: the tensors themselves, to read from or to write into."""
     tensors: dict[str, Any] = {}
     for name, parameter in _trained(module).items():
         tensors[f"policy/{name}"] = _learnt(parameter, optimizer)

@@ -43,7 +43,9 @@ class TeacherHeads:
         try:
             head = _on_device(self._ahead[1].result(timeout=READ_S), self._device)
         except TimeoutError:
-            raise DeadlineError(f"the head of teacher {teacher!r} was not read in {READ_S:.0f} s") from None
+            raise DeadlineError(
+                f"the head of teacher {teacher!r} was not read in {READ_S:.0f} s; check the disk, then run again"
+            ) from None
         self._resident, self._ahead = (teacher, head), None
         return head
 

@@ -38,7 +38,7 @@ class MasterAdamW(Optimizer):
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """What is trained in place of a parameter: float32, of the same shape, where the step is taken."""
+        """The float32 copy that is trained in place of a parameter: of the same shape, where the step is taken."""
         return self._masters[parameter]
 
     def holders(self) -> list[Tensor]:

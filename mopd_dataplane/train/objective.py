@@ -39,8 +39,8 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.objectives import DivergenceTerm, Normaliser, Objective, PolicyGradientTerm
 from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.train.advantage import token_advantage
-from mopd_dataplane.train.guest_divergence import guest_divergence
 from mopd_dataplane.train.microbatch import MicroBatch
+from mopd_dataplane.train.plugin_divergence import plugin_divergence
 from mopd_dataplane.train.topk_agreement import TopkAgreement, measure_topk_agreement
 
 T = TypeVar("T")
@@ -316,7 +316,7 @@ def _hidden_divergence(
     teacher, states = _teacher_states(batch, teacher)
     kind = term.form_kind
     if kind is None:
-        return _guest_divergence(term, hidden, head, states, teacher, weights, sums)
+        return _plugin_divergence(term, hidden, head, states, teacher, weights, sums)
     loss, stats = divergence(
         hidden,
         head,
@@ -334,13 +334,13 @@ def _hidden_divergence(
     return loss
 
 
-def _guest_divergence(
+def _plugin_divergence(
     term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head, weights: Tensor, sums: TermSums
 ) -> Tensor:
     """A divergence of another package, and the usual statistics of the two models from a second pass."""
-    guest = term.guest
-    assert guest is not None
-    rows = guest_divergence(guest, term, hidden, head, states, teacher)
+    plugin = term.plugin
+    assert plugin is not None
+    rows = plugin_divergence(plugin, term, hidden, head, states, teacher)
     with torch.no_grad():
         _add_exact(divergence(hidden, head, states, teacher, temperature=term.temperature, return_stats=True)[1], sums)
     sums.add("divergence", rows)
@@ -378,7 +378,7 @@ def _overlap(
 def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     names = ["reverse_kl" if term.form_kind == "reverse" else f"{term.form_kind}_divergence"]
     if term.signal == "hidden":
-        names = [*EXACT, *(["divergence"] if term.guest else [])]
+        names = [*EXACT, *(["divergence"] if term.plugin else [])]
     return [*names, *TopkAgreement._fields] if term.topk_agreement else names
 
 

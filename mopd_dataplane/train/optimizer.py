@@ -63,6 +63,8 @@ def learning_rate(settings: Train, step: int, total_steps: int) -> float:
     if settings.schedule == "constant":
         return peak
     if total_steps <= 0:
-        raise InputError(f"schedule {settings.schedule!r} needs the number of steps, which is open; use 'constant'")
+        raise InputError(
+            f"schedule {settings.schedule!r} needs the number of steps, which is unknown; set schedule = 'constant'"
+        )
     done = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
     return peak * ((1.0 - done) if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done)))

@@ -85,7 +85,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which of the `data_world` data-parallel groups this rank belongs to."""
+        """Number, out of `data_world`, of the data-parallel group that this rank belongs to."""
         return self.rank // self.members
 
     @property
@@ -164,7 +164,9 @@ def peers_lost_named(rank: int) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
         reason = str(error).splitlines()[0]
-        raise EngineError(f"rank {rank} lost a peer ({reason:.200}); the last checkpoint is intact") from None
+        raise EngineError(
+            f"rank {rank} lost a peer ({reason:.200}); the last checkpoint is intact: run again to continue"
+        ) from None
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Student(nn.Module):
 
 
 def held_dtype(train: Train, dtype: torch.dtype) -> torch.dtype:
-    """What the device holds trained weights in, where the forward pass is in `dtype`."""
+    """Number format of trained weights on the device, where the forward pass is in `dtype`."""
     return dtype if train.master_weights or train.offload else torch.float32
 
 

@@ -1,4 +1,4 @@
-"""How far student and teacher agree on their likeliest tokens: the diagnostics of Rethinking OPD (arXiv 2604.13016).
+"""Agreement of student and teacher on their likeliest tokens: the diagnostics of Rethinking OPD (arXiv 2604.13016).
 
 Axes: M trained tokens, D student and Dt teacher width, k likeliest tokens of each model. p is the student, q the
 teacher, S_p and S_q their k likeliest tokens, S = S_p ∩ S_q.

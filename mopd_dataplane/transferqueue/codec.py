@@ -23,7 +23,7 @@ def encode(value: Any) -> Value:
     """Raises InputError naming the type of a value that cannot be stored."""
     if isinstance(value, torch.Tensor):
         if value.is_nested or value.is_sparse:
-            raise InputError("a nested or sparse tensor is no value of one sample; put its rows")
+            raise InputError("a nested or sparse tensor cannot be stored; put each row as the value of a sample")
         return Value("tensor", _bytes_of(value), str(value.dtype).removeprefix("torch."), tuple(value.shape))
     return Value("msgpack", msgspec.msgpack.encode(_plain(value)))
 

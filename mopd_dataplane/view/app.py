@@ -26,7 +26,7 @@ from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
 from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
 from mopd_dataplane.view.search import Search
-from mopd_dataplane.view.stores import Shelf, Shown
+from mopd_dataplane.view.stores import Shown, ShownStores
 from mopd_dataplane.view.topk import candidates
 
 ASSETS = Path(__file__).parent / "assets"
@@ -40,16 +40,16 @@ STATUS = {UnknownNameError: 404, InputError: 400}
 Answer = Callable[[Shown, dict[str, str]], Any]
 
 
-def build_app(shelf: Shelf, *, token: str, port: int) -> Starlette:
+def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
     """The server's application. token: what every request must show; port: the one it listens on."""
     routes = [
         Route("/", lambda request: FileResponse(ASSETS / "index.html")),
-        Route("/api/stores", _all(shelf)),
-        *(Route(f"/api/{name}", _answering(shelf, answer)) for name, answer in ANSWERS.items()),
-        Route("/api/search", _searching(shelf)),
-        Route("/api/compare", _over_two(shelf, _compare)),
-        Route("/api/difference", _over_two(shelf, _difference)),
-        Route("/api/labels", _labelling(shelf), methods=["POST"]),
+        Route("/api/stores", _all(stores)),
+        *(Route(f"/api/{name}", _answering(stores, answer)) for name, answer in ANSWERS.items()),
+        Route("/api/search", _searching(stores)),
+        Route("/api/compare", _over_two(stores, _compare)),
+        Route("/api/difference", _over_two(stores, _difference)),
+        Route("/api/labels", _labelling(stores), methods=["POST"]),
         Mount("/assets", StaticFiles(directory=ASSETS)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
@@ -92,13 +92,13 @@ def _error(error: MopdError) -> Response:
     return _json({"error": str(error), "kind": type(error).__name__}, status)
 
 
-def _answering(shelf: Shelf, answer: Answer) -> Callable[[Request], Any]:
+def _answering(stores: ShownStores, answer: Answer) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         asked = dict(request.query_params)
 
         def work() -> Response:
             try:
-                return _json(answer(shelf.get(asked.get("store", "0")), asked))
+                return _json(answer(stores.get(asked.get("store", "0")), asked))
             except MopdError as error:
                 return _error(error)
 
@@ -107,11 +107,11 @@ def _answering(shelf: Shelf, answer: Answer) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _all(shelf: Shelf) -> Callable[[Request], Any]:
+def _all(stores: ShownStores) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         def work() -> Response:
             try:
-                return _json(shelf.describe())
+                return _json(stores.describe())
             except MopdError as error:
                 return _error(error)
 
@@ -120,12 +120,12 @@ def _all(shelf: Shelf) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _searching(shelf: Shelf) -> Callable[[Request], Any]:
+def _searching(stores: ShownStores) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         asked = dict(request.query_params)
 
         def begin() -> Search:
-            shown = shelf.get(asked.get("store", "0"))
+            shown = stores.get(asked.get("store", "0"))
             return Search(shown.store, shown.index(), shown.decoder, kind=asked.get("kind", "text"),
                           wanted=asked.get("q", ""), where=asked.get("where", ""))  # fmt: skip
 
@@ -146,7 +146,7 @@ def _searching(shelf: Shelf) -> Callable[[Request], Any]:
     return endpoint
 
 
-def _over_two(shelf: Shelf, answer: Callable[[Shown, Shown, dict[str, str]], Any]) -> Callable[[Request], Any]:
+def _over_two(stores: ShownStores, answer: Callable[[Shown, Shown, dict[str, str]], Any]) -> Callable[[Request], Any]:
     """An answer that reads the store that was asked and `other`, by default the same."""
 
     async def endpoint(request: Request) -> Response:
@@ -155,7 +155,7 @@ def _over_two(shelf: Shelf, answer: Callable[[Shown, Shown, dict[str, str]], Any
         def work() -> Response:
             try:
                 one = asked.get("store", "0")
-                return _json(answer(shelf.get(one), shelf.get(asked.get("other", one)), asked))
+                return _json(answer(stores.get(one), stores.get(asked.get("other", one)), asked))
             except MopdError as error:
                 return _error(error)
 
@@ -164,7 +164,7 @@ def _over_two(shelf: Shelf, answer: Callable[[Shown, Shown, dict[str, str]], Any
     return endpoint
 
 
-def _labelling(shelf: Shelf) -> Callable[[Request], Any]:
+def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         try:
             given = json.loads(await request.body())
@@ -175,7 +175,7 @@ def _labelling(shelf: Shelf) -> Callable[[Request], Any]:
 
         def work() -> Response:
             try:
-                shown = shelf.get(request.query_params.get("store", "0"))
+                shown = stores.get(request.query_params.get("store", "0"))
                 return _json(labels.write(shown.store, shown.index(), given))
             except MopdError as error:
                 return _error(error)
@@ -228,7 +228,7 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
     row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask):
-        raise InputError(f"position {position} of a response of {len(payload.mask)} tokens")
+        raise InputError(f"position {position}; allowed: 0 to {len(payload.mask) - 1}, the tokens of the response")
     if not payload.mask[position]:
         return {"teachers": [], "note": "this token was not written by the policy, so no teacher scored it"}
     ordinal = int(payload.mask[:position].sum())
@@ -247,7 +247,7 @@ def _student(shown: Shown, asked: dict[str, str]) -> Any:
     row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask) or not payload.mask[position]:
-        raise InputError(f"position {position} is none that the policy wrote")
+        raise InputError(f"position {position} is no token that the policy wrote; choose one")
     try:
         found = shown.student.candidates(row, payload, position)
     except (MopdError, OSError) as error:

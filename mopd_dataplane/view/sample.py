@@ -207,7 +207,7 @@ def describe(
 
 
 def prompt_shown(prompt: dict[str, Any]) -> dict[str, Any]:
-    """What a page shows of a row of `prompts`: texts that are harmless to look at, and `cut`, characters left out."""
+    """Columns of a row of `prompts` for a page: texts that are harmless to look at, and `cut`, characters left out."""
     texts = {key: str(prompt.get(key, "")) for key in ("text", "answer", "teacher_context")}
     shown: dict[str, Any] = {key: visible(text[:PROMPT_CHARACTERS]) for key, text in texts.items()}
     return shown | {"cut": max(0, len(texts["text"]) - PROMPT_CHARACTERS)}

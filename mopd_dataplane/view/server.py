@@ -14,7 +14,7 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.view.app import build_app
 from mopd_dataplane.view.guard import new_token
-from mopd_dataplane.view.stores import Shelf, Shown
+from mopd_dataplane.view.stores import Shown, ShownStores
 
 LOOPBACK = "127.0.0.1"
 
@@ -33,9 +33,9 @@ def serve(
     with listening:
         bound = listening.getsockname()[1]
         token = new_token()
-        shelf = Shelf([Shown(store, tokenizer=tokenizer, follow=follow) for store in stores])
+        shown = ShownStores([Shown(store, tokenizer=tokenizer, follow=follow) for store in stores])
         config = uvicorn.Config(
-            build_app(shelf, token=token, port=bound), log_level="warning", access_log=False, server_header=False,
+            build_app(shown, token=token, port=bound), log_level="warning", access_log=False, server_header=False,
             lifespan="off", timeout_graceful_shutdown=2,
         )  # fmt: skip
         logging.getLogger("uvicorn.error").addFilter(_no_ending)

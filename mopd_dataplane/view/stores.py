@@ -135,7 +135,7 @@ class Shown:
         return {"digest": index.snapshot.digest, "samples": index.total, "live": live, "writing": writing}
 
 
-class Shelf:
+class ShownStores:
     """Shown stores by the key the page uses: their place in the command line."""
 
     def __init__(self, shown: list[Shown]) -> None:

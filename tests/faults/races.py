@@ -344,7 +344,7 @@ def _differing(store: Store, there: dict[int, int]) -> Iterator[str]:
             given, held = getattr(sample, name), columns[name][place]
             given = given.tolist() if isinstance(given, np.ndarray) else given
             if given is not None and held != given:
-                yield f"sample {number}: {name} is {held!r:.80}, committed was {given!r:.80}"
+                yield f"sample {number}: {name} is {held!r:.80}, {given!r:.80} was committed"
 
 
 def run(ground: Ground, seed: int) -> tuple[int, list[str]]:

@@ -163,7 +163,7 @@ def finished_job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def concurrent_stage() -> str:
-    """Job text of a stage of 96 samples whose parts run at once."""
+    """Job text of a stage of 96 samples whose parts run concurrently."""
     return """
 [[stages]]
 name = "async"

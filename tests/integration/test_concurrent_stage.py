@@ -1,4 +1,4 @@
-"""One stage whose parts run at once: a part that dies ends the others, and the same command goes on."""
+"""One stage whose parts run concurrently: a part that dies ends the others, and the same command goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollout, scoring and training at once, in three processes that meet in the store only."""
+"""Rollout, scoring and training, concurrently in three processes that meet in the store only."""
 
 from __future__ import annotations
 

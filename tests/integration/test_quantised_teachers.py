@@ -1,4 +1,4 @@
-"""A job with a rounded teacher: what rounding does is measured once, before the first signal, whatever stops it."""
+"""A job with a quantised teacher: its effect is measured once, before the first signal, whatever stops it."""
 
 from __future__ import annotations
 

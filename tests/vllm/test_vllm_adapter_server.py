@@ -53,7 +53,7 @@ def test_what_the_server_does_not_take_is_refused_with_what_to_change(
     with pytest.raises(MismatchError, match=r"larger --max-lora-rank"):
         ServerEngine(wide, url=server.url, slots=4)
     other = write_adapter(models[1], tmp_path / "other")
-    with pytest.raises(MismatchError, match="needed is"):
+    with pytest.raises(MismatchError, match="this run needs"):
         ServerEngine(other, url=server.url, slots=4)
     with pytest.raises(MismatchError, match=r"started with --enable-lora, and reload_weights"):
         ServerEngine(models[1], url=server.url, slots=4, reload=True)

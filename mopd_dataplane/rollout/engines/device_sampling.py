@@ -34,7 +34,7 @@ _LIKELIEST = 1024
 def distribution_of(
     kind: type[Distribution], logits: Tensor, temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
 ) -> Distribution:
-    """What a sampler draws from logits [B, V], on their device where it can; see sampling.Distribution.of."""
+    """Distribution to draw from, of logits [B, V], on their device where it can; see sampling.Distribution.of."""
     if logits.device.type != "cpu" and kind is grouped_gumbel.Distribution:
         return DeviceDistribution.of(logits, temperature, top_k, top_p)
     return kind.of(logits.cpu().numpy(), temperature, top_k, top_p)

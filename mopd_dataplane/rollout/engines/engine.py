@@ -93,7 +93,7 @@ class StepOutput:
 
 
 @runtime_checkable
-class Sleeper(Protocol):
+class CanSleep(Protocol):
     """An engine that can leave its device without ending."""
 
     def sleep(self) -> bool:
@@ -179,14 +179,15 @@ def check_kept(output: StepOutput, asked: NDArray[np.bool_]) -> None:
         return
     if output.masks is None or not output.masks.fits(asked):
         raise EngineError(
-            "the engine does not say which tokens it kept to draw from, and rollout.record asks for it; nothing of "
-            'this step was written; set engine.kind = "hf", or take "sampling_mask" out of rollout.record'
+            "the engine gives no sampling masks, which rollout.record asks for; nothing of this step was written; "
+            ' set engine.kind = "hf", or take "sampling_mask" out of rollout.record'
         )
     if not (good := output.masks.holds(output.token_ids)).all():
         bad = int(np.flatnonzero(~good)[0])
         raise EngineError(
-            f"the engine drew token {output.token_ids[bad]} at response position {output.positions[bad]} and says that "
-            "it had not kept it; nothing of this step was written; run again to continue with a new engine"
+            f"the engine drew token {output.token_ids[bad]} at response position {output.positions[bad]}, "
+            "which its sampling mask does not hold; nothing of this step was written; run again to continue with a new "
+            "engine"
         )
 
 
@@ -198,7 +199,7 @@ def check_routes(output: StepOutput, asked: NDArray[np.bool_], lacking: NDArray[
     routes = output.routes
     if routes is None or len(routes.counts) != len(asked) or (routes.counts[asked] < lacking[asked]).any():
         raise EngineError(
-            "the engine does not say which experts it chose, and rollout.record asks for it; nothing of this step was "
+            "the engine gives no expert ids, which rollout.record asks for; nothing of this step was "
             'written; take "experts" out of rollout.record, or sample with a mixture of experts'
         )
     return routes

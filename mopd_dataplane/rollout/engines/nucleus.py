@@ -1,4 +1,4 @@
-"""Where a cut to the top k and to a nucleus ends, without sorting the vocabulary.
+"""Thresholds of top-k and top-p cuts, without sorting the vocabulary.
 
 The tokens that are kept are those above a *floor*, and of the tokens that score the floor itself those with the lowest
 ids. The floor is found by selection: what is certainly inside or certainly outside is set aside before anything is

@@ -92,7 +92,7 @@ class Streams:
             due = stream.again[len(stream.rescored)]
             if token != due:
                 raise EngineError(
-                    f"the engine was to repeat token {due} of sample {stream.request.uid} and said {token}: it does "
+                    f"the engine had to repeat token {due} of sample {stream.request.uid} and said {token}: it does "
                     "not run this package's sampler; see docs/engines.md, then run again to continue"
                 )
             stream.rescored.append(logprob)

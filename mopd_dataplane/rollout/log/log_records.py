@@ -124,7 +124,7 @@ class SamplingMask:
         handles, ordinals, sizes = (np.frombuffer(body, "<u4", count=count, offset=4 + 4 * count * n) for n in range(3))
         ids = np.frombuffer(body, "<u4", offset=4 + 12 * count)
         if sizes.sum(dtype=np.int64) != len(ids):
-            raise ValueError(f"support body holds {len(ids)} ids, its sizes say {sizes.sum(dtype=np.int64)}")
+            raise ValueError(f"sampling-mask body holds {len(ids)} ids, its sizes sum to {sizes.sum(dtype=np.int64)}")
         return cls(handles, ordinals, SamplingMasks(sizes.astype(np.int32), ids.astype(np.int32)))
 
 

@@ -93,7 +93,8 @@ def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Re
         try:
             ledger.apply(log_records.decode(record.kind, record.body))
         except (ValueError, KeyError, OverflowError) as error:
-            raise DamagedError(f"{base.path}: record {record.lsn} at byte {record.offset}: {error!r}") from None
+            where = f"{base.path}: record {record.lsn} at byte {record.offset}"
+            raise DamagedError(f"{where} does not follow from those before it ({error!r}); {_BY_HAND}") from None
     _check_tail(base)
     for segment in after:
         closed = base.records[-1].kind == log_records.Close.kind and base.valid_end == base.size

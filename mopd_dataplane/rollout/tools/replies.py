@@ -19,7 +19,7 @@ _MARK = "{reply}"
 
 @dataclass(frozen=True)
 class ReplyForm:
-    """How the student reads a reply.
+    """Form in which the student reads a reply.
 
     Example: reply_template "\\n{reply}\\n" -> ids("46") are the tokens of "\\n46\\n", before = after = "\\n".
     """
@@ -77,7 +77,7 @@ def whose_turns(response: Sequence[int], loss_mask: Sequence[int]) -> list[tuple
 def reply_form(
     tokenizer: PreTrainedTokenizerBase, *, prompt_template: str, reply_template: str, role: str
 ) -> ReplyForm:
-    """How the student reads a reply: as a message of the chat template where `prompt_template` is `chat`, else through
+    """Form in which the student reads a reply: a message of the chat template where `prompt_template` is `chat`, else
     `reply_template`.
 
     Raises PromptError for a chat template that does not append messages, or one without end-of-sequence tokens.

@@ -4,6 +4,8 @@
                                               └──dies──▶ its task goes back to the front; a new actor waits for room
 
 Ray places, starts and watches the actors. A task must be safe to repeat: what it has committed is exactly once by uid.
+Ray's own restarts (`max_restarts`, `max_task_retries`) are not used: they repeat a task on the same actor only, while
+here the next idle one takes it, and an actor that is unreachable but alive would come back beside its successor.
 """
 
 from __future__ import annotations

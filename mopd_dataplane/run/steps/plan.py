@@ -63,7 +63,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
 
 
 def training_of(run: Run, stage: Stage, window: int) -> Training:
-    """How a window of a stage is trained, as its plan sees it."""
+    """Settings of training of a stage's window that its plan depends on."""
     return Training(
         epochs=stage.train.epochs,
         group_size=stage.rollout.group_size if stage.data != "reference" else 1,

@@ -102,7 +102,7 @@ class Part:
 
     @property
     def adapter(self) -> Lora | None:
-        """What later policies of the sampler are, where they are adapters; a teacher stays as it is."""
+        """LoRA settings of the sampler's later policies, where they are adapters; a teacher stays as it is."""
         return self.stage.adapter if self.sampler.policy == "self" else None
 
 

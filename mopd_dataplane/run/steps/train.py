@@ -280,7 +280,7 @@ def _trainer(spec: Path, ranks: int) -> subprocess.Popen[bytes]:
 
 
 def kl_warning(values: Sequence[float]) -> str:
-    """What reverse KL to the teachers says over the steps of a stage's first window; empty when the student stays near.
+    """Warning about reverse KL to the teachers over a stage's first window; empty when the student stays near.
 
     values: of each step in order; nan where it is not measured. The last third is compared with the first: a rise
     counts when it is more than a tenth and more than twice its standard error, since batches differ. An estimate on

@@ -136,9 +136,9 @@ class Forgetful(ToyEngine):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda masks: None, "does not say which tokens it kept"),
-        (lambda masks: SamplingMasks(masks.sizes[1:], masks.ids), "does not say which tokens it kept"),
-        (lambda masks: SamplingMasks(masks.sizes, masks.ids + 50), "says that it had not kept it"),
+        (lambda masks: None, "gives no sampling masks"),
+        (lambda masks: SamplingMasks(masks.sizes[1:], masks.ids), "gives no sampling masks"),
+        (lambda masks: SamplingMasks(masks.sizes, masks.ids + 50), "which its sampling mask does not hold"),
     ],
 )
 def test_an_engine_that_says_nothing_or_nonsense_is_stopped_before_anything_is_logged(
@@ -197,7 +197,7 @@ def test_large_steps_are_cut_into_records_that_fit() -> None:
     np.testing.assert_array_equal(np.concatenate([m.ordinals for m in said]), ordinals)
     np.testing.assert_array_equal(np.concatenate([m.masks.sizes for m in said]), sizes)
     np.testing.assert_array_equal(np.concatenate([m.masks.ids for m in said]), masks.ids)
-    with pytest.raises(ValueError, match="support body holds"):
+    with pytest.raises(ValueError, match="sampling-mask body holds"):
         log_records.decode(log_records.SamplingMask.kind, said[0].encode()[:-4])
 
 

@@ -1,4 +1,4 @@
-"""Tokens that arrive on their own: repeated prefixes, early ends, silence; and the ticket that orders them."""
+"""Tokens that arrive on their own: repeated prefixes, early ends, silence; and their order."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_repeated_prefix_is_the_check_and_never_new(streams: Streams) -> None:
 
 def test_an_engine_that_cannot_repeat_is_refused(streams: Streams) -> None:
     stream = streams.open(1, request(20, 21), again=2)
-    with pytest.raises(EngineError, match="was to repeat token 20 of sample a and said 9"):
+    with pytest.raises(EngineError, match="had to repeat token 20 of sample a and said 9"):
         streams.arrive(stream.name, [9], [-1.0])
     with pytest.raises(EngineError, match="before it had repeated 2 tokens"):
         streams.end(stream.name)

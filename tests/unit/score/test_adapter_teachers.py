@@ -1,4 +1,4 @@
-"""Teachers that are adapters: many on one base in memory, each judging as its merged form does."""
+"""Teachers that are adapters: many on one base in memory, each scoring as its merged form does."""
 
 from __future__ import annotations
 

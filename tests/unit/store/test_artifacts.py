@@ -49,7 +49,7 @@ def test_the_first_of_two_wins_and_the_other_leaves_nothing(files: ObjectFiles, 
     first, second = policy(tmp_path / "first", "one"), policy(tmp_path / "second", "two")
 
     def overtake(point: str) -> None:
-        if point == "shelf.uploaded":
+        if point == "artifact.uploaded":
             fault_points.observe(None)
             ArtifactStore(files).publish("policies/a/v1", first)
 
@@ -65,7 +65,7 @@ def test_the_first_of_two_wins_and_the_other_leaves_nothing(files: ObjectFiles, 
 
 def test_a_publisher_that_dies_has_published_nothing(files: ObjectFiles, tmp_path: Path) -> None:
     def die(point: str) -> None:
-        if point == "shelf.uploaded":
+        if point == "artifact.uploaded":
             raise Died
 
     fault_points.observe(die)

@@ -1,4 +1,4 @@
-"""What compaction frees at once, what it leaves alone, and what it says of that."""
+"""What compaction frees, what it leaves alone, and what it says of that."""
 
 from __future__ import annotations
 

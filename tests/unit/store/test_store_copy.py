@@ -202,7 +202,7 @@ def test_a_damaged_row_is_named_and_the_copy_is_no_store(make_store: Callable[..
     damaged = Store.open(tmp_path / "source")
     for copied, name in ((copy_samples(damaged, str(tmp_path / "some"), "true"), "some"),
                          (copy_whole(damaged, str(tmp_path / "all")), "all")):  # fmt: skip
-        with pytest.raises(DamagedError, match=r"prompts .*: row crc32c .*, committed was"):
+        with pytest.raises(DamagedError, match=r"prompts .*: row crc32c .*, .* was committed"):
             list(copied)
         with pytest.raises(UnknownNameError):
             Store.open(tmp_path / name)

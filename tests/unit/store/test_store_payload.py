@@ -206,7 +206,7 @@ def test_a_second_teacher_touches_no_byte_of_samples_or_tokens(scored: Store) ->
         ("logprob", {"sample_row": 99}, MismatchError, "`samples` has: 8 rows"),
         ("topk", {"topk_logprobs": np.zeros((1, 4), np.float32)}, MismatchError, "expected"),
         ("hidden", {"hidden": np.zeros((15, 4), np.float32)}, MismatchError, "hidden"),
-        ("logprob", {"kind": "topk"}, MismatchError, "committed as 'logprob'"),
+        ("logprob", {"kind": "topk"}, MismatchError, "passed to commit_signals as 'logprob'"),
     ],
 )
 def test_impossible_signals_are_refused(

@@ -66,7 +66,7 @@ def test_bytes_leave_the_disk_and_no_row_moves(store: Store) -> None:
 
 def test_what_is_gone_says_so_and_the_store_is_sound(store: Store) -> None:
     store.free_hidden("adder", range(10))
-    with pytest.raises(UnknownNameError, match="have served and were freed"):
+    with pytest.raises(UnknownNameError, match="were freed after training"):
         states(store, [25, 3])
     assert findings(store) == []
     assert store.missing_signals("adder", "hidden", range(ROWS)).tolist() == [], "it is not scored again and again"

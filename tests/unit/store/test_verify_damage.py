@@ -90,7 +90,7 @@ DAMAGES = {
         rewrite("tokens", lambda rows: at(0, tokens=[7, *rows[0]["tokens"][1:]])(rows)),
         [("tokens", 0, uid(0), "crc32c")],
     ),
-    "wrong checksum": (rewrite("samples", at(1, payload_crc=1)), [("tokens", 1, uid(1), "committed was 00000001")]),
+    "wrong checksum": (rewrite("samples", at(1, payload_crc=1)), [("tokens", 1, uid(1), "00000001 was committed")]),
     "lengths that contradict": (rewrite("samples", at(1, total_len=99)), [("samples", 1, uid(1), "L 99")]),
     "dangling signal": (
         rewrite("signals/t/logprob", without_last),

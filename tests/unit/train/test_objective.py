@@ -559,7 +559,7 @@ def test_a_divergence_of_another_package_is_computed_as_the_kernels_do(
     teacher = Head(torch.randn(V - 2, D), bias=torch.randn(V - 2), softcap=3.0)
     settings: dict[str, Any] = {"alpha": 0.3, "temperature": 1.7, "normaliser": "sequence"}
     monkeypatch.setattr("mopd_dataplane.job.divergences.find_plugin", lambda *_: _Skewed)
-    monkeypatch.setattr("mopd_dataplane.train.guest_divergence.PART", part)
+    monkeypatch.setattr("mopd_dataplane.train.plugin_divergence.PART", part)
     found, ours = (
         ObjectiveLoss(Objective(divergence=DivergenceTerm(kind=kind, **settings)))
         for kind in ("somewhere:Skewed", "skew_reverse")

@@ -1,4 +1,4 @@
-"""The overlap diagnostics against their definition, one position at a time."""
+"""Top-k agreement against their definition, one position at a time."""
 
 from __future__ import annotations
 

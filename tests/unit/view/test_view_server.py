@@ -19,7 +19,7 @@ from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.view.app import build_app
 from mopd_dataplane.view.glance import OF_MANY
-from mopd_dataplane.view.stores import Shelf, Shown
+from mopd_dataplane.view.stores import Shown, ShownStores
 
 PORT = 8123
 TOKEN = "secret"
@@ -28,7 +28,7 @@ BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
 def client_of(store: Store, **headers: str) -> TestClient:
-    app = build_app(Shelf([Shown(store)]), token=TOKEN, port=PORT)
+    app = build_app(ShownStores([Shown(store)]), token=TOKEN, port=PORT)
     return TestClient(app, base_url=BASE, headers=headers, follow_redirects=False)
 
 
@@ -138,7 +138,7 @@ def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> Non
 
 def test_the_first_page_does_not_wait_for_the_index(demo_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(demo_store)
-    page = TestClient(build_app(Shelf([shown]), token=TOKEN, port=PORT), base_url=BASE, headers=BEARER)
+    page = TestClient(build_app(ShownStores([shown]), token=TOKEN, port=PORT), base_url=BASE, headers=BEARER)
     with monkeypatch.context() as patch:
         patch.setattr("mopd_dataplane.view.stores.Index", None)
         described, first = get(page, "stores"), get(page, "samples", limit=7, offset=3)
@@ -344,7 +344,7 @@ def test_answers_of_two_stores_are_aligned_each_from_its_own(
     demo_store: Store, make_store: Callable[..., Store], tmp_path: Path
 ) -> None:
     other = make_store(tmp_path / "other", prompts=2, seed=1)
-    app = build_app(Shelf([Shown(demo_store), Shown(other)]), token=TOKEN, port=PORT)
+    app = build_app(ShownStores([Shown(demo_store), Shown(other)]), token=TOKEN, port=PORT)
     page = TestClient(app, base_url=BASE, headers=BEARER)
     found = get(page, "compare", store=0, other=1, a="iteration = 0", b="iteration = 0")
     apart = 0

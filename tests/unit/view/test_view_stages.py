@@ -18,7 +18,7 @@ from mopd_dataplane.view.export import export_folder
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.prompt import answers
 from mopd_dataplane.view.sample import PROMPT_CHARACTERS, prompt_shown, score_rows
-from mopd_dataplane.view.stores import Shelf, Shown
+from mopd_dataplane.view.stores import Shown, ShownStores
 from mopd_dataplane.view.topk import candidates
 
 GROUP = "p#0"
@@ -80,7 +80,7 @@ def test_a_long_prompt_says_how_much_of_it_is_left_out() -> None:
 
 def test_stores_of_one_name_are_told_apart(make_store: Callable[..., Store], tmp_path: Path) -> None:
     stores = [make_store(tmp_path / run / "demo", prompts=1) for run in ("a", "b")]
-    names = [about["name"] for about in Shelf([Shown(store) for store in stores]).describe()]
+    names = [about["name"] for about in ShownStores([Shown(store) for store in stores]).describe()]
     assert names == ["demo in a/demo", "demo in b/demo"]
 
 

@@ -20,7 +20,7 @@ PART = 1 << 24
 """Logits of one model that are held at once."""
 
 
-def guest_divergence(
+def plugin_divergence(
     kind: Divergence, term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head
 ) -> Tensor:
     """[N] f32, differentiable with respect to hidden [N, Ds] and the student's head; states [N, Dt] of the teacher.
