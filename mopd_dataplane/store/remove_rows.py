@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.store.lance_errors import is_overtaken, writing
+from mopd_dataplane.store.lance_errors import writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.merge_check import check_kept, rows_at_once
 from mopd_dataplane.store.place import Place
@@ -50,13 +50,8 @@ def remove_rows(place: Place, table: Table, gone: NDArray[np.int64], blobs: Blob
             operation = lance.LanceOperation.Update(
                 removed_fragment_ids=[fragment.fragment_id for fragment, _ in touched], new_fragments=left
             )
-            try:
-                done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
-            except OSError as error:
-                if not is_overtaken(error):
-                    raise
+            if not table.commit_at(dataset, operation):
                 continue
-            table.make_durable(done)
         fault_point("delete.removed")
         return int(sum(np.isin(ids, gone).sum() for _, ids in touched))
     return 0

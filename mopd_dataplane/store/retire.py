@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.dataset_format import FREED
-from mopd_dataplane.store.lance_errors import is_overtaken, writing
+from mopd_dataplane.store.lance_errors import writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import row_ids
@@ -83,14 +83,8 @@ def _replace(table: Table, what: Freeable) -> int:
         operation = lance.LanceOperation.Merge(
             [fresh.get(place, fragment) for place, fragment in enumerate(held)], dataset.lance_schema
         )
-        try:
-            done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
-        except OSError as error:
-            if not is_overtaken(error):
-                raise
-            continue
-        table.make_durable(done)
-        return sum(fragment.physical_rows for fragment in fresh.values())
+        if table.commit_at(dataset, operation):
+            return sum(fragment.physical_rows for fragment in fresh.values())
 
 
 def _served(dataset: lance.LanceDataset, what: Freeable) -> Iterator[int]:

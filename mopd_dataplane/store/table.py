@@ -271,6 +271,17 @@ class Table:
         self._acknowledged.record(dataset.version)
         self._place.committed()
 
+    def commit_at(self, dataset: lance.LanceDataset, operation: lance.LanceOperation.BaseOperation) -> bool:
+        """Commit on exactly this version, durable on return; False when another commit came first."""
+        try:
+            done = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version, max_retries=0)
+        except OSError as error:
+            if not is_overtaken(error):
+                raise
+            return False
+        self.make_durable(done)
+        return True
+
     def _evolved(self) -> lance.LanceDataset:
         """The newest version, given the nullable columns that came into being after the dataset."""
         dataset = self.open_to_write()
@@ -303,9 +314,7 @@ class Table:
             if time.monotonic() >= self._clean_up_at:  # Lance reads every manifest to find the old ones
                 drop_old(dataset)
                 self._clean_up_at = time.monotonic() + CLEAN_UP_S
-        except (
-            DamagedError
-        ) as error:  # what was committed is; files that are damaged stay apart until they are restored
+        except DamagedError as error:  # the commit stands; damaged files stay unmerged until they are restored
             warnings.warn(str(error), stacklevel=2)
         except OSError as error:
             if not is_overtaken(error):
