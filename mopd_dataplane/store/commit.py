@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import lance
 import numpy as np
@@ -31,6 +32,8 @@ from mopd_dataplane.store.table import Table
 
 LARGE = 4 << 20
 """Bytes of tokens from which on a commit keeps the memory that Lance takes and frees, for the next one."""
+CHECKSUMS_S = 600.0
+"""Longest time that the checksums of one commit may take."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,13 @@ def commit_samples(
         checksums = beside.submit(lambda: list(map(sample_crc, batch)))
         records = beside.submit(lambda: list(map(sample_record, batch)))
         found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
-        dropped = _dropped(visible, uids, checksums.result, (found >= 0).tolist(), keep_first)
+        dropped = _dropped(visible, uids, partial(checksums.result, CHECKSUMS_S), (found >= 0).tolist(), keep_first)
         absent = np.flatnonzero(found < 0).tolist()
         payload_rows = np.full(len(batch), -1, np.int64)
         payload_rows[absent], with_payload = place_payload(
             tokens,
             [batch[i].uid for i in absent],
-            lambda places: [checksums.result()[absent[i]] for i in places],
+            lambda places: [checksums.result(timeout=CHECKSUMS_S)[absent[i]] for i in places],
             lambda places: token_rows([batch[absent[i]] for i in places]),
             token_crcs,
             adopt=tokens.open().count_rows() != visible.count_rows(),
