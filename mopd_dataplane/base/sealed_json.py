@@ -36,7 +36,8 @@ def unseal(content: bytes | str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where} is not JSON ({error}); restore it from a copy") from None
     if not isinstance(value, dict):
-        raise DamagedError(f"{where} holds a {type(value).__name__}, not an object; restore it from a copy")
+        kind = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")
+        raise DamagedError(f"{where} holds {kind}, not an object; restore it from a copy")
     if SEAL not in value:
         raise DamagedError(f"{where} lacks its checksum ({SEAL!r}); restore it from a copy")
     said = value.pop(SEAL)
