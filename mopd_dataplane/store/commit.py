@@ -63,29 +63,28 @@ def commit_samples(
     size = sum(sample.tokens.nbytes for sample in batch)
     memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
     with memory, ThreadPoolExecutor(1, "metadata") as beside:  # Lance and the disk are waited for meanwhile
-        checksums = beside.submit(lambda: list(map(sample_crc, batch)))
+        crcs = partial(beside.submit(lambda: list(map(sample_crc, batch))).result, CHECKSUMS_S)
         records = beside.submit(lambda: list(map(sample_record, batch)))
         found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
-        dropped = _dropped(visible, uids, partial(checksums.result, CHECKSUMS_S), (found >= 0).tolist(), keep_first)
+        dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
         absent = np.flatnonzero(found < 0).tolist()
         payload_rows = np.full(len(batch), -1, np.int64)
         payload_rows[absent], with_payload = place_payload(
             tokens,
             [batch[i].uid for i in absent],
-            lambda places: [checksums.result(timeout=CHECKSUMS_S)[absent[i]] for i in places],
+            lambda places: [crcs()[absent[i]] for i in places],
             lambda places: token_rows([batch[absent[i]] for i in places]),
             token_crcs,
             adopt=tokens.open().count_rows() != visible.count_rows(),
         )
         tokens.make_durable(with_payload)
     fault_point("commit.payload.durable")
-    crcs = checksums.result(timeout=0)
-    done = samples.insert(sample_rows(records.result(timeout=0), payload_rows, crcs))
+    done = samples.insert(sample_rows(records.result(timeout=0), payload_rows, crcs()))
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}
     overtaken = ((found < 0) & ~done.new).tolist()  # another writer was first, since we looked
-    dropped += [uid for uid in _dropped(done.dataset, uids, lambda: crcs, overtaken, keep_first) if uid not in dropped]
+    dropped += [uid for uid in _dropped(done.dataset, uids, crcs, overtaken, keep_first) if uid not in dropped]
     return CommitReceipt(rows=done.rows, inserted=int(done.new.sum()), versions=versions, dropped=tuple(dropped))
 
 
