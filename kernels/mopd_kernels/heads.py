@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mopd_kernels.epilogue import Epilogue
 
-VOCABULARY_BLOCK = 8192
+VOCABULARY_BLOCK = 2048
 """Head rows upcast at a time on devices without a half-in float32-out product."""
 HALF = (torch.float16, torch.bfloat16)
 

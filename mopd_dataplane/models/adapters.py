@@ -42,6 +42,8 @@ _IN_TURN = ("policy", "policy2")
 """Names of the adapter that samples, inside its model: one comes in beside the one that it replaces."""
 _PREFIX = "base_model.model."
 """Prefix of peft for the names of an adapter's tensors."""
+_NAMES = ("auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type")
+"""Keys of an adapter's config that say nothing of its factors."""
 
 
 def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
@@ -84,14 +86,28 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
     Raises MismatchError when a target is missing in the base, or a factor has another shape than the base and the rank
     in its config give it.
     """
-    import torch
-    from peft import LoraConfig
-    from peft.functional import get_peft_model_state_dict
-    from safetensors.torch import load_file
+    make_room(model, folder, name)
+    fill(model, name, read_factors(model, folder, name))
+    activate(model, name)
 
-    known = LoraConfig.__dataclass_fields__
-    said = {key: value for key, value in read_adapter_config(folder).items() if key in known}
-    config = LoraConfig(**{**said, "inference_mode": True, "init_lora_weights": True, "lora_dropout": 0.0})
+
+def shape_of(folder: str | Path) -> str:
+    """Equal for two adapters whose factors have the same places, shapes and scale, so that they fit the same room.
+
+    Raises InputError, MismatchError or UnknownNameError as `read_adapter_config` does.
+    """
+    config: dict[str, Any] = _peft_config(folder).to_dict()  # type: ignore[no-untyped-call]
+    return json.dumps(
+        {key: value for key, value in config.items() if key not in _NAMES}, sort_keys=True, default=sorted
+    )
+
+
+def make_room(model: PreTrainedModel, folder: str | Path, name: str) -> None:
+    """Put an adapter of the shape that a folder's has into a base under a name, without the folder's factors.
+
+    Raises MismatchError when a target is missing in the base or cannot be adapted.
+    """
+    config = _peft_config(folder)
     where = str(Path(folder) / ADAPTER_CONFIG)
     _check_targets(model, config, where)
     _inject(model, config, name, where)
@@ -102,22 +118,34 @@ def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
         )
     if config.use_dora and _is_adapted(_ends(model)[1]):
         raise MismatchError(f"{where}: DoRA on the LM head is not supported; merge the adapter into its base")
-    stored = load_file(Path(folder) / ADAPTER_WEIGHTS)
-    here = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    found = {key.removeprefix(_PREFIX): tensor for key, tensor in stored.items()}
-    _drop_base(model, found, Path(folder) / ADAPTER_WEIGHTS)
-    for key in sorted(here.keys() | found.keys()):
-        mine, theirs = here.get(key), found.get(key)
+
+
+def read_factors(model: PreTrainedModel, folder: str | Path, name: str) -> dict[str, torch.Tensor]:
+    """Factors of a folder's adapter by their names in peft's files, in dtype and on device of the room `name`.
+
+    Raises MismatchError when one has another shape than the room.
+    """
+    from safetensors.torch import load_file
+
+    file = Path(folder) / ADAPTER_WEIGHTS
+    found = {key.removeprefix(_PREFIX): tensor for key, tensor in load_file(file).items()}
+    _drop_base(model, found, file)
+    room, rank = _room(model, name), read_adapter_config(folder)["r"]
+    for key in sorted(room.keys() | found.keys()):
+        mine, theirs = room.get(key), found.get(key)
         if mine is None or theirs is None or mine.shape != theirs.shape:
             shapes = [None if one is None else list(one.shape) for one in (theirs, mine)]
             raise MismatchError(
-                f"{Path(folder) / ADAPTER_WEIGHTS}: {key} is {shapes[0]}, rank {config.r} on this base needs "
-                f"{shapes[1]}; this is an adapter of another rank or for another base"
+                f"{file}: {key} is {shapes[0]}, rank {rank} on this base needs {shapes[1]}; this is an adapter of "
+                "another rank or for another base"
             )
-    with torch.no_grad():
-        for key, tensor in here.items():
-            tensor.copy_(found[key])
-    activate(model, name)
+    return {key: found[key].to(mine.device, mine.dtype, copy=True) for key, mine in room.items()}
+
+
+def fill(model: PreTrainedModel, name: str, factors: Mapping[str, torch.Tensor]) -> None:
+    """Copy factors that `read_factors` gave into their room."""
+    for key, tensor in _room(model, name).items():
+        tensor.copy_(factors[key])
 
 
 def replace_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -205,6 +233,23 @@ def save_adapter(
 def trained_tensors(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """Parameters of the adapter that is trained, by their names in the model."""
     return {name: weight for name, weight in model.named_parameters() if f".{TRAINED}." in name and "lora_" in name}
+
+
+def _peft_config(folder: str | Path) -> LoraConfig:
+    """Config of a folder's adapter, for inference."""
+    from peft import LoraConfig
+
+    known = LoraConfig.__dataclass_fields__
+    said = {key: value for key, value in read_adapter_config(folder).items() if key in known}
+    return LoraConfig(**{**said, "inference_mode": True, "init_lora_weights": True, "lora_dropout": 0.0})
+
+
+def _room(model: PreTrainedModel, name: str) -> dict[str, torch.Tensor]:
+    """Tensors of an adapter in a model, by their names in peft's files; writing to them writes to the model."""
+    from peft.functional import get_peft_model_state_dict
+
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return found
 
 
 def _drop_base(model: PreTrainedModel, stored: dict[str, torch.Tensor], file: Path) -> None:

@@ -1,8 +1,12 @@
-"""Teachers that are adapters on one base: the base is loaded once, with all adapters, of which one is active at a
-time."""
+"""Teachers that are adapters on one base: the base is loaded once, and one adapter is active at a time.
+
+The factors of all adapters are in memory, outside the model. Inside there is room for one of each shape: a model with a
+hundred adapters in it takes seconds to switch, since peft walks through all of them.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,35 +24,53 @@ if TYPE_CHECKING:
 
 
 class AdaptedBase:
-    """A base and the adapters that were read into it. They stay as long as it does: one is some hundredths."""
+    """A base and the adapters that were read for it. They stay as long as it does: one is some hundredths of it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._names: dict[str, str] = {}
-        self._acting = ""
+        self._rooms: dict[str, str] = {}
+        """Name of the room in the model, by shape of adapter."""
+        self._factors: dict[str, tuple[str, dict[str, Tensor]]] = {}
+        """Room and factors of each teacher."""
+        self._numbers = itertools.count()
+        self._active_room = ""
+        self._active = ""
         self.switches = 0
-        """Times another adapter began to act."""
+        """Times another adapter became active."""
 
     @property
     def teachers(self) -> tuple[str, ...]:
         """Teachers whose adapters are in memory."""
-        return tuple(self._names)
+        return tuple(self._factors)
 
     def reader(self, teacher: str, folder: Path) -> AdapterReader:
         """A teacher, its adapter read unless it is here. Raises MismatchError when that does not fit the base."""
-        if teacher not in self._names:
-            name = f"teacher{len(self._names)}"
-            self._acting = ""
-            adapters.attach(self.model, folder, name)
-            self._names[teacher] = name
+        if teacher not in self._factors:
+            room = self._room(folder)
+            self._factors[teacher] = room, adapters.read_factors(self.model, folder, room)
         return AdapterReader(self, teacher)
+
+    def _room(self, folder: Path) -> str:
+        """Name of the room for an adapter, which is made for the first of its shape."""
+        shape = adapters.shape_of(folder)
+        if shape not in self._rooms:
+            self._active_room = self._active = ""
+            name = f"room{next(self._numbers)}"  # never again, also not where one does not fit
+            adapters.make_room(self.model, folder, name)
+            self._rooms[shape] = name
+        return self._rooms[shape]
 
     def act(self, teacher: str) -> None:
         """Make a teacher's adapter the active one."""
-        if teacher != self._acting:
-            adapters.activate(self.model, self._names[teacher])
-            self._acting = teacher
-            self.switches += 1
+        if teacher == self._active:
+            return
+        room, factors = self._factors[teacher]
+        adapters.fill(self.model, room, factors)
+        if room != self._active_room:
+            adapters.activate(self.model, room)
+            self._active_room = room
+        self._active = teacher
+        self.switches += 1
 
     def close(self) -> None:
         """Nothing outlives the object."""

@@ -117,6 +117,21 @@ def test_adapters_share_a_base_that_is_loaded_once(base: Path, make_adapter: Ada
     assert touched.head_file == "heads/head.safetensors"
 
 
+def test_the_model_holds_one_adapter_of_each_shape(base: Path, make_adapter: AdapterMaker) -> None:
+    """Else peft would walk through all of them at every switch: seconds with a hundred."""
+    folders = {f"t{seed}": make_adapter(seed) for seed in range(3)}
+    folders |= {
+        "wide": make_adapter(3, r=8),
+        "scaled": make_adapter(4, lora_alpha=2),
+        "dora": make_adapter(use_dora=True),
+    }
+    apart = {name: logprobs(pool_of({name: folder}, base).teacher(name)) for name, folder in folders.items()}
+    pool = pool_of(folders, base)
+    for name in ("t0", "wide", "t1", "dora", "scaled", "t1", "t2", "wide", "dora", "t0"):
+        assert torch.equal(logprobs(pool.teacher(name)), apart[name]), name
+    assert len(pool.model("t0").peft_config) == 4
+
+
 def test_a_blend_of_adapters_fits_where_one_base_does(base: Path, make_adapter: AdapterMaker) -> None:
     folders = {"a": make_adapter(1), "b": make_adapter(2)}
     pool = pool_of(folders, base)
