@@ -185,7 +185,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
         ({"use_dora": True}, "states", "", "use_dora = true.*merged form"),
         ({"rank_pattern": {"q_proj": 1024}}, "states", "", "rank 1024, and vLLM takes at most 512"),
         ({"target_modules": ["v_proj", "lm_head"]}, "prompt_logprobs", "", r"lm_head.*set score\.reads = \"states\""),
-        ({}, "prompt_logprobs", "http://127.0.0.1:8000/v1", r"server \(http://127.0.0.1:8000/v1\).*take out url"),
+        ({}, "prompt_logprobs", "http://127.0.0.1:8000/v1", r"server at http://127.0.0.1:8000/v1.*take out url"),
     ],
     ids=["dora", "rank", "head", "server"],
 )
