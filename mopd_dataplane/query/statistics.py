@@ -98,7 +98,7 @@ class Recovery:
         test = "" if lead.p is None else f"; McNemar p = {lead.p:.2g}"
         return (
             f"the teacher's lead over the base, {100 * lead.value:+.1f} points ({100 * lead.low:+.1f} to "
-            f"{100 * lead.high:+.1f}{test}), is not told from 0: nothing to recover"
+            f"{100 * lead.high:+.1f}{test}), does not differ from 0 significantly: nothing to recover"
         )
 
 

@@ -155,7 +155,7 @@ def test_a_route_to_a_teacher_outside_the_window_is_refused():
 
 def test_signals_without_scores_are_refused():
     samples, _, _ = tables(6)
-    with pytest.raises(InputError, match="no scores were given"):
+    with pytest.raises(InputError, match="was given no scores"):
         collect_columns([(np.arange(6), samples)], 6, route=None, teachers=[], signals=("topk",))
 
 
