@@ -46,11 +46,16 @@ def become_of(words: list[str]) -> str:
 def run(chosen: Iterable[tuple[str, list[str]]], empty: Path) -> Tally:
     """Run cases in the folder `empty`, which must stay so."""
     tally, before = Tally(), Path.cwd()
+    counts = tally.counts = dict.fromkeys(("refused", "tracebacks", "files left", "time-outs"), 0)
     os.chdir(empty)
     try:
         for what, words in chosen:
             wrong = become_of(words)
             left = sorted(path.name for path in empty.iterdir())
+            counts["refused"] += not wrong
+            counts["tracebacks"] += wrong.startswith(("traceback", "not foreseen"))
+            counts["files left"] += len(left)
+            counts["time-outs"] += wrong.startswith("took")
             tally.case(not wrong and not left, f"{what}: {wrong}{' left ' + str(left) if left else ''}")
             for name in left:
                 shutil.rmtree(empty / name) if (empty / name).is_dir() else (empty / name).unlink()

@@ -33,6 +33,8 @@ class Tally:
 
     tried: int = 0
     failures: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    """What else is printed, by name."""
 
     def case(self, passed: bool, what: str) -> None:
         """Count one case; `what` must be enough to run it again."""
@@ -84,6 +86,7 @@ def measure(number: int, tier: str, seed: int) -> Iterator[dict[str, Any]]:
             "passed": tally.tried - len(tally.failures),
             "seconds": round(time.monotonic() - began, 1),
             "failures": tally.failures[:5],
+            "counts": tally.counts,
         }
 
 
@@ -123,6 +126,8 @@ def main() -> int:
                     f"{line['seconds']:7.1f} s",
                     flush=True,
                 )
+                if counts := line.get("counts"):
+                    print("     " + ", ".join(f"{name} {count:,}" for name, count in counts.items()), flush=True)
                 failed += bool(line["failures"])
                 for failure in line["failures"]:
                     print(f"     commit {commit()}, seed {given.seed}: {failure}", file=sys.stderr, flush=True)
