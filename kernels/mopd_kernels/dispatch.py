@@ -6,6 +6,7 @@ same numbers up to rounding.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Plan:
         )
 
 
+@functools.cache
 def has_triton() -> bool:
     """Whether triton can be imported here."""
     return importlib.util.find_spec("triton") is not None

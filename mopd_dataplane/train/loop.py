@@ -109,7 +109,7 @@ class Trainer:
             )
         self.optimizer.step()
         if self.stats is not None:
-            self.stats.write(step, window.policy_version)
+            self.stats.end_step(step, window.policy_version)
         metrics = StepMetrics(
             stage=batch.stage,
             step=step,

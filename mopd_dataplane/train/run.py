@@ -136,6 +136,8 @@ class Run:
         batch.release()
         at = self._position
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
+        if self._position.window_step == window.steps:
+            self._write_stats()
         if self._log is not None:
             self._log.write(metrics)
         if self._tracker is not None:
@@ -146,7 +148,12 @@ class Run:
         fault_point("train.save")
         if self._log is not None:
             self._log.sync()
+        self._write_stats()
         self._checkpoints.save(self._position, self._identity(window), self._trainer.student, self._trainer.optimizer)
+
+    def _write_stats(self) -> None:
+        if self._trainer.stats is not None:
+            self._trainer.stats.write()
 
     def _resume(self) -> Position:
         saved = self._checkpoints.latest()

@@ -1,14 +1,17 @@
 """Per-token statistics of a step, in files for the job that started the trainer, which writes them to the store.
 
-A rank keeps the values on its device until the step is over, then writes one file a step in a folder beside the
-checkpoints. Nothing waits for the disk: they are for analysis only, and a file torn by a power cut is thrown away.
+A rank keeps the values of some steps on its device, then writes them as one file in a folder beside the checkpoints.
+Nothing waits for the disk: they are for analysis only, and a file torn by a power cut is thrown away. A checkpoint
+never stands behind steps whose values are not in a file: what a killed rank still held belongs to steps that are taken
+again.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from mopd_kernels import token_logprob
 from mopd_kernels.heads import Head, target_logits
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from mopd_dataplane.base.stats_choice import keeps_stats
@@ -26,6 +29,11 @@ from mopd_dataplane.train.microbatch import MicroBatch
 
 FOLDER = "token_stats"
 """Beside the checkpoints of the stage."""
+STEPS = 8
+"""Steps of one file at most: opening, writing and renaming one costs about as much as the values of a step."""
+
+
+LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -34,20 +42,22 @@ class Picked:
 
     index: Tensor
     """[n] int64 places among the pass's trained tokens, on its device."""
-    sample_rows: Tensor
-    """[n] int64, on the CPU"""
-    positions: Tensor
-    """[n] int64 place of each token in its sequence, on the CPU"""
+    sample_rows: NDArray[np.int64]
+    """[n]"""
+    positions: NDArray[np.int64]
+    """[n] place of each token in its sequence"""
 
 
-@dataclass
-class _Step:
-    """Figures of one step so far, one part for each forward pass."""
+@dataclass(frozen=True)
+class _Part:
+    """Figures of one forward pass."""
 
-    rows: list[Tensor] = field(default_factory=list)
-    positions: list[Tensor] = field(default_factory=list)
-    teachers: list[str] = field(default_factory=list)
-    values: list[dict[str, Tensor]] = field(default_factory=list)
+    names: tuple[str, ...]
+    values: Tensor
+    """[len(names), n] f16 on the device"""
+    sample_rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    teacher: str
 
 
 class StatsOfSteps:
@@ -58,63 +68,93 @@ class StatsOfSteps:
         self._mode = mode
         self._rank = rank
         self._temperature = temperature
-        self._step = _Step()
+        self._passes: list[_Part] = []
+        self._steps: list[tuple[int, int, list[_Part]]] = []
+        """Step, policy version and passes of the steps that are not in a file yet."""
+        self._since: int | None = None
+        """First step since the last file, whether this rank kept anything of it or not."""
         if mode != "off":
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def pick(self, batch: MicroBatch, device: torch.device) -> Picked | None:
         """Tokens of a forward pass, still on the CPU, that will be kept; None when there are none."""
-        kept = torch.from_numpy(keeps_stats(self._mode, batch.sample_rows.numpy()))
-        if not len(batch.targets) or not kept.any():
+        sample_rows = batch.sample_rows.numpy()
+        kept = keeps_stats(self._mode, sample_rows)
+        if not kept.any():
             return None
-        index = kept[batch.sequence].nonzero()[:, 0]
-        sequence = batch.sequence[index]
-        return Picked(
-            index.to(device, non_blocking=True), batch.sample_rows[sequence], batch.position[index]
-        ) if len(index) else None  # fmt: skip
+        sequence = batch.sequence.numpy()
+        index = np.flatnonzero(kept[sequence])
+        if not len(index):
+            return None
+        place = torch.from_numpy(index).to(device, non_blocking=True)
+        return Picked(place, sample_rows[sequence[index]], batch.position.numpy()[index])
 
     @torch.no_grad()
     def add(self, picked: Picked, found: dict[str, Tensor], hidden: Tensor, head: Head, batch: MicroBatch) -> None:
         """Keep the picked tokens' statistics of a pass: those that the objective computed, and the missing ones."""
-        values = {name: found[name].detach()[picked.index] for name in PER_TOKEN_STATS if name in found}
-        mask, targets = batch.sampling_mask, batch.targets[picked.index]
-        if "logprob" in found and "student_entropy" in values:
-            logprob = found["logprob"].detach()[picked.index]
-        elif "logsumexp" in found and mask is None:
+        names = [name for name in PER_TOKEN_STATS if name in found]
+        given = names + [name for name in ("logprob", "logsumexp") if name in found]
+        rows = torch.stack([*(found[name].detach() for name in given), batch.sampler_logprobs])[:, picked.index]
+        values = dict(zip(given, rows, strict=False))
+        mask = batch.sampling_mask
+        if "logprob" in values and "student_entropy" in values:
+            logprob = values["logprob"]
+        elif "logsumexp" in values and mask is None:
+            targets = batch.targets[picked.index]
             logit = target_logits(hidden[picked.index], head, targets, temperature=self._temperature)
-            logprob = logit - found["logsumexp"][picked.index]
+            logprob = logit - values["logsumexp"]
         else:
             logprob, entropy = token_logprob(
-                hidden[picked.index], head, targets, temperature=self._temperature,
+                hidden[picked.index], head, batch.targets[picked.index], temperature=self._temperature,
                 sampling_mask=None if mask is None else mask[picked.index], return_entropy=True,
             )  # fmt: skip
             values.setdefault("student_entropy", entropy)
-        values["logprob_gap"] = logprob - batch.sampler_logprobs[picked.index]
-        largest = torch.finfo(torch.float16).max
-        step = self._step
-        step.values.append({name: value.clamp(-largest, largest).half() for name, value in values.items()})
-        step.rows.append(picked.sample_rows)
-        step.positions.append(picked.positions)
-        step.teachers.append(batch.teacher)
+        values["logprob_gap"] = logprob - rows[-1]
+        kept = tuple(name for name in PER_TOKEN_STATS if name in values)
+        halves = torch.stack([values[name] for name in kept]).clamp_(-LARGEST, LARGEST).half()
+        self._passes.append(_Part(kept, halves, picked.sample_rows, picked.positions, batch.teacher))
 
-    def write(self, step: int, policy_version: int) -> None:
-        """Leave the step's file; nothing without a token of it."""
-        held, self._step = self._step, _Step()
-        if not held.rows:
+    def end_step(self, step: int, policy_version: int) -> None:
+        """The passes since the last call were this step; every STEPS of them are written."""
+        self._since = step if self._since is None else self._since
+        if self._passes:
+            self._steps.append((step, policy_version, self._passes))
+            self._passes = []
+        if (step + 1) % STEPS == 0:
+            self.write()
+
+    def write(self) -> None:
+        """Leave a file of the steps that are in none yet; nothing without a token of them.
+
+        Every rank calls this after the same steps, so that their files of a sample that they share are of one name.
+        """
+        held, first = self._steps, self._since
+        self._steps, self._since = [], None
+        if not held or first is None:
             return
-        parts = [torch.full((len(rows),), place) for place, rows in enumerate(held.rows)]
-        places = torch.stack([torch.cat(held.rows), torch.cat(held.positions), torch.cat(parts)])
-        names = list(held.values[0])
-        values = torch.cat([torch.stack([part[name] for name in names]) for part in held.values], dim=1)
-        tensors = {"places": places, "values": values.cpu()}  # two, since each tensor of a file has its own cost
+        parts = [part for *_, passes in held for part in passes]
+        names = [name for name in PER_TOKEN_STATS if any(name in part.names for part in parts)]
+        values = torch.cat([_spread(part, names) for part in parts], dim=1).cpu()
+        rows = np.concatenate([part.sample_rows for part in parts])
+        positions = np.concatenate([part.positions for part in parts])
+        places = np.stack([rows, positions, np.repeat(np.arange(len(parts)), [len(part.positions) for part in parts])])
         about = {
-            "step": str(step), "policy_version": str(policy_version), "teachers": "\n".join(held.teachers),
-            "names": " ".join(names),
+            "parts": json.dumps([[step, version, part.teacher] for step, version, passes in held for part in passes]),
+            "names": " ".join(names), "last": str(held[-1][0]),
         }  # fmt: skip
-        path = self._folder / f"{step:08d}-{self._rank}.safetensors"
+        path = self._folder / f"{first:08d}-{self._rank}.safetensors"
         staging = path.with_suffix(".tmp")
-        save_file(tensors, staging, metadata=about)
+        save_file({"places": places, "values": values.numpy()}, staging, metadata=about)
         os.replace(staging, path)
+
+
+def _spread(part: _Part, names: Sequence[str]) -> Tensor:
+    """[len(names), n] values of a pass, NaN where it has none of a name."""
+    if part.names == tuple(names):
+        return part.values
+    wide = part.values.new_full((len(names), part.values.shape[1]), torch.nan)
+    wide[[names.index(name) for name in part.names]] = part.values
+    return wide
 
 
 @dataclass(frozen=True)
@@ -129,20 +169,28 @@ class FoundOfSample:
     """[M] by the names of PER_TOKEN_STATS"""
 
 
-def stats_files(folder: Path, *, before: int) -> dict[int, list[Path]]:
-    """Files that the ranks left for steps below `before`, by step."""
-    found: dict[int, list[Path]] = {}
+def stats_files(folder: Path, *, before: int) -> list[list[Path]]:
+    """Files of all ranks of the same steps, in order of steps; only those whose steps are all below `before`."""
+    groups: dict[int, list[Path]] = {}
     for path in sorted((folder / FOLDER).glob("*.safetensors")):
-        step = int(path.name.partition("-")[0])
-        if step < before:
-            found.setdefault(step, []).append(path)
-    return found
+        groups.setdefault(int(path.name.partition("-")[0]), []).append(path)
+    return [group for _, group in sorted(groups.items()) if all(_last_step(path) < before for path in group)]
+
+
+def _last_step(path: Path) -> int:
+    """Last step of a file; -1 of one that cannot be read, which no later step will mend."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return int(file.metadata()["last"])
+    except (OSError, SafetensorError):
+        return -1
 
 
 def read_stats(files: Sequence[Path]) -> Iterator[FoundOfSample]:
-    """Statistics of the samples of one step; files that cannot be read are skipped."""
-    pieces: dict[int, list[tuple[NDArray[np.int64], dict[str, NDArray[np.float16]]]]] = {}
-    about: dict[int, tuple[int, int, str]] = {}
+    """Statistics of each sample at each step, from the files of all ranks of the same steps; those that cannot be read
+    are skipped."""
+    pieces: dict[tuple[int, int], list[tuple[NDArray[np.int64], dict[str, NDArray[np.float16]]]]] = {}
+    about: dict[tuple[int, int], tuple[int, str]] = {}
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
@@ -151,16 +199,19 @@ def read_stats(files: Sequence[Path]) -> Iterator[FoundOfSample]:
                 arrays = dict(zip(said["names"].split(), file.get_tensor("values"), strict=True))
         except (OSError, SafetensorError):
             continue
-        teachers = said["teachers"].split("\n")
-        order = np.argsort(rows, kind="stable")
-        starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
+        made_in = json.loads(said["parts"])
+        order = np.lexsort((rows, parts))
+        changed = np.diff(rows[order], prepend=-1) | np.diff(parts[order], prepend=-1)
+        starts = np.flatnonzero(changed)
         for first, end in zip(starts, [*starts[1:], len(order)], strict=True):
             mine = order[first:end]
-            row = int(rows[mine[0]])
-            pieces.setdefault(row, []).append((positions[mine], {name: a[mine] for name, a in arrays.items()}))
-            about[row] = (int(said["step"]), int(said["policy_version"]), teachers[int(parts[mine[0]])])
-    for row, some in pieces.items():
+            step, version, teacher = made_in[parts[mine[0]]]
+            key = step, int(rows[mine[0]])
+            pieces.setdefault(key, []).append((positions[mine], {name: a[mine] for name, a in arrays.items()}))
+            about[key] = version, teacher
+    for (step, row), some in pieces.items():
         order = np.argsort(np.concatenate([positions for positions, _ in some]), kind="stable")
-        values = {name: np.concatenate([of[name] for _, of in some])[order] for name in some[0][1]}
-        step, version, teacher = about[row]
-        yield FoundOfSample(row, step, version, teacher, values)
+        shared = [name for name in some[0][1] if all(name in of for _, of in some)]
+        values = {name: np.concatenate([of[name] for _, of in some])[order] for name in shared}
+        known = {name: array for name, array in values.items() if not np.isnan(array).all()}
+        yield FoundOfSample(row, step, *about[step, row], known)

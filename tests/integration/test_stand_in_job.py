@@ -82,7 +82,7 @@ READ_BACK = {
     "rollout/engines/decoder.py:logits": "tokens are drawn on the CPU",
     "score/signal_kinds.py:split": "what is stored",
     "score/signal_kinds.py:check_finite": "a flag a sample",
-    "train/token_stats.py:write": "statistics of one sample in eight",
+    "train/token_stats.py:write": "statistics of one sample in eight, a file of several steps",
     "codecs.py:encode": "a flag a batch",
     "run/steps/evaluate.py:_reverse_kl": "a figure a prompt",
     "score/discriminator.py:scores": "rewards",

@@ -18,10 +18,10 @@ def record_stats(store: Store, stage: str, folder: Path, *, before: int) -> int:
     the middle of the step, and takes the step again.
     """
     files = stats_files(folder, before=before)
-    found = [one for step in files.values() for one in read_stats(step)]
+    found = [one for group in files for one in read_stats(group)]
     added = write_token_stats(store, [_row(stage, one) for one in _whole(store, found)])
-    for step in files.values():
-        for path in step:
+    for group in files:
+        for path in group:
             path.unlink(missing_ok=True)
     return added
 

@@ -25,6 +25,7 @@ from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
 from mopd_dataplane.train.spec import TrainSpec, load_spec
 from mopd_dataplane.train.stop import Stop
+from mopd_dataplane.train.token_stats import read_stats, stats_files
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 STEPS = 5
@@ -67,7 +68,8 @@ def make_spec(policy: Path, tmp_path: Path) -> TrainSpec:
     return TrainSpec(
         stage="student", start=str(policy), policy_dir=str(tmp_path / "policies"), socket="unused",
         checkpoint_dir=str(tmp_path / "checkpoints"), objective=OPD, teachers=("math",), total_steps=2 * STEPS, seed=7,
-        train=Train(learning_rate=1e-3, warmup_steps=2, schedule="cosine", weight_decay=0.1, checkpoint_steps=2),
+        train=Train(learning_rate=1e-3, warmup_steps=2, schedule="cosine", weight_decay=0.1, checkpoint_steps=2,
+                    stats="full"),
     )  # fmt: skip
 
 
@@ -111,6 +113,14 @@ def what_counts(folder: str) -> list[dict[str, Any]]:
     ]
 
 
+def kept_statistics(spec: TrainSpec) -> dict[tuple[int, int], dict[str, list[float]]]:
+    """Statistics that wait for the store, by step and sample; each once."""
+    found = [one for group in stats_files(Path(spec.checkpoint_dir), before=99) for one in read_stats(group)]
+    kept = {(one.step, one.sample_row): {n: v.tolist() for n, v in one.values.items()} for one in found}
+    assert len(kept) == len(found)
+    return kept
+
+
 def same_weights(a: Path, b: Path) -> bool:
     first, second = hf.load_model(a).state_dict(), hf.load_model(b).state_dict()
     return all(torch.equal(first[name], second[name]) for name in first)
@@ -124,6 +134,7 @@ def test_every_window_publishes_a_policy_and_metrics_count_steps(whole: TrainSpe
     assert metrics[0].staleness_max == 0
     assert metrics[-1].staleness_max == 1
     assert metrics[-1].learning_rate < metrics[2].learning_rate
+    assert {step for step, _ in kept_statistics(spec)} == set(range(2 * STEPS)), "of every step, none waits in memory"
     v1, v2 = Path(spec.policy_dir) / "v1", Path(spec.policy_dir) / "v2"
     assert not same_weights(v1, v2)
     assert hf.tokenizer_digest(hf.load_tokenizer(v2)) == hf.tokenizer_digest(hf.load_tokenizer(spec.start))
@@ -142,6 +153,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert run_to_end(spec, again)
     assert again.asked[0] == divmod(stop_after, STEPS)  # a stop loses no step, a crash may
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    assert kept_statistics(spec) == kept_statistics(whole)
     for version in ("v1", "v2"):
         assert same_weights(Path(spec.policy_dir) / version, Path(whole.policy_dir) / version)
 
@@ -179,6 +191,7 @@ def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
     first_window, first_step = again.asked[0]
     assert first_window * STEPS + first_step <= crash_at
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    assert kept_statistics(spec) == kept_statistics(whole)
     assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
 
 
@@ -198,6 +211,7 @@ def test_optimizer_state_on_the_host_changes_no_bit_and_may_come_at_a_restart(
     crash_after(8, spec, windows())
     assert run_to_end(in_less_memory(spec, "float32", "offload"), windows())
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    assert kept_statistics(spec) == kept_statistics(whole)
     assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
     ours, theirs = checkpoint_tensors(spec), checkpoint_tensors(whole)
     assert ours.keys() == theirs.keys()
@@ -243,6 +257,7 @@ def test_a_kill_between_a_policy_and_its_checkpoint_repeats_steps_and_changes_no
     assert run_to_end(spec, again)
     assert again.asked[0] == (1, 3)  # the checkpoint inside of the window, at step 8
     assert what_counts(spec.checkpoint_dir) == what_counts(whole.checkpoint_dir)
+    assert kept_statistics(spec) == kept_statistics(whole)
     assert same_weights(Path(spec.policy_dir) / "v2", Path(whole.policy_dir) / "v2")
     assert newest_checkpoint(Path(spec.checkpoint_dir)) == newest_checkpoint(Path(whole.checkpoint_dir))
 

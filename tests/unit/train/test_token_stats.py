@@ -26,7 +26,7 @@ from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import HeadFile, Window
 from mopd_dataplane.train.student import load_student
-from mopd_dataplane.train.token_stats import StatsOfSteps, read_stats, stats_files
+from mopd_dataplane.train.token_stats import STEPS, StatsOfSteps, read_stats, stats_files
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=1, policy_version=2)
@@ -67,7 +67,9 @@ def step(policy: Path, batch: Any, objective: Objective, head: HeadFile, stats: 
         load_student(policy, ALONE), ObjectiveLoss(objective), Train(**settings), ALONE,
         TeacherHeads({"math": head}, ALONE.device), ("math",), stats=stats,
     )  # fmt: skip
-    return trainer.step(batch, WINDOW, 4)
+    metrics = trainer.step(batch, WINDOW, 4)
+    stats.write()
+    return metrics
 
 
 def expected(policy: Path, packs: list[Pack], head: HeadFile) -> dict[int, dict[str, np.ndarray]]:
@@ -102,10 +104,9 @@ def test_what_is_left_for_the_store_is_what_log_softmax_says(
     objective, names = OBJECTIVES[name]
     stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
     step(policy, batch(packs), objective, head, stats, **cut)
-    files = stats_files(tmp_path, before=5)
-    assert list(files) == [4]
-    assert stats_files(tmp_path, before=4) == {}, "a step that is not over yet is left alone"
-    found = {one.sample_row: one for one in read_stats(files[4])}
+    (files,) = stats_files(tmp_path, before=5)
+    assert stats_files(tmp_path, before=4) == [], "a step that is not over yet is left alone"
+    found = {one.sample_row: one for one in read_stats(files)}
     wanted = expected(policy, packs, head)
     assert found.keys() == wanted.keys()
     for row, one in found.items():
@@ -134,7 +135,7 @@ def test_the_gap_is_of_the_distribution_that_was_sampled_from(
     head = HeadFile(path=str(tmp_path / "math.safetensors"), digest=file_digest(tmp_path / "math.safetensors"))
     stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
     step(policy, batch(packs), Objective(**settings), head, stats)
-    found = list(read_stats(stats_files(tmp_path, before=5)[4]))
+    found = list(read_stats(stats_files(tmp_path, before=5)[0]))
     assert len(found) == sum(len(pack.sample_rows) for pack in packs)
     for one in found:
         assert set(one.values) == EXACT - missing
@@ -176,7 +177,8 @@ def test_parts_of_ranks_that_share_a_pack_become_whole_samples(pack: Callable[..
             picked = stats.pick(share, torch.device("cpu"))
             if picked is not None:
                 stats.add(picked, {}, mine, head, share)
-            stats.write(0, 0)
+            stats.end_step(0, 0)
+            stats.write()
     alone, shared = (
         {one.sample_row: one.values for one in read_stats(stats_files(tmp_path / folder, before=1)[0])}
         for folder in ("alone", "shared")
@@ -187,11 +189,53 @@ def test_parts_of_ranks_that_share_a_pack_become_whole_samples(pack: Callable[..
             np.testing.assert_array_equal(array, shared[row][name])
 
 
+def test_steps_share_a_file_and_a_sample_has_its_figures_of_each(pack: Callable[..., Pack], tmp_path: Path) -> None:
+    micro = part_of(build([pack([9, 14], seed=1)]), 0, 1)
+    head = Head(torch.randn(99, 8, generator=torch.Generator().manual_seed(1)))
+    states = torch.randn(STEPS + 2, len(micro.targets), 8, generator=torch.Generator().manual_seed(2))
+    stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
+    for step, hidden in enumerate(states):
+        picked = stats.pick(micro, torch.device("cpu"))
+        assert picked is not None
+        stats.add(picked, {}, hidden, head, micro)
+        stats.end_step(step, step // 4)
+    assert stats_files(tmp_path, before=STEPS - 1) == [], "a file waits until all its steps are over"
+    stats.write()
+    stats.write()
+    first, rest = stats_files(tmp_path, before=STEPS + 2)
+    assert [len(first), len(rest)] == [1, 1]
+    found = {(one.step, one.sample_row): one for group in (first, rest) for one in read_stats(group)}
+    assert found.keys() == {(step, row) for step in range(STEPS + 2) for row in micro.sample_rows.tolist()}
+    for (step, row), one in found.items():
+        assert one.policy_version == step // 4
+        mine = micro.sequence == micro.sample_rows.tolist().index(row)
+        log_q = (states[step][mine] @ head.weight.T).log_softmax(1)
+        wanted = log_q.gather(1, micro.targets[mine, None])[:, 0] - micro.sampler_logprobs[mine]
+        np.testing.assert_allclose(one.values["logprob_gap"], wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_a_teacher_without_weight_beside_one_with_it(
+    policy: Path, packs: list[Pack], batch: Any, head: HeadFile, tmp_path: Path
+) -> None:
+    packs[-1].teacher = "other"
+    objective = Objective(divergence=DivergenceTerm(), teacher_weights={"other": 0.0})
+    stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
+    trainer = Trainer(
+        load_student(policy, ALONE), ObjectiveLoss(objective), Train(), ALONE,
+        TeacherHeads({"math": head, "other": head}, ALONE.device), ("math", "other"), stats=stats,
+    )  # fmt: skip
+    trainer.step(batch(packs), WINDOW, 4)
+    stats.write()
+    found = list(read_stats(stats_files(tmp_path, before=5)[0]))
+    assert {one.teacher: set(one.values) for one in found} == {"math": EXACT, "other": EXACT - OF_BOTH}
+
+
 def test_a_torn_file_says_nothing_and_stops_nobody(tmp_path: Path, pack: Callable[..., Pack]) -> None:
     folder = tmp_path / "token_stats"
     folder.mkdir()
     (folder / "00000000-0.safetensors").write_bytes(b"\0" * 200)
-    assert list(read_stats(stats_files(tmp_path, before=1)[0])) == []
+    (files,) = stats_files(tmp_path, before=1)
+    assert list(read_stats(files)) == []
 
 
 def test_one_sample_in_eight_is_kept_and_always_the_same() -> None:
