@@ -9,9 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import numpy as np
 
+from mopd_dataplane.bench.crowd import process_tree, pss_bytes
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.store.dataset import Store
 
@@ -36,6 +38,8 @@ HEADS = (
     "domain", "stage", "iteration", "response_len", "reward", "kl", "mean_logprob", "finish_reason",
     "policy_version_first",
 )  # fmt: skip
+GREEDY = "select uid, unnest(tokens) as token from tokens order by token, uid"
+"""A statement that takes what it may."""
 SEARCH = "31998 31997 31996"
 """Token ids that a generated store hardly ever has in a row, so that all of it is read."""
 
@@ -112,7 +116,7 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
     figures: dict[str, Any] = {"samples": total, "longest_sample_tokens": longest[1]}
     figures["scan_one_column_s"] = _seconds(lambda: opened.samples(["response_len"]))
     with serving(store) as (server, started):
-        figures["address_s"] = round(started, 3)
+        figures["address_s"], began = round(started, 3), time.perf_counter()
         figures["first_page_s"] = _seconds(lambda: server.ask("stores"), 1)
         figures["first_rows_s"] = _seconds(lambda: server.ask("samples", limit=PAGE), 1)
         uids = ",".join(row[0] for row in server.ask("samples", limit=PAGE)["rows"])
@@ -121,6 +125,7 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
         note("the server reads the metadata of all samples")
         heads = partial(server.ask, "histograms", columns=",".join(HEADS))
         figures["index_s"] = _seconds(heads, 1)
+        figures["index_after_address_s"] = round(time.perf_counter() - began, 3)
         figures["memory_index_mb"] = server.peak_mb()
         note("pages, filters, sorts, histograms")
         figures["next_page_s"] = _seconds(partial(server.ask, "samples", limit=PAGE, offset=PAGE))
@@ -131,7 +136,35 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
         note("a run of token ids in every sample")
         figures |= _searched(server)
         figures["memory_peak_mb"] = server.peak_mb()
+        note("a statement that takes what it may")
+        figures["memory_typed_mb"] = _memory_of_all(server, partial(_refused, server))
     return figures | {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
+
+
+def _refused(server: Asker) -> None:
+    """Ask GREEDY, which a large store refuses."""
+    with suppress(RuntimeError):
+        server.ask("sql", q=GREEDY)
+
+
+def _memory_of_all(server: Asker, work: Callable[[], object]) -> int:
+    """Most memory of the server and its processes together while something is done, each shared page once."""
+    done, most = threading.Event(), 0
+
+    def look() -> None:
+        nonlocal most
+        while not done.wait(0.05):
+            with suppress(OSError, StopIteration):  # one of them has just ended
+                most = max(most, sum(pss_bytes(pid) for pid in process_tree([server.pid])))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        work()
+    finally:
+        done.set()
+        looking.join(DEADLINE_S)
+    return round(most / 1e6)
 
 
 def _longest(store: Store) -> tuple[int, tuple[str, int]]:

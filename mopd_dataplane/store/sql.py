@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
+SMALL_SCAN = {"batch_size": 256, "batch_readahead": 2, "fragment_readahead": 1, "io_buffer_size": 16 << 20}
+"""How payload is read for a query with limits: little at a time, where Lance would read some hundred MB ahead."""
 ROWS_AT_ONCE = 1024
 """Rows of one batch of an answer that has a limit."""
 READ_ONLY = ("SELECT", "EXPLAIN")
@@ -48,6 +50,8 @@ class Limits:
     seconds: float
     memory: str
     """Memory that DuckDB may take, in its notation; the rest lies in a scratch folder."""
+    spilled: str
+    """Most that may lie there."""
 
 
 def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: Limits | None = None) -> pa.Table:
@@ -60,10 +64,13 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
         config: dict[str, str | bool | int | float | list[str]] = {"python_enable_replacements": "false"}
         if limits is not None:
             scratch = resources.enter_context(scratch_folder())
-            config |= {"memory_limit": limits.memory, "temp_directory": str(scratch)}
+            config |= {
+                "memory_limit": limits.memory, "temp_directory": str(scratch),
+                "max_temp_directory_size": limits.spilled,
+            }  # fmt: skip
         connection = resources.enter_context(duckdb.connect(config=config))
         statement = _single_statement(connection, query)
-        _register(connection, store, query, snapshot)
+        _register(connection, store, query, snapshot, {} if limits is None else SMALL_SCAN)
         connection.execute("set enable_external_access = false")
         connection.execute("set lock_configuration = true")
         try:
@@ -129,7 +136,9 @@ def _single_statement(connection: duckdb.DuckDBPyConnection, query: str) -> duck
     return statements[0]
 
 
-def _register(connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None) -> None:
+def _register(
+    connection: duckdb.DuckDBPyConnection, store: Store, query: str, snapshot: Snapshot | None, scan: dict[str, int]
+) -> None:
     """Make the tables and views that the query names visible; all of them when it names none (SHOW TABLES)."""
     names = list(snapshot.versions) if snapshot is not None else store.names()
     known, text = views(names), query.lower()
@@ -137,13 +146,18 @@ def _register(connection: duckdb.DuckDBPyConnection, store: Store, query: str, s
     asked = [view for name, view in known.items() if name in text]
     if not spoken and not asked:
         spoken, asked = names, list(known.values())
-    _register_tables(connection, store, {*spoken, *(table for view in asked for table in view.reads)}, snapshot)
+    names = list({*spoken, *(table for view in asked for table in view.reads)})
+    _register_tables(connection, store, names, snapshot, scan)
     if asked:
         create_views(connection, asked, lambda: find_decoder(store))
 
 
 def _register_tables(
-    connection: duckdb.DuckDBPyConnection, store: Store, names: Iterable[str], snapshot: Snapshot | None
+    connection: duckdb.DuckDBPyConnection,
+    store: Store,
+    names: Iterable[str],
+    snapshot: Snapshot | None,
+    scan: dict[str, int],
 ) -> None:
     for name in names:
         used = _used_rows(store, name, snapshot)  # looked at first, so that every row of it has its payload
@@ -151,7 +165,7 @@ def _register_tables(
         if used is not None and len(used) == dataset.count_rows():
             used = None
         through = spec_of(name).heavy or _widened(dataset.schema) != dataset.schema
-        source = _Payload(dataset, used) if through else dataset
+        source = _Payload(dataset, used, scan) if through else dataset
         if not blobs:
             connection.register(sql_name(name), source)
             continue
@@ -188,9 +202,11 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
     """A payload table as DuckDB reads it: filters are applied in Arrow, because Lance refuses DuckDB's on tables with
     unsigned columns, and float16 is widened."""
 
-    def __init__(self, dataset: lance.LanceDataset, used: pa.Array | None) -> None:
+    def __init__(self, dataset: lance.LanceDataset, used: pa.Array | None, scan: dict[str, int]) -> None:
+        """scan: how Lance reads it, beside columns."""
         self._dataset = dataset
         self._used = used
+        self._scan = scan
 
     @property
     def schema(self) -> pa.Schema:
@@ -199,7 +215,8 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
     def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> _Batches:
         """Batches of some columns; columns only the filter speaks of are read beside them."""
-        return _Batches(self._dataset, self._used, self.schema.names if columns is None else columns, filter)
+        wanted = self.schema.names if columns is None else columns
+        return _Batches(self._dataset, self._used, wanted, filter, self._scan)
 
 
 class _Batches:
@@ -211,8 +228,14 @@ class _Batches:
     """
 
     def __init__(
-        self, dataset: lance.LanceDataset, used: pa.Array | None, columns: list[str], filter: pc.Expression | None
+        self,
+        dataset: lance.LanceDataset,
+        used: pa.Array | None,
+        columns: list[str],
+        filter: pc.Expression | None,
+        scan: dict[str, int],
     ) -> None:
+        self._scan = scan
         self._dataset = dataset
         self._used = used
         self._columns = columns
@@ -229,7 +252,8 @@ class _Batches:
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         wanted = [name for name in self._dataset.schema.names if name in self._columns or name in str(self._filter)]
-        for batch in self._dataset.scanner(columns=wanted, with_row_id=self._used is not None).to_batches():
+        rows_of = self._dataset.scanner(columns=wanted, with_row_id=self._used is not None, **self._scan)  # type: ignore[arg-type]
+        for batch in rows_of.to_batches():
             if self._used is not None:
                 batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self._used))
             rows = batch if self._filter is None else batch.filter(self._filter)

@@ -17,6 +17,8 @@
     compare.py        two stages, iterations or stores, paired by prompt
     live.py           samples that are still being written
     labels.py         labels that readers give samples: the only thing the viewer writes
+    typed_query.py    a statement that a reader typed, in a process of its own
+    plain.py          answers as JSON
     app.py            routes
     guard.py          which requests are accepted
     server.py         the process

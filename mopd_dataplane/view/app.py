@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
@@ -20,10 +17,10 @@ from starlette.staticfiles import StaticFiles
 
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
 from mopd_dataplane.query.text import visible
-from mopd_dataplane.store.sql import Limits, run_sql
-from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page
+from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page, typed_query
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
+from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
 from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.stores import Shown, ShownStores
@@ -31,10 +28,6 @@ from mopd_dataplane.view.topk import candidates
 
 ASSETS = Path(__file__).parent / "assets"
 MOST_ROWS = 500
-SQL_ROWS = 1000
-SQL_S = 60.0
-SQL_MEMORY = "1GB"
-"""What a statement that a reader typed may take, so that it stands in no other's way."""
 STATUS = {UnknownNameError: 404, InputError: 400}
 
 Answer = Callable[[Shown, dict[str, str]], Any]
@@ -47,40 +40,13 @@ def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
         Route("/api/stores", _all(stores)),
         *(Route(f"/api/{name}", _answering(stores, answer)) for name, answer in ANSWERS.items()),
         Route("/api/search", _searching(stores)),
+        Route("/api/sql", _typed(stores)),
         Route("/api/compare", _over_two(stores, _compare)),
         Route("/api/difference", _over_two(stores, _difference)),
         Route("/api/labels", _labelling(stores), methods=["POST"]),
         Mount("/assets", StaticFiles(directory=ASSETS)),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
-
-
-def to_json(value: Any) -> str:
-    """JSON text; NaN and infinities become null, times ISO, numpy numbers plain."""
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
-    except ValueError:  # a NaN somewhere
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, default=_plain, separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, datetime.datetime | datetime.date):
-        return value.isoformat()
-    if isinstance(value, np.generic):
-        return _finite(value.item())
-    if isinstance(value, bytes):
-        return value.hex()
-    return str(value)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _json(value: Any, status: int = 200) -> Response:
@@ -142,6 +108,26 @@ def _searching(stores: ShownStores) -> Callable[[Request], Any]:
                 yield to_json({"error": str(error)}) + "\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
+
+    return endpoint
+
+
+def _typed(stores: ShownStores) -> Callable[[Request], Any]:
+    """Any read-only statement, in the sandbox of `mopd query`."""
+
+    async def endpoint(request: Request) -> Response:
+        asked = dict(request.query_params)
+
+        def work() -> Response:
+            try:
+                shown = stores.get(asked.get("store", "0"))
+                shown.prepare()  # both at once would take more memory than the server promises
+                found = typed_query.ask(shown.store, shown.look().snapshot, asked.get("q", ""))
+                return Response(found, media_type="application/json")
+            except MopdError as error:
+                return _error(error)
+
+        return await run_in_threadpool(work)
 
     return endpoint
 
@@ -291,19 +277,11 @@ def _step(shown: Shown, asked: dict[str, str]) -> Any:
     return packs.step_page(shown.store, asked.get("stage", ""), _number(asked, "step", 0), _number(asked, "ranks", 0))
 
 
-def _sql(shown: Shown, asked: dict[str, str]) -> Any:
-    """Any read-only statement, in the sandbox of `mopd query`; `more`: it has more rows than those."""
-    limits = Limits(rows=SQL_ROWS + 1, seconds=SQL_S, memory=SQL_MEMORY)
-    table = run_sql(shown.store, asked.get("q", ""), shown.look().snapshot, limits)
-    rows = [list(row.values()) for row in table.slice(0, SQL_ROWS).to_pylist()]
-    return {"columns": table.column_names, "rows": rows, "more": table.num_rows > SQL_ROWS}
-
-
 ANSWERS: dict[str, Answer] = {
     "samples": _page, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample, "candidates": _candidates,
     "student": _student,
     "prompt": _prompt, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
-    "step": _step, "sql": _sql, "pulse": lambda shown, asked: shown.pulse(),
+    "step": _step, "pulse": lambda shown, asked: shown.pulse(),
     "stages": lambda shown, asked: shown.stages(),
     "labelled": lambda shown, asked: labels.all_of(shown.store),
 }  # fmt: skip

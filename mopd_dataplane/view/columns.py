@@ -54,9 +54,9 @@ TEACHER_COLUMNS: dict[str, tuple[str, str]] = {
 SPREAD, STATS, REPETITION = "logprob_std", "token_stats", "repetition"
 """Optional sources, which a store may lack: a column of `scores`, a table, a column of `samples`."""
 READ: dict[str, tuple[str, ...]] = {
-    "rewards": ("uid", "reward"),
-    "scores": ("uid", "teacher", "mean_reverse_kl", "bytes", "rows", SPREAD),
-    STATS: ("uid", "step", "mean_abs_gap", "mean_student_entropy", "mean_teacher_entropy"),
+    "rewards": ("sample_row", "reward"),
+    "scores": ("sample_row", "teacher", "mean_reverse_kl", "bytes", "rows", SPREAD),
+    STATS: ("sample_row", "step", "mean_abs_gap", "mean_student_entropy", "mean_teacher_entropy"),
 }
 """Columns of other tables that the definition reads, where a store has them."""
 _ALIKE = """
@@ -117,52 +117,63 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
     """The SELECT over `samples`, `rewards`, `scores`, `teachers` and `token_stats` that makes the table.
 
     has: which of SPREAD, STATS and REPETITION the store has. with_rows: keep the columns of HIDDEN, for a `samples`
-    that carries `sample_row`.
+    that carries `sample_row`, which then is what tables are joined by; else by uid, which takes longer.
+
+    What compares samples is computed on the few columns that it needs: a window over whole rows would hold all of them.
     """
     spread = SPREAD in has
+    key = "sample_row" if with_rows else "uid"
     scored_more = (
         ", max(logprob_std) as logprob_std, any_value(rows) as scored_tokens, any_value(vocab_size) as vocab_size"
     )
     scored_from = "scores join (select name as teacher, vocab_size from teachers) using (teacher)"
-    measured = """
+    measured = f"""
   first_steps as (
-    select uid, arg_min(mean_abs_gap, step) filter (step >= 0) as gap,
+    select {key}, arg_min(mean_abs_gap, step) filter (step >= 0) as gap,
            arg_min(mean_student_entropy, step) filter (step >= 0) as student_entropy,
            avg(mean_teacher_entropy)::float as teacher_entropy
-    from token_stats group by uid),"""
+    from token_stats group by {key}),"""
     odd = ["coalesce(repetition > 0.5, false) as repetitive,"] * (REPETITION in has) + [
         "coalesce(gap > 0.1, false) as far_trainer,"
     ] * (STATS in has)
     flags = " ".join(odd)
-    trained = (", first_steps.* exclude (uid)", " left join first_steps using (uid)") if STATS in has else ("", "")
+    trained = (
+        (f", first_steps.* exclude ({key})", f" left join first_steps using ({key})") if STATS in has else ("", "")
+    )
     own = ", ".join(
         f'avg(mean_reverse_kl) filter (teacher = {literal(name)}) as "kl_{name}"' for name in teachers[:MOST_TEACHERS]
     )
     hidden = "" if with_rows else " exclude (payload_row, payload_crc, schema_version, tokenizer, writer_seq)"
     return f"""
   with scored as (
-    select uid, teacher, avg(mean_reverse_kl) filter (not isnan(mean_reverse_kl)) as mean_reverse_kl,
+    select {key}, teacher, avg(mean_reverse_kl) filter (not isnan(mean_reverse_kl)) as mean_reverse_kl,
            sum(bytes)::bigint as bytes{scored_more if spread else ""}
-    from {scored_from if spread else "scores"} group by uid, teacher),{measured if STATS in has else ""}
+    from {scored_from if spread else "scores"} group by {key}, teacher),{measured if STATS in has else ""}
   said as (
-    select uid, avg(mean_reverse_kl)::float as kl, count(*)::int as teachers,
+    select {key}, avg(mean_reverse_kl)::float as kl, count(*)::int as teachers,
            (max(mean_reverse_kl) - min(mean_reverse_kl))::float as kl_spread,
            {_ALIKE if spread else ""}
            sum(bytes)::bigint as signal_bytes{", " + own if own else ""}
-    from scored group by uid),
-  rewarded as (select uid, avg(reward)::float as reward from rewards where not isnan(reward) group by uid),
-  joined as (
-    select samples.*{hidden}, reward,
-           said.* exclude (uid) replace (coalesce(teachers, 0) as teachers){trained[0]}
-    from samples left join rewarded using (uid) left join said using (uid){trained[1]})
-  select *{" exclude (alike)" if spread else ""}, count(*) over grouped as group_size,
-         (max(reward) over grouped - min(reward) over grouped)::float as group_spread,
-         (reward - avg(reward) over grouped)::float as advantage,
+    from scored group by {key}),
+  rewarded as (select {key}, avg(reward)::float as reward from rewards where not isnan(reward) group by {key}),
+  joined as materialized (
+    select samples.{key}, stage, iteration, domain, group_id, reward,
+           said.* exclude ({key}) replace (coalesce(teachers, 0) as teachers){trained[0]}
+    from samples left join rewarded using ({key}) left join said using ({key}){trained[1]}),
+  grouped as (
+    select stage, group_id, count(*) as group_size, (max(reward) - min(reward))::float as group_spread,
+           avg(reward) as group_mean
+    from joined group by stage, group_id),
+  batched as (select stage, iteration, max(teachers) > 0 as any_teacher from joined group by stage, iteration),
+  likely as (select domain, quantile_cont(kl, 0.99) as high from joined group by domain),
+  compared as (
+    select joined.* exclude (stage, iteration, domain, group_id), group_size, group_spread,
+           (reward - group_mean)::float as advantage, teachers = 0 and any_teacher as unscored,
+           coalesce(kl >= high and kl > 0, false) as surprising
+    from joined join grouped using (stage, group_id) join batched using (stage, iteration) join likely using (domain))
+  select samples.*{hidden}, compared.* exclude ({key}{", alike" if spread else ""}, unscored, surprising),
          finish_reason = 'length' as truncated, interruptions > 0 as interrupted,
          policy_version_last > policy_version_first as several_versions,
          policy <> 'reference' and mean_logprob is null as no_logprobs, loss_tokens = 0 as all_masked,
-         {_ODD_TEACHERS if spread else ""} {flags}
-         teachers = 0 and max(teachers) over batched > 0 as unscored,
-         coalesce(kl >= quantile_cont(kl, 0.99) over (partition by domain) and kl > 0, false) as surprising
-  from joined
-  window grouped as (partition by stage, group_id), batched as (partition by stage, iteration)"""
+         {_ODD_TEACHERS if spread else ""} {flags} unscored, surprising
+  from samples join compared using ({key})"""

@@ -17,8 +17,8 @@ from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError, MopdError
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.view import bundle, life, prompt, run_page, teachers_page
-from mopd_dataplane.view.app import to_json
 from mopd_dataplane.view.index import Index
+from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import Payload, describe, excerpts, read_payload, read_teachers, score_rows
 from mopd_dataplane.view.stores import Shown
 from mopd_dataplane.view.topk import candidates

@@ -7,7 +7,7 @@ definition of the table along, so it runs as it stands in `mopd query`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +38,14 @@ MEMORY = "384MB"
 class Index:
     """Rollouts of one snapshot of a store. Threads may ask at the same time."""
 
-    def __init__(self, store: Store, snapshot: Snapshot) -> None:
-        """Read the metadata tables; about a second for a million samples."""
+    def __init__(
+        self, store: Store, snapshot: Snapshot, begun: Callable[[duckdb.DuckDBPyConnection], None] = lambda _: None
+    ) -> None:
+        """Read the metadata tables; some seconds for a million samples.
+
+        begun: is given the connection that fills the table, which another thread may interrupt; InterruptException
+        then.
+        """
         self.snapshot = snapshot
         self.teachers = sorted(row["name"] for row in store.table("teachers", ["name"], snapshot=snapshot).to_pylist())
         self._has = frozenset(held(store, snapshot))
@@ -52,7 +58,13 @@ class Index:
         )
         self._connection.execute("set enable_progress_bar = false")
         self._connection.execute("attach ':memory:' as held (compress); use held")
-        self._fill(store)
+        begun(self._connection)
+        try:
+            self._fill(store)
+        except BaseException:
+            self._connection.close()
+            self._resources.close()
+            raise
         self._connection.execute("set enable_external_access = false; set lock_configuration = true")
         self.columns = described(self.ask(f"describe {TABLE}").fetchall())
         self._histograms = Histograms(self, TABLE)
@@ -67,7 +79,9 @@ class Index:
             for rows, batch in store.scan_samples(schema.names[:-1], self.snapshot):
                 yield pa.RecordBatch.from_arrays([*batch.columns, pa.array(rows, pa.int64())], schema=schema)
 
-        self._connection.register("samples", pa.RecordBatchReader.from_batches(schema, batches()))
+        self._connection.register("scanned", pa.RecordBatchReader.from_batches(schema, batches()))
+        with reading(store.uri):  # the definition reads it twice, and a scan can be read once
+            self._connection.execute("create table samples as select * from scanned")
         self._connection.register("teachers", store.table("teachers", ["name", "vocab_size"], snapshot=self.snapshot))
         read = {name: columns for name, columns in READ.items() if name in self.snapshot.versions}
         for name, columns in read.items():
@@ -75,7 +89,8 @@ class Index:
         made = definition(self.teachers, has=self._has, with_rows=True)
         with reading(store.uri):
             self._connection.execute(f"create table {TABLE} as {made}")
-        for name in ("samples", "teachers", *read):
+        self._connection.execute("drop table samples")
+        for name in ("scanned", "teachers", *read):
             self._connection.unregister(name)
         self._connection.execute("create table labelled (uid varchar, label varchar)")
         self.set_labels(store.sql(LABELLED, snapshot=self.snapshot).to_pylist())

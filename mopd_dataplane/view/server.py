@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from mopd_dataplane.view.guard import new_token
 from mopd_dataplane.view.stores import Shown, ShownStores
 
 LOOPBACK = "127.0.0.1"
+ENDING_S = 30.0
+"""How long a table that is given up may take to end."""
 
 
 def serve(
@@ -33,14 +36,22 @@ def serve(
     with listening:
         bound = listening.getsockname()[1]
         token = new_token()
-        shown = ShownStores([Shown(store, tokenizer=tokenizer, follow=follow) for store in stores])
+        shown = [Shown(store, tokenizer=tokenizer, follow=follow) for store in stores]
         config = uvicorn.Config(
-            build_app(shown, token=token, port=bound), log_level="warning", access_log=False, server_header=False,
-            lifespan="off", timeout_graceful_shutdown=2,
+            build_app(ShownStores(shown), token=token, port=bound), log_level="warning", access_log=False,
+            server_header=False, lifespan="off", timeout_graceful_shutdown=2,
         )  # fmt: skip
         logging.getLogger("uvicorn.error").addFilter(_no_ending)
         announce(f"http://{LOOPBACK}:{bound}/?token={token}")
-        uvicorn.Server(config).run(sockets=[listening])
+        # The store that the page opens with: its table is likely there when a reader first filters or sorts.
+        preparing = threading.Thread(target=shown[0].prepare)
+        try:
+            preparing.start()
+            uvicorn.Server(config).run(sockets=[listening])
+        finally:
+            for one in shown:
+                one.end()
+            preparing.join(ENDING_S)
 
 
 def _no_ending(record: logging.LogRecord) -> bool:

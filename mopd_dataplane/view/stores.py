@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mopd_dataplane.errors import UnknownNameError
+import duckdb
+
+from mopd_dataplane.errors import MopdError, ResourceError, UnknownNameError
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.tables import TABLES
@@ -19,12 +22,15 @@ from mopd_dataplane.view.live import live_samples
 from mopd_dataplane.view.student import Student
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
 PAUSE = 8
 """Times the building of an index that passes before the next one, so that a growing store leaves time to answer."""
 SHORTEST_PAUSE_S = 1.0
 KEPT_ANSWERS = 32
+LOOK_S = 0.05
+"""Time between two attempts to interrupt what an ending server has begun."""
 
 
 class Shown:
@@ -40,6 +46,8 @@ class Shown:
         self._glance: Glance | None = None
         self._decoder: Decoder | Numbers | None = None
         self._next_look = 0.0
+        self._filling: duckdb.DuckDBPyConnection | None = None
+        self._ending = False
         self._answers: dict[tuple[Any, ...], Any] = {}
         self.student = Student(store)
 
@@ -80,18 +88,46 @@ class Shown:
             began = time.monotonic()
             snapshot = self.store.snapshot() if self._index is not None or self.follow else self.look().snapshot
             if self._index is None or snapshot.versions != self._index.snapshot.versions:
-                self._index = Index(self.store, snapshot)
+                self._index = self._made(snapshot)
                 self._answers = {}
             spent = time.monotonic() - began
             self._next_look = time.monotonic() + max(SHORTEST_PAUSE_S, PAUSE * spent)
             return self._index
+
+    def _made(self, snapshot: Snapshot) -> Index:
+        """Raises ResourceError once the server ends."""
+        try:
+            return Index(self.store, snapshot, self._begun)
+        except duckdb.InterruptException:
+            raise ResourceError("the server is ending") from None
+        finally:
+            self._filling = None
+
+    def _begun(self, connection: duckdb.DuckDBPyConnection) -> None:
+        self._filling = connection
+        if self._ending:
+            raise ResourceError("the server is ending")
+
+    def end(self) -> None:
+        """Make no index any more; one that is being made is given up. A thread in Lance would outlive the process."""
+        self._ending = True
+        while not self._lock.acquire(timeout=LOOK_S):
+            if (filling := self._filling) is not None:
+                with suppress(duckdb.ConnectionException):  # its thread closes it
+                    filling.interrupt()
+        self._lock.release()
+
+    def prepare(self) -> None:
+        """Make the index before anyone asks for it. What is wrong with a store is said to whoever asks."""
+        with suppress(MopdError, OSError):
+            self.index()
 
     def refresh(self) -> Index:
         """Read the newest snapshot now."""
         with self._lock:
             snapshot = self.store.snapshot()
             if self._index is None or snapshot.versions != self._index.snapshot.versions:
-                self._index, self._answers = Index(self.store, snapshot), {}
+                self._index, self._answers = self._made(snapshot), {}
             return self._index
 
     def remembered(self, key: tuple[Any, ...], make: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from mopd_dataplane import Store
+from mopd_dataplane.bench.crowd import process_tree
+from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.job.sections import Wal
 from mopd_dataplane.rollout.log.log_records import Open, Step
 from mopd_dataplane.rollout.log.wal import TokenLog
@@ -226,6 +229,32 @@ def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
         "select domain, count(*) as n from samples group by 1 order by 1").to_pylist()]  # fmt: skip
     refused = page.get("/api/sql", params={"q": "copy samples to '/tmp/stolen.csv'"})
     assert refused.json()["kind"] == "QueryError"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "said"),
+    [
+        ("select repeat('x', 1000000000)", "MB of memory"),  # one value, which no bound of DuckDB's stops
+        ("select repeat('x', 40000) from range(1000)", "32 MB are shown"),
+    ],
+)
+def test_a_statement_that_takes_too_much_is_ended_and_the_server_stands(
+    page: TestClient, greedy: str, said: str
+) -> None:
+    before = process_tree([os.getpid()])
+    refused = page.get("/api/sql", params={"q": greedy})
+    assert refused.status_code == 400
+    assert said in refused.json()["error"]
+    assert process_tree([os.getpid()]) == before, "nothing of it is left"
+    assert get(page, "sql", q="select 1 as one")["rows"] == [[1]]
+
+
+def test_a_server_that_ends_makes_no_table_any_more(demo_store: Store) -> None:
+    shown = Shown(demo_store)
+    shown.end()
+    shown.prepare()
+    with pytest.raises(ResourceError, match="ending"):
+        shown.index()
 
 
 # -- one sample --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from mopd_dataplane.view.stores import Shown, ShownStores
 from mopd_dataplane.view.topk import candidates
 
 GROUP = "p#0"
-LIMITS = Limits(rows=10, seconds=120.0, memory="60MB")
+LIMITS = Limits(rows=10, seconds=120.0, memory="60MB", spilled="1GB")
 
 
 def _answer(stage: str, place: int) -> Sample:
