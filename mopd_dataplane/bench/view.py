@@ -141,13 +141,13 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
     return figures | {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
 
 
-def _refused(server: Asker) -> None:
+def _refused(server: PageClient) -> None:
     """Ask GREEDY, which a large store refuses."""
     with suppress(RuntimeError):
         server.ask("sql", q=GREEDY)
 
 
-def _memory_of_all(server: Asker, work: Callable[[], object]) -> int:
+def _memory_of_all(server: PageClient, work: Callable[[], object]) -> int:
     """Most memory of the server and its processes together while something is done, each shared page once."""
     done, most = threading.Event(), 0
 

@@ -97,5 +97,5 @@ def render(measures: Measures, shown: Excerpts) -> str:
 def _legend() -> list[tuple[int, str]]:
     """(strength, label) from most disliked to most liked by the teacher."""
     edges = [f"{edge:g}" for edge in BIN_EDGES]
-    disliked = [(-4, f"below −{edges[3]}"), *((-level, f"−{edges[level - 1]}") for level in (3, 2, 1))]
-    return [*disliked, (0, "0"), *((level, edges[level - 1]) for level in (1, 2, 3)), (4, f"above {edges[3]}")]
+    disliked = [(-4, f"≤ −{edges[3]}"), *((-level, f"−{edges[level - 1]}") for level in (3, 2, 1))]
+    return [*disliked, (0, "0"), *((level, edges[level - 1]) for level in (1, 2, 3)), (4, f"≥ {edges[3]}")]

@@ -174,7 +174,7 @@ class ObjectiveLoss:
         if objective.cross_entropy is not None:
             ce = objective.cross_entropy
             weights = self._weights(ce.normaliser, batch, totals)
-            loss = loss + ce.weight * _cross_entropy(hidden, head, batch, weights, sums)
+            loss = loss + ce.weight * self._cross_entropy(hidden, head, batch, weights, sums)
         if objective.entropy is not None:
             bonus = objective.entropy
             rows = _entropy(hidden, head)
@@ -275,6 +275,16 @@ class ObjectiveLoss:
         if self._samples_reverse_kl and batch.teacher_logprobs is not None:
             sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
         return result.loss
+
+    def _cross_entropy(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
+        # The entropy is found on the way; asked of a frozen head, it would cost the gradient taken in the forward pass.
+        found = token_logprob(hidden, head, batch.targets, return_entropy=head.weight.requires_grad)
+        logprob, entropy = found if isinstance(found, tuple) else (found, None)
+        sums.add("nll", -logprob)
+        sampled_so = self._temperature == 1.0 and batch.sampling_mask is None
+        if entropy is not None and sampled_so:
+            sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy.detach()} | sums.per_token
+        return -(logprob * weights).sum()
 
     def _reference_kl(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
         """KL(student, reference) from the sampled tokens: never negative, unbiased on the student's own tokens."""
@@ -405,13 +415,6 @@ def _entropy(hidden: Tensor, head: Head) -> Tensor:
     """[M] f32, nat: log V - KL(student, uniform); a head of zeros is uniform."""
     flat = Head(torch.zeros_like(head.weight[:, :FLAT_WIDTH]))
     return math.log(len(flat.weight)) - divergence(hidden, head, torch.zeros_like(hidden[:, :FLAT_WIDTH]), flat)
-
-
-def _cross_entropy(hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
-    logprob = token_logprob(hidden, head, batch.targets)
-    assert isinstance(logprob, Tensor)
-    sums.add("nll", -logprob)
-    return -(logprob * weights).sum()
 
 
 def _present(value: T | None, what: str) -> T:

@@ -24,7 +24,8 @@ def compare(one: Index, other: Index, where_a: str, where_b: str) -> dict[str, A
     for prompt in shared:
         domains.setdefault(a[prompt]["domain"], []).append(prompt)
     rows = [_compared(domain, prompts, a, b) for domain, prompts in sorted(domains.items())]
-    moved = sorted(shared, key=lambda p: -abs((b[p]["reward"] or 0) - (a[p]["reward"] or 0)))[:MOST_PROMPTS]
+    rewarded = [p for p in shared if a[p]["reward"] is not None and b[p]["reward"] is not None]
+    moved = sorted(rewarded or shared, key=lambda p: -abs((b[p]["reward"] or 0) - (a[p]["reward"] or 0)))[:MOST_PROMPTS]
     return {
         "domains": rows, "only_a": len(a) - len(shared), "only_b": len(b) - len(shared), "shared": len(shared),
         "sql": [one.over(_means(one, where_a)), other.over(_means(other, where_b))],

@@ -75,7 +75,7 @@ function build(holder, lines, options, width) {
   const marks = options.marks || [];
   return new uPlot({
     width, height: options.height || 190, series, bands, legend: { live: lines.length <= 6 },
-    scales: { x: { time: false }, y: { range: (u, low, high) => (low === high ? [Math.min(0, 2 * low), Math.max(0, 2 * high) || 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
+    scales: { x: { time: false, ...(xs.length > 1 ? {} : { range: [xs[0] - 1, xs[0] + 1] }) }, y: { range: (u, low, high) => (low === high ? [Math.min(0, 2 * low), Math.max(0, 2 * high) || 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
     axes: [{ ...axis, size: 28, values: (u, ticks) => ticks.map((v) => (Number.isInteger(v) ? String(v) : "")) },
       { ...axis, size: 54, values: (u, ticks) => ticks.map((v) => String(+v.toPrecision(4)).replace("-", "−")) }],
     cursor: { drag: { x: true, y: false, uni: 12 }, points: { size: 6 } },

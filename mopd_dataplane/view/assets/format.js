@@ -8,7 +8,7 @@ export function count(value) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (value !== 0 && Math.abs(value) < 10 ** -digits) return value.toExponential(1).replace("-", "−");
+  if (value !== 0 && Math.abs(value) < 10 ** -digits) return value.toExponential(1).replaceAll("-", "−");
   return value.toFixed(digits).replace("-", "−");
 }
 

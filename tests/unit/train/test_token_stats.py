@@ -35,6 +35,7 @@ EXACT = {"logprob_gap", "student_entropy", "teacher_entropy", "reverse_kl", "for
 OF_BOTH = EXACT - {"logprob_gap", "student_entropy"}
 OBJECTIVES = {
     "cross-entropy": (Objective(cross_entropy=CrossEntropyTerm()), {"logprob_gap", "student_entropy"}),
+    "cross-entropy, frozen head": (Objective(cross_entropy=CrossEntropyTerm()), {"logprob_gap", "student_entropy"}),
     "policy-gradient": (Objective(policy_gradient=PolicyGradientTerm()), {"logprob_gap", "student_entropy"}),
     "mis": (Objective(policy_gradient=PolicyGradientTerm(correction="mis")), {"logprob_gap", "student_entropy"}),
     "exact": (Objective(divergence=DivergenceTerm()), EXACT),
@@ -63,8 +64,9 @@ def head(tmp_path: Path) -> HeadFile:
 
 
 def step(policy: Path, batch: Any, objective: Objective, head: HeadFile, stats: StatsOfSteps, **settings: Any) -> Any:
+    student = load_student(policy, ALONE, freeze_head=settings.get("freeze_head", False))
     trainer = Trainer(
-        load_student(policy, ALONE), ObjectiveLoss(objective), Train(**settings), ALONE,
+        student, ObjectiveLoss(objective), Train(**settings), ALONE,
         TeacherHeads({"math": head}, ALONE.device), ("math",), stats=stats,
     )  # fmt: skip
     metrics = trainer.step(batch, WINDOW, 4)
@@ -103,7 +105,7 @@ def test_what_is_left_for_the_store_is_what_log_softmax_says(
 ) -> None:
     objective, names = OBJECTIVES[name]
     stats = StatsOfSteps(tmp_path, "full", rank=0, temperature=1.0)
-    step(policy, batch(packs), objective, head, stats, **cut)
+    step(policy, batch(packs), objective, head, stats, **cut, freeze_head="frozen" in name)
     (files,) = stats_files(tmp_path, before=5)
     assert stats_files(tmp_path, before=4) == [], "a step that is not over yet is left alone"
     found = {one.sample_row: one for one in read_stats(files)}
