@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,30 +19,46 @@ import lance
 
 from mopd_dataplane.store.acknowledged import manifest
 
+CLEANED_S = 30.0
+"""Longest wait for a clean-up that has a version locked."""
+LOOK_S = 0.005
+"""Pause between two looks."""
+
 
 class Gone(Exception):
     """Clean-up dropped a version while it was being opened."""
 
 
 def hold(dataset: lance.LanceDataset, root: Path) -> None:
-    """Hold the version of a handle for as long as the handle lives. Raises Gone."""
+    """Hold the version of a handle for as long as the handle lives. Raises Gone.
+
+    A clean-up that has it locked decides only then: it leaves a version that was tagged since it looked.
+    """
     try:
         fd = os.open(manifest(root, dataset.version), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         raise Gone from None
     except OSError:  # out of descriptors: the read itself will say so
         return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        taken = os.fstat(fd).st_nlink == 0
-    except BlockingIOError:
-        taken = True
-    except OSError:  # a file system without locks
-        taken = False
-    if taken:
+    if not _shared(fd):
         os.close(fd)
         raise Gone
     weakref.finalize(dataset, os.close, fd).atexit = False
+
+
+def _shared(fd: int) -> bool:
+    """Lock an open manifest; whether it is still there then."""
+    until = time.monotonic() + CLEANED_S
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOOK_S)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return os.fstat(fd).st_nlink > 0
+    return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import store_builders as build
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store import fragments, maintain, merge_check
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.held import free_versions
 
 READER = """
 import sys
@@ -81,6 +83,21 @@ def test_what_a_process_reads_stays_and_it_is_named(store: Store) -> None:
     assert said.split() == ["6"], "the version it had opened lost rows"
     assert whys(Store.open(store.uri).compact(now=True), "tokens") == []
     assert data_files(store, "tokens") == 1
+
+
+def test_a_version_that_was_tagged_while_clean_up_had_it_is_waited_for(store: Store) -> None:
+    assert store.root is not None
+    for number in range(3):
+        store.commit_samples([build.sample(number)])
+    at = store.snapshot(tag="kept")
+    store.commit_samples([build.sample(3)])
+    with ThreadPoolExecutor(1) as reader:
+        with free_versions(store.root / "samples", [at.versions["samples"]]) as (free, _):
+            found = reader.submit(lambda: Store.open(store.uri).samples(["uid"], snapshot=at).num_rows)
+            with pytest.raises(TimeoutError):
+                found.result(timeout=0.3)
+        assert free == [at.versions["samples"]]
+        assert found.result(timeout=10) == 3
 
 
 def test_a_killed_reader_holds_nothing(store: Store) -> None:
