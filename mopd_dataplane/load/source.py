@@ -296,7 +296,7 @@ class WindowSource:
                 found = ", ".join(f"{k} (the {topk_source}'s likeliest)" for k, topk_source in forms)
                 raise MismatchError(
                     f"the stored top-k of teacher {teacher!r} has k = {found}; one k and one source are needed"
-                    f"{f', the {wanted}' if wanted else ''}: go back to the settings it was scored with, or score "
+                    f"{f", the {wanted}'s" if wanted else ''}: go back to the settings it was scored with, or score "
                     "the samples under another teacher name"
                 )
             widths[teacher] = forms[0][0]

@@ -158,7 +158,10 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"topk_source": "student"}, "4 of the student, 4 of the teacher"), ({"k": 2}, "2 of the teacher, 4 of")],
+    [
+        ({"topk_source": "student"}, r"4 \(the student's likeliest\), 4 \(the teacher's"),
+        ({"k": 2}, r"2 \(the teacher's likeliest\), 4 "),
+    ],
 )
 def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, change, said):
     lengths = lengths_of(12, mean_log=3.0, shortest=4, longest=40)
@@ -184,7 +187,7 @@ def test_a_window_whose_top_k_is_of_two_kinds_is_refused(tmp_path, monkeypatch, 
 
 def test_a_window_of_the_other_support_than_the_stage_asks_for_is_refused(source):
     spec = LoadSpec(stage=STAGE, signals=("topk",), topk_source="student")
-    with pytest.raises(MismatchError, match=r"the likeliest 4 of the teacher, .* of the student"):
+    with pytest.raises(MismatchError, match=r"4 \(the teacher's likeliest\).* needed, the student's"):
         WindowSource(source._store, source.plan, spec)
     WindowSource(source._store, source.plan, spec.model_copy(update={"topk_source": "teacher"}))
 
