@@ -296,8 +296,8 @@ class WindowSource:
                 asked = f", the {wanted}'s" if wanted else ""
                 found = ", ".join(f"{k} (the {topk_source}'s likeliest)" for k, topk_source in forms)
                 raise MismatchError(
-                    f"the stored top-k of teacher {teacher!r} has k = {found}; one k and one source are needed{asked}: go "
-                    "back to the settings it was scored with, or score the samples under another teacher name"
+                    f"the stored top-k of teacher {teacher!r} has k = {found}; one k and one source are needed{asked}: "
+                    "go back to the settings it was scored with, or score the samples under another teacher name"
                 )
             widths[teacher] = forms[0][0]
         return widths

@@ -135,7 +135,7 @@ def test_wrong_input_is_refused():
     with pytest.raises(ValueError, match="must be float \\[N, D\\]"):
         encode(states.long(), "int8")
     states[5, 1] = float("inf")
-    with pytest.raises(ValueError, match="row 5 is not finite"):
+    with pytest.raises(ValueError, match="row 5 holds NaN or infinity"):
         encode(states, "int8")
     with pytest.raises(ValueError, match="int8 rows of width 301 are uint8 \\[N, 320\\], got"):
         decode(torch.zeros(2, 608, dtype=torch.uint8), "int8", 301)
