@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def require_vllm() -> None:
 def start(folder: Path, arguments: Mapping[str, Any], *, threads: int) -> Any:
     """A running vllm.LLMEngine whose core is a process of its own. Raises InputError, EngineError."""
     quiet_transformers()
-    with _environment(threads):
+    with _environment(threads), _deaf_to_interrupts():
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -106,6 +107,21 @@ def _environment(threads: int) -> Iterator[None]:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started inside never see Ctrl-C, which a terminal sends to them too.
+
+    vLLM's would end in the middle of a step, with a traceback; they are ended when this process has stopped sampling. A
+    blocked signal stays blocked in children, whatever handlers they set.
+    """
+    resource_tracker.ensure_running()  # would lift the block when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
