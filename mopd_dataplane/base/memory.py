@@ -1,4 +1,4 @@
-"""Keeps memory that large work frees, for use in the same work."""
+"""Keeps memory that large work frees, for use in the same work; or has it returned to the kernel at once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4
+TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Parameters of glibc's mallopt."""
+RETURNED_BYTES = 1 << 20
+"""Size of an array from which on freed_memory_returned has it returned."""
 USUAL_MAPPINGS = 65_536
 USUAL_TRIM_BYTES = 64 << 20
 
@@ -34,3 +36,14 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
         libc.mallopt(TRIM_THRESHOLD, USUAL_TRIM_BYTES)
         if return_it:
             libc.malloc_trim(0)
+
+
+def freed_memory_returned() -> None:
+    """From now on, arrays of a megabyte and more are returned to the kernel when they are freed.
+
+    Else glibc keeps blocks as large as the largest that was ever freed, in pieces between those that are in use. For
+    processes that make much out of more and then stay. Without glibc nothing changes.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(MMAP_THRESHOLD, RETURNED_BYTES)

@@ -38,6 +38,8 @@ HEADS = (
     "domain", "stage", "iteration", "response_len", "reward", "kl", "mean_logprob", "finish_reason",
     "policy_version_first",
 )  # fmt: skip
+OPENED = {"filter": {"where": FILTERS[1]}, "sort": {"order": SORTS[0]}}
+"""Addresses that a reader may open at once: with a filter, with a sort."""
 GREEDY = "select uid, unnest(tokens) as token from tokens order by token, uid"
 """A statement that takes what it may."""
 SEARCH = "31998 31997 31996"
@@ -115,17 +117,21 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
     total, longest = _longest(opened)
     figures: dict[str, Any] = {"samples": total, "longest_sample_tokens": longest[1]}
     figures["scan_one_column_s"] = _seconds(lambda: opened.samples(["response_len"]))
+    note("pages that are opened as soon as there is an address")
+    for name, asked in OPENED.items():
+        figures[f"opened_{name}_s"] = round(float(np.median([_opened(store, asked) for _ in range(REPEATS)])), 3)
+    with serving(store) as (server, _):
+        server.ask("stores")
+        figures["open_longest_first_s"] = _seconds(lambda: server.ask("sample", uid=longest[0]), 1)
     with serving(store) as (server, started):
         figures["address_s"], began = round(started, 3), time.perf_counter()
         figures["first_page_s"] = _seconds(lambda: server.ask("stores"), 1)
         figures["first_rows_s"] = _seconds(lambda: server.ask("samples", limit=PAGE), 1)
+        heads = partial(server.ask, "histograms", columns=",".join(HEADS))
+        figures["first_heads_s"] = _seconds(heads, 1)
+        figures["first_heads_after_address_s"] = round(time.perf_counter() - began, 3)
         uids = ",".join(row[0] for row in server.ask("samples", limit=PAGE)["rows"])
         figures["excerpts_s"] = _seconds(lambda: server.ask("excerpts", uids=uids), 1)
-        figures["open_longest_first_s"] = _seconds(lambda: server.ask("sample", uid=longest[0]), 1)
-        note("the server reads the metadata of all samples")
-        heads = partial(server.ask, "histograms", columns=",".join(HEADS))
-        figures["index_s"] = _seconds(heads, 1)
-        figures["index_after_address_s"] = round(time.perf_counter() - began, 3)
         figures["memory_index_mb"] = server.peak_mb()
         note("pages, filters, sorts, histograms")
         figures["next_page_s"] = _seconds(partial(server.ask, "samples", limit=PAGE, offset=PAGE))
@@ -136,9 +142,27 @@ def _measured(store: str, note: Callable[[str], None]) -> dict[str, Any]:
         note("a run of token ids in every sample")
         figures |= _searched(server)
         figures["memory_peak_mb"] = server.peak_mb()
-        note("a statement that takes what it may")
+        note("a statement that takes what it may, by itself and beside a search")
         figures["memory_typed_mb"] = _memory_of_all(server, partial(_refused, server))
+        figures["memory_typed_beside_search_mb"] = _memory_of_all(server, partial(_both, server))
     return figures | {"cores": os.cpu_count(), "load": [round(load, 1) for load in os.getloadavg()]}
+
+
+def _opened(store: str, asked: dict[str, str]) -> float:
+    """Seconds from the printed address to the rows of a page whose address has a filter or a sort."""
+    with serving(store) as (server, _):
+        began = time.perf_counter()
+        server.ask("stores")
+        server.ask("samples", limit=PAGE, **asked)
+        return time.perf_counter() - began
+
+
+def _both(server: PageClient) -> None:
+    """Ask GREEDY while a search goes over all tokens."""
+    searching = threading.Thread(target=_searched, args=(server,))
+    searching.start()
+    _refused(server)
+    searching.join(DEADLINE_S)
 
 
 def _refused(server: PageClient) -> None:

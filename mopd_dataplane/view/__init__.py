@@ -1,6 +1,7 @@
 """STORE → PAGE: `mopd view`, a local server and the page a researcher reads rollouts on.
 
     columns.py        one row a sample: metadata, reward and every teacher's divergence, as a statement over the tables
+    derived.py        the columns of it that other tables and other samples give, as arrays
     index.py          those rows in memory: pages and counts by SQL
     histograms.py     counts of columns of the index, over all rows and over those that match
     glance.py         pages and samples while the index is still being made

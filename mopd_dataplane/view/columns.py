@@ -141,7 +141,8 @@ def definition(teachers: Sequence[str], *, has: Collection[str] = (), with_rows:
         (f", first_steps.* exclude ({key})", f" left join first_steps using ({key})") if STATS in has else ("", "")
     )
     own = ", ".join(
-        f'avg(mean_reverse_kl) filter (teacher = {literal(name)}) as "kl_{name}"' for name in teachers[:MOST_TEACHERS]
+        f'(avg(mean_reverse_kl) filter (teacher = {literal(name)}))::float as "kl_{name}"'
+        for name in teachers[:MOST_TEACHERS]
     )
     hidden = "" if with_rows else " exclude (payload_row, payload_crc, schema_version, tokenizer, writer_seq)"
     return f"""

@@ -2,16 +2,19 @@
 
 A page, a histogram or a count is one SQL statement over this table. The statement that the page shows carries the
 definition of the table along, so it runs as it stands in `mopd query`.
+
+The table is Arrow's, as Lance decodes it, with derived columns beside; DuckDB reads it in place. Writing it into
+a table of DuckDB's own takes several times as long as reading the store.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.processes import scratch_folder
@@ -20,10 +23,11 @@ from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.sql import interrupted_after
 from mopd_dataplane.tables import SAMPLES
 from mopd_dataplane.view.columns import LABELLED, READ, definition, described, held
+from mopd_dataplane.view.derived import derived
 from mopd_dataplane.view.histograms import Histograms
 
 if TYPE_CHECKING:
-    import lance
+    from numpy.typing import NDArray
 
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
@@ -31,87 +35,64 @@ if TYPE_CHECKING:
 TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
-MEMORY = "384MB"
-"""Memory bound of DuckDB; what exceeds it is spilled to a scratch folder."""
+MEMORY = "192MB"
+"""Memory bound of DuckDB, beside the table; what exceeds it is spilled to a scratch folder."""
+MANY_VALUES = frozenset({"uid", "prompt_id", "group_id"})
+"""Columns of words of which most rows have a value of their own; in the others a word is stored once."""
+
+_CODED = pa.dictionary(pa.int32(), pa.string())
+LEFT_OUT = frozenset({"payload_crc", "schema_version", "writer_seq"})
+"""Columns of `samples` that no page needs."""
 
 
 class Index:
     """Rollouts of one snapshot of a store. Threads may ask at the same time."""
 
-    def __init__(
-        self, store: Store, snapshot: Snapshot, begun: Callable[[duckdb.DuckDBPyConnection], None] = lambda _: None
-    ) -> None:
-        """Read the metadata tables; some seconds for a million samples.
+    def __init__(self, store: Store, snapshot: Snapshot, going: Callable[[], None] = lambda: None) -> None:
+        """Read the metadata tables; a second for a million samples.
 
-        begun: is given the connection that fills the table, which another thread may interrupt; InterruptException
-        then.
+        going: is called every few milliseconds of it; what it raises ends the reading.
         """
         self.snapshot = snapshot
-        self.teachers = sorted(row["name"] for row in store.table("teachers", ["name"], snapshot=snapshot).to_pylist())
-        self._has = frozenset(held(store, snapshot))
-        self.definition = definition(self.teachers, has=self._has)
-        self._labels = threading.Lock()
+        known = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
+        sizes = dict(zip(known["name"].to_pylist(), known["vocab_size"].to_pylist(), strict=True))
+        self.teachers = sorted(sizes)
+        has = frozenset(held(store, snapshot))
+        self.definition = definition(self.teachers, has=has)
+        self._table = _read(store, snapshot, going)
+        self.total = self._table.num_rows
+
+        def read(name: str) -> pa.Table:
+            going()
+            return _whole(store, name, READ[name], snapshot)
+
+        for name, column in derived(self._table, read, sizes, has).items():
+            self._table = self._table.append_column(name, column)
+        going()
         self._resources = ExitStack()
         scratch = self._resources.enter_context(scratch_folder())  # gone with this object, or by the next one's sweep
         self._connection = duckdb.connect(
             config={"python_enable_replacements": "false", "memory_limit": MEMORY, "temp_directory": str(scratch)}
         )
-        self._connection.execute("set enable_progress_bar = false")
-        self._connection.execute("attach ':memory:' as held (compress); use held")
-        begun(self._connection)
-        try:
-            self._fill(store)
-        except BaseException:
-            self._connection.close()
-            self._resources.close()
-            raise
-        self._connection.execute("set enable_external_access = false; set lock_configuration = true")
+        self._connection.execute("set enable_progress_bar = false; set enable_external_access = false")
+        self._connection.execute("set lock_configuration = true")
+        self.set_labels(store.sql(LABELLED, snapshot=snapshot).to_pylist())
         self.columns = described(self.ask(f"describe {TABLE}").fetchall())
         self._histograms = Histograms(self, TABLE)
-        self.total = int(self.ask(f"select count(*) from {TABLE}").fetchone()[0])  # type: ignore[index]
-
-    def _fill(self, store: Store) -> None:
-        own = store.dataset("samples", self.snapshot).schema
-        known = [own.field(name) for name in SAMPLES.schema.names if name in own.names]
-        schema = pa.schema([*known, pa.field("sample_row", pa.int64())])
-
-        def batches() -> Iterator[pa.RecordBatch]:
-            for rows, batch in store.scan_samples(schema.names[:-1], self.snapshot):
-                yield pa.RecordBatch.from_arrays([*batch.columns, pa.array(rows, pa.int64())], schema=schema)
-
-        self._connection.register("scanned", pa.RecordBatchReader.from_batches(schema, batches()))
-        with reading(store.uri):  # the definition reads it twice, and a scan can be read once
-            self._connection.execute("create table samples as select * from scanned")
-        self._connection.register("teachers", store.table("teachers", ["name", "vocab_size"], snapshot=self.snapshot))
-        read = {name: columns for name, columns in READ.items() if name in self.snapshot.versions}
-        for name, columns in read.items():
-            self._connection.register(name, _pass_over(store.dataset(name, self.snapshot), columns))
-        made = definition(self.teachers, has=self._has, with_rows=True)
-        with reading(store.uri):
-            self._connection.execute(f"create table {TABLE} as {made}")
-        self._connection.execute("drop table samples")
-        for name in ("scanned", "teachers", *read):
-            self._connection.unregister(name)
-        self._connection.execute("create table labelled (uid varchar, label varchar)")
-        self.set_labels(store.sql(LABELLED, snapshot=self.snapshot).to_pylist())
 
     def set_labels(self, rows: Sequence[dict[str, Any]]) -> None:
         """Let filters see these labels (uid, label) as the table `labelled`: labels are newer than the snapshot."""
-        pairs = [(row["uid"], row["label"]) for row in rows]
-        with self._labels, self._connection.cursor() as cursor:
-            cursor.execute("use held").execute("begin").execute("delete from labelled")
-            if pairs:
-                cursor.executemany("insert into labelled values (?, ?)", pairs)
-            cursor.execute("commit")
+        pairs = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("uid", "label")}
+        self._labelled = pa.table(pairs)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, sql: str, values: Sequence[Any] = ()) -> duckdb.DuckDBPyConnection:
         """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_S."""
-        cursor = self._connection.cursor()
+        cursor = self._cursor()
         with interrupted_after(cursor, QUERY_S):
             try:
-                return cursor.execute("use held").execute(sql, list(values))
+                return cursor.execute(sql, list(values))
             except duckdb.InterruptException:
                 raise DeadlineError(f"the query ran for {QUERY_S:g} s; narrow the filter") from None
             except duckdb.Error as error:
@@ -119,14 +100,21 @@ class Index:
 
     def arrow(self, sql: str) -> pa.Table:
         """The answer to a statement of ours as an Arrow table."""
-        cursor = self._connection.cursor()
-        return cursor.execute("use held").sql(sql).to_arrow_table()
+        return self._cursor().sql(sql).to_arrow_table()
+
+    def _cursor(self) -> duckdb.DuckDBPyConnection:
+        return self._connection.cursor().register(TABLE, self._table).register("labelled", self._labelled)
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows of an answer as dicts."""
         answer = self.ask(sql, values)
         names = [column[0] for column in answer.description or ()]
         return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
+
+    def take(self, sample_rows: NDArray[np.int64], names: Sequence[str]) -> pa.Table:
+        """Columns of samples that are in the table, in the asked order."""
+        places = np.searchsorted(self._table["sample_row"].to_numpy(), sample_rows)
+        return self._table.select(list(names)).take(pa.array(places))
 
     def condition(self, where: str) -> str:
         """The filter as a clause. Raises QueryError unless it is one expression that reads only."""
@@ -195,9 +183,36 @@ class Index:
         return self._histograms.of([self.columns[name] for name in names], self.condition(where))
 
 
-def _pass_over(dataset: lance.LanceDataset, columns: Sequence[str]) -> pa.RecordBatchReader:
-    """Columns of a table, once, read by the thread that asks: Arrow's own reader of a dataset reads ahead in threads
-    that may still call into Lance when the process ends."""
-    names = [name for name in columns if name in dataset.schema.names]
-    schema = pa.schema([dataset.schema.field(name) for name in names])
-    return pa.RecordBatchReader.from_batches(schema, dataset.scanner(columns=names).to_batches())
+def _read(store: Store, snapshot: Snapshot, going: Callable[[], None]) -> pa.Table:
+    """Columns of `samples` and `sample_row`, which ascends; each in one piece, so that rows of it can be taken."""
+    own = store.dataset("samples", snapshot).schema
+    names = [name for name in SAMPLES.schema.names if name in own.names and name not in LEFT_OUT]
+    coded = [pa.types.is_string(own.field(name).type) and name not in MANY_VALUES for name in names]
+    parts: list[list[pa.Array]] = [[] for _ in (*names, "sample_row")]
+    for rows, batch in store.scan_samples(names, snapshot):
+        going()
+        for part, column, code in zip(parts, batch.columns, coded, strict=False):
+            part.append(column.dictionary_encode() if code else column)
+        parts[-1].append(pa.array(rows, pa.int64()))
+    columns = {}
+    for name, code in zip((*names, "sample_row"), (*coded, False), strict=True):
+        going()
+        kind = _CODED if code else pa.int64() if name == "sample_row" else own.field(name).type
+        columns[name] = _joined(parts.pop(0), kind)
+    return pa.table(columns)
+
+
+def _joined(parts: list[pa.Array], kind: pa.DataType) -> pa.Array:
+    """Parts of a column in one piece, which frees what Lance decoded; words with a byte a row where there are few."""
+    whole = pa.chunked_array(parts, kind).unify_dictionaries().combine_chunks()
+    if kind != _CODED:
+        return whole
+    codes = pa.int8() if len(whole.dictionary) < 128 else pa.int32()
+    return pa.DictionaryArray.from_arrays(whole.indices.cast(codes), whole.dictionary)
+
+
+def _whole(store: Store, name: str, columns: Sequence[str], snapshot: Snapshot) -> pa.Table:
+    """Those of some columns that a table has."""
+    dataset = store.dataset(name, snapshot)
+    with reading(dataset.uri):
+        return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])

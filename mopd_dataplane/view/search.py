@@ -35,6 +35,8 @@ READ_AHEAD_BYTES = 64 << 20
 SCAN_SHARE = 0.25
 """Share of the samples from which on all tokens are scanned."""
 MOST_HITS = 500
+SHOWN = ("uid", "policy_version_last", "reward", "domain")
+"""Columns of a hit."""
 CONTEXT = 24
 """Tokens of an excerpt on either side."""
 
@@ -71,7 +73,7 @@ class Search:
             except pa.ArrowInvalid as error:
                 raise InputError(f"not a regular expression (RE2): {error}") from None
         clause = index.condition(where)
-        columns = "sample_row, payload_row, uid, prompt_len, total_len, policy_version_last, reward, domain"
+        columns = "sample_row, payload_row, prompt_len, total_len"
         # in one piece, because taking rows of a table in many copies all of it every time
         self._rows = index.arrow(f"select {columns} from rollouts{clause} order by payload_row").combine_chunks()
         self.total = self._rows.num_rows
@@ -91,6 +93,11 @@ class Search:
             yield {"searched": searched, "total": self.total, "hits": found, "versions": versions}
             if found >= MOST_HITS:
                 return
+
+    def _part(self, rows: pa.Table) -> pa.Table:
+        """Some of the samples, with what is shown of a hit."""
+        shown = self._index.take(rows["sample_row"].to_numpy(), SHOWN)
+        return pa.table([*rows.columns, *shown.columns], [*rows.column_names, *SHOWN])
 
     def _parts(self, tokens: lance.LanceDataset) -> Iterator[tuple[pa.Table, pa.Array, int]]:
         """Some samples at a time with their tokens, and how many were looked at so far."""
@@ -118,7 +125,7 @@ class Search:
         for places, searched in found:
             some = places[places != last][:MOST_HITS]  # one that two stretches share is named by both
             last = int(places[-1]) if len(places) else last
-            part = self._rows.take(pa.array(some, pa.int64()))
+            part = self._part(self._rows.take(pa.array(some, pa.int64())))
             if not len(some):
                 yield part, pa.array([], pa.list_(pa.int32())), searched
                 continue
@@ -132,7 +139,7 @@ class Search:
         while start < self.total:
             past = (ends[start - 1] if start else 0) + BATCH_TOKENS
             stop = max(start + 1, int(np.searchsorted(ends, past, "right")))
-            part = self._rows.slice(start, stop - start)
+            part = self._part(self._rows.slice(start, stop - start))
             read = self._store.read_tokens(part["sample_row"].to_numpy(), ["tokens"], self._index.snapshot)
             yield part, read["tokens"].combine_chunks()
             start = stop
@@ -154,6 +161,7 @@ class Search:
                 part = self._rows.slice(first, last + 1 - first)
                 if part.num_rows != len(wanted):
                     part = self._rows.take(pa.array(places[wanted]))
+                part = self._part(part)
                 column = batch
                 if len(wanted) < batch.num_rows:
                     column = batch.take(pa.array(wanted))
@@ -201,7 +209,7 @@ class Search:
 
     def _hit(self, part: pa.Table, owner: int, response: Any, position: int, times: int) -> dict[str, Any]:
         low, high = max(0, position - CONTEXT), position + CONTEXT
-        row = {name: part[name][owner].as_py() for name in ("uid", "policy_version_last", "reward", "domain")}
+        row = {name: part[name][owner].as_py() for name in SHOWN}
         text = one_line("".join(pieces_of(self._decoder, response[low:high])), limit=160)
         version = row.pop("policy_version_last")
         return row | {"version": version, "position": position, "times": times, "text": text}

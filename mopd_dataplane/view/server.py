@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
 import uvicorn
 
+from mopd_dataplane.base.memory import freed_memory_returned
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.view.app import build_app
@@ -19,7 +21,7 @@ from mopd_dataplane.view.stores import Shown, ShownStores
 
 LOOPBACK = "127.0.0.1"
 ENDING_S = 30.0
-"""How long a table that is given up may take to end."""
+"""How long the thread may take to end whose table is given up."""
 
 
 def serve(
@@ -33,6 +35,8 @@ def serve(
         listening = socket.create_server((LOOPBACK, port))
     except (OSError, OverflowError) as error:
         raise ResourceError(f"cannot listen on port {port} of {LOOPBACK}: {error}; give another --port, or 0") from None
+    freed_memory_returned()
+    pa.set_memory_pool(pa.system_memory_pool())  # Arrow's own keeps what it frees
     with listening:
         bound = listening.getsockname()[1]
         token = new_token()

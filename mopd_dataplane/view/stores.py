@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import duckdb
-
 from mopd_dataplane.errors import MopdError, ResourceError, UnknownNameError
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
@@ -29,8 +27,8 @@ PAUSE = 8
 """Times the building of an index that passes before the next one, so that a growing store leaves time to answer."""
 SHORTEST_PAUSE_S = 1.0
 KEPT_ANSWERS = 32
-LOOK_S = 0.05
-"""Time between two attempts to interrupt what an ending server has begun."""
+ENDING_S = 30.0
+"""How long an index that is given up may take to end."""
 
 
 class Shown:
@@ -46,7 +44,6 @@ class Shown:
         self._glance: Glance | None = None
         self._decoder: Decoder | Numbers | None = None
         self._next_look = 0.0
-        self._filling: duckdb.DuckDBPyConnection | None = None
         self._ending = False
         self._answers: dict[tuple[Any, ...], Any] = {}
         self.student = Student(store)
@@ -96,26 +93,17 @@ class Shown:
 
     def _made(self, snapshot: Snapshot) -> Index:
         """Raises ResourceError once the server ends."""
-        try:
-            return Index(self.store, snapshot, self._begun)
-        except duckdb.InterruptException:
-            raise ResourceError("the server is ending") from None
-        finally:
-            self._filling = None
+        return Index(self.store, snapshot, self._going)
 
-    def _begun(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._filling = connection
+    def _going(self) -> None:
         if self._ending:
             raise ResourceError("the server is ending")
 
     def end(self) -> None:
         """Make no index any more; one that is being made is given up. A thread in Lance would outlive the process."""
         self._ending = True
-        while not self._lock.acquire(timeout=LOOK_S):
-            if (filling := self._filling) is not None:
-                with suppress(duckdb.ConnectionException):  # its thread closes it
-                    filling.interrupt()
-        self._lock.release()
+        if self._lock.acquire(timeout=ENDING_S):
+            self._lock.release()
 
     def prepare(self) -> None:
         """Make the index before anyone asks for it. What is wrong with a store is said to whoever asks."""

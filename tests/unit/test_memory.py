@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mopd_dataplane.base.memory import freed_memory_kept
+from mopd_dataplane.base.memory import freed_memory_kept, freed_memory_returned
 from mopd_dataplane.bench.write import bench_sample
 from mopd_dataplane.store import commit
 from mopd_dataplane.store.dataset import Store
@@ -55,7 +55,22 @@ def check_kept() -> None:
     assert faults < PAGES // 20
 
 
-@pytest.mark.parametrize("words", ["check", "check_kept"])
+def check_returned() -> None:
+    """In a process of its own: arrays freed between those that stay."""
+
+    def kept_by_glibc() -> int:
+        arrays = [np.ones(NBYTES // 8, dtype=np.uint8) for _ in range(8)]
+        before = resident()
+        del arrays[:-1]
+        return NBYTES * 7 // 8 - (before - resident())
+
+    np.ones(NBYTES // 3, dtype=np.uint8)  # freed, so that glibc takes smaller blocks from its heap
+    assert kept_by_glibc() > NBYTES // 2, "glibc by itself keeps what lies below an array in use"
+    freed_memory_returned()
+    assert kept_by_glibc() < NBYTES // 10
+
+
+@pytest.mark.parametrize("words", ["check", "check_kept", "check_returned"])
 def test_freed_memory_is_used_again_and_given_back_unless_it_is_to_stay(words: str) -> None:
     environment = os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"}
     subprocess.run([sys.executable, __file__, words], check=True, env=environment, timeout=120)
@@ -77,4 +92,4 @@ def test_a_large_commit_keeps_its_memory_for_the_next(
 
 
 if __name__ == "__main__":
-    {"check": check, "check_kept": check_kept}[sys.argv[1]]()
+    {"check": check, "check_kept": check_kept, "check_returned": check_returned}[sys.argv[1]]()

@@ -1,0 +1,83 @@
+"""Derived columns as arrays are those that the statement gives which the page shows."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from mopd_dataplane.tables import SAMPLES
+from mopd_dataplane.view.columns import READ, REPETITION, SPREAD, STATS, definition
+from mopd_dataplane.view.derived import derived
+
+TEACHERS = {"a": 50, "b": 1000, "silent": 7}
+OPTIONAL = (SPREAD, STATS, REPETITION)
+
+
+def _holed(noise: np.random.Generator, values: np.ndarray, share: float = 0.1) -> pa.Array:
+    """Float32 with nulls and, among the others, NaN."""
+    nan = np.where(noise.random(len(values)) < share, np.nan, values).astype(np.float32)
+    return pa.array(nan, mask=noise.random(len(values)) < share)
+
+
+def _tables(seed: int, count: int) -> dict[str, pa.Table]:
+    """Samples of two stages, groups across them, with holes in their ids; rows of other tables in any order, several a
+    sample, some of samples that are not there."""
+    noise = np.random.default_rng(seed)
+    ids = np.flatnonzero(noise.random(2 * count) < (1.0 if seed % 2 else 0.7))[:count] + 5
+    count = len(ids)
+    own = {name: pa.nulls(count, SAMPLES.schema.field(name).type) for name in SAMPLES.schema.names}
+    words = {"stage": ["warm", "cold"], "domain": ["x", "y", "z"], "finish_reason": ["stop", "length"],
+             "policy": ["p", "reference"], "group_id": [f"g{i}" for i in range(count // 4 + 1)]}  # fmt: skip
+    own |= {name: pa.array(noise.choice(some, count)) for name, some in words.items()}
+    own |= {name: pa.array(noise.integers(0, 3, count), SAMPLES.schema.field(name).type) for name in (
+        "iteration", "policy_version_first", "policy_version_last", "interruptions", "loss_tokens")}  # fmt: skip
+    own["mean_logprob"] = _holed(noise, -noise.exponential(1.0, count))
+    own[REPETITION] = pa.array(noise.random(count), pa.float32(), mask=noise.random(count) < 0.2)
+    own["sample_row"] = pa.array(ids)
+    rows = noise.choice(np.arange(2 * count + 9), 3 * count)
+    std = np.where(noise.random(3 * count) < 0.7, 0.0, 1.0)
+    names = noise.choice(["a", "b", "unknown"], 3 * count)
+    kls = noise.normal(0.2, 1.0, 3 * count)
+    said = np.nan_to_num(np.array(own["mean_logprob"].to_pylist(), np.float64))
+    place = np.clip(np.searchsorted(ids, rows), 0, count - 1)
+    kls = np.where(noise.random(3 * count) < 0.4, said[place] + np.where(names == "b", np.log(1000), 0), kls)
+    return {
+        "samples": pa.table(own),
+        "rewards": pa.table({"sample_row": rows, "reward": _holed(noise, noise.integers(0, 3, 3 * count) / 2)}),
+        "scores": pa.table({
+            "sample_row": rows, "teacher": names, "mean_reverse_kl": _holed(noise, kls),
+            "bytes": noise.integers(0, 1 << 40, 3 * count), "rows": pa.array(np.full(3 * count, 5), pa.int32()),
+            SPREAD: _holed(noise, std),
+        }),
+        STATS: pa.table({
+            "sample_row": rows, "step": pa.array(noise.permutation(3 * count) - 5, pa.int32()),
+            **{name: _holed(noise, noise.exponential(0.2, 3 * count)) for name in READ[STATS][2:]},
+        }),
+        "teachers": pa.table({"name": list(TEACHERS), "vocab_size": list(TEACHERS.values())}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("has", [some for size in range(4) for some in combinations(OPTIONAL, size)])
+@pytest.mark.parametrize(("seed", "count"), [(0, 400), (1, 400), (2, 3), (3, 0)])
+def test_derived_columns_are_those_of_the_statement(seed: int, count: int, has: tuple[str, ...]) -> None:
+    tables = _tables(seed, count)
+    with duckdb.connect() as connection:
+        for name, table in tables.items():
+            connection.register(name, table)
+        made = f"select * from ({definition(sorted(TEACHERS), has=has, with_rows=True)}) order by sample_row"
+        wanted = connection.sql(made).to_arrow_table()
+    found = derived(tables["samples"], lambda name: tables[name], TEACHERS, has)
+    assert list(found) == [name for name in wanted.column_names if name not in tables["samples"].column_names]
+    if count > 100:
+        assert all(len(set(wanted[name].to_pylist())) > 1 for name in found if name != "kl_silent")
+    for name, values in found.items():
+        same = wanted[name]
+        assert values.type == same.type, name
+        assert values.is_null().to_pylist() == same.is_null().to_pylist(), name
+        one, other = (np.array([v or 0 for v in some.to_pylist()], np.float32) for some in (values, same))
+        np.testing.assert_array_almost_equal_nulp(one[~np.isnan(one)], other[~np.isnan(one)], nulp=1)
+        np.testing.assert_array_equal(np.isnan(one), np.isnan(other), err_msg=name)
