@@ -277,13 +277,10 @@ class ObjectiveLoss:
         return result.loss
 
     def _cross_entropy(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
-        # The entropy is found on the way; asked of a frozen head, it would cost the gradient taken in the forward pass.
-        found = token_logprob(hidden, head, batch.targets, return_entropy=head.weight.requires_grad)
-        logprob, entropy = found if isinstance(found, tuple) else (found, None)
+        logprob, entropy = token_logprob(hidden, head, batch.targets, return_entropy=True, entropy_gradient=False)
         sums.add("nll", -logprob)
-        sampled_so = self._temperature == 1.0 and batch.sampling_mask is None
-        if entropy is not None and sampled_so:
-            sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy.detach()} | sums.per_token
+        if self._temperature == 1.0 and batch.sampling_mask is None:  # else the sampler's distribution was another
+            sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy} | sums.per_token
         return -(logprob * weights).sum()
 
     def _reference_kl(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:

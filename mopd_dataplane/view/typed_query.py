@@ -31,7 +31,7 @@ SECONDS = 60.0
 BUFFERS = "200MB"
 """What DuckDB may hold; it spills what exceeds it to a scratch folder of at most SPILLED."""
 SPILLED = "4GB"
-MEMORY_MB = 370
+MEMORY_MB = 340
 """What the process may hold in all, files that it shares with the server not counted."""
 ANSWER_MB = 32
 LOOK_S = 0.01

@@ -1,5 +1,7 @@
 """token_logprob, topk_logprobs, and why on-policy distillation works: sampled gradients average to the full one."""
 
+import importlib
+
 import pytest
 import torch
 from mopd_kernels import Head, divergence, reference, token_logprob, topk_logprobs
@@ -32,6 +34,25 @@ def test_values_and_gradients(case, entropy):
         torch.testing.assert_close(value.double(), truth, atol=5e-6, rtol=1e-6)
     assert relative_error(hidden.grad, true_hidden.grad) < 5e-6
     assert relative_error(head.grad, true_head.grad) < 5e-6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_entropy_without_gradient_leaves_the_gradient_of_the_log_prob(frozen, monkeypatch):
+    inputs = make_inputs(TINY_CASES[0])
+    passes = []
+    op = importlib.import_module("mopd_kernels.ops.token_logprob")  # the package has the function under this name
+    sweep = op.sweep
+    monkeypatch.setattr(op, "sweep", lambda *given, **named: passes.append(1) or sweep(*given, **named))
+    (hidden, other), head = leaves(inputs.student_hidden, inputs.student_hidden), inputs.student_head.clone()
+    head.requires_grad_(not frozen)
+    logprob, entropy = token_logprob(hidden, head, inputs.token_ids, return_entropy=True, entropy_gradient=False)
+    logprob.sum().backward()
+    assert len(passes) == (1 if frozen else 2), "a frozen head takes the gradient in the forward pass"
+    assert not entropy.requires_grad
+    alone, expected = token_logprob(other, inputs.student_head, inputs.token_ids, return_entropy=True)
+    alone.sum().backward()
+    torch.testing.assert_close(entropy, expected.detach())
+    torch.testing.assert_close(hidden.grad, other.grad)
 
 
 def test_gradcheck_with_bias_softcap_scale_and_a_skipped_row():

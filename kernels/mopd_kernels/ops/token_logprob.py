@@ -66,6 +66,7 @@ def token_logprob(
     temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
     return_entropy: bool = False,
+    entropy_gradient: bool = True,
     vocab_size: int | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
@@ -81,8 +82,9 @@ def token_logprob(
     a row to skip (zeros, no gradient). temperature: divides the logits. sampling_mask: [N, U] ids that the token was
     sampled from, -1 after the last: the softmax of that row is over these columns only, and no other has a gradient. A
     row of -1 is over the whole vocabulary. return_entropy: also return the entropy in nats; both outputs are
-    differentiable. bias, softcap, logit_scale: what the model does to its logits; the bias may be trained. logit_rows,
-    grad_rows, backend: as in :func:`divergence`.
+    differentiable, unless ``entropy_gradient`` is False: then the entropy costs no pass. bias, softcap, logit_scale:
+    what the model does to its logits; the bias may be trained. logit_rows, grad_rows, backend: as in
+    :func:`divergence`.
 
     Returns:
         [N], or ([N], [N]) with the entropy; float32 (float64 for float64 inputs).
@@ -123,7 +125,7 @@ def token_logprob(
         given = upstream or (None,)
         logprob_factor = live if given[0] is None and upstream is None else live * _or_zero(given[0], live)
         entropy_factor = None
-        if return_entropy and upstream is not None and given[1] is not None:
+        if return_entropy and entropy_gradient and upstream is not None and given[1] is not None:
             entropy_factor = live * given[1].to(dtype)
         logprob, entropy = torch.zeros_like(live), torch.zeros_like(live)
         epilogue = model.epilogue(columns, temperature)
@@ -145,9 +147,11 @@ def token_logprob(
 
         segments = [rows for _, rows in row_segments(count, None, live, hidden.device)]
         gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
-        return PassResult((logprob, entropy) if return_entropy else (logprob,), (), gradients)
+        outputs = (logprob, entropy) if return_entropy and entropy_gradient else (logprob,)
+        return PassResult(outputs, () if entropy_gradient else (entropy,), gradients)
 
-    result = row_loss(hidden, model.weight, model.bias, run, summed=False, outputs=2 if return_entropy else 1)
+    outputs = 2 if return_entropy and entropy_gradient else 1
+    result = row_loss(hidden, model.weight, model.bias, run, summed=False, outputs=outputs)
     return (result[0], result[1]) if return_entropy else result[0]
 
 
