@@ -73,7 +73,11 @@ class LoaderClient:
         self._released: list[tuple[int, int]] = []
         """(slot, generation) that the loader has not been told of yet."""
         self._used_at: list[float] = []
-        """When each pack that was lent together with the last one was first looked at."""
+        """When each pack that was lent unasked was first looked at, since the loader was last told."""
+        self._asked_next = False
+        """Whether the next batch was asked for and is still to be taken."""
+        self._next_answer: tuple[Message, list[int]] | None = None
+        """Its answer, where another request's answer came after it."""
         self._channel = Channel(_connect(Path(socket), deadline_s))
         greeting = self._ask({
             "op": "hello", "version": VERSION, "rank": rank, "world_size": world_size, "member": member,
@@ -89,11 +93,12 @@ class LoaderClient:
         """
         self._check_stage(stage)
         self._end_batch()
+        self._drop_next()
         opened = self._ask({"op": "open", "window": window, "step": start_step})
         self._position = {"window": window, "step": start_step}
         while True:
             self._end_batch()
-            header = self._ask({"op": "next"})
+            header, lent = self._take_next()
             if "end" in header:
                 self._position = {"window": window + 1, "step": 0}
                 return
@@ -102,7 +107,7 @@ class LoaderClient:
                 stage=stage,
                 window=window,
                 step=int(opened["base"]) + int(header["step"]),
-                packs=_LazyPacks(self, int(header["step"]), header["packs"]),
+                packs=_LazyPacks(self, int(header["step"]), header["packs"], lent),
                 loss_tokens=int(header["loss_tokens"]),
                 sequences=int(header["sequences"]),
             )
@@ -151,17 +156,45 @@ class LoaderClient:
             self._batch.release()
             self._batch = None
 
+    def _ask_next(self) -> None:
+        """Ask for the next batch, once. The answer is waited for where it is taken, so the loader may look for it while
+        the last batch still computes."""
+        if not self._asked_next:
+            self._release([], tell=True)
+            self._say({"op": "next", "used": self._ages()})
+            self._asked_next = True
+
+    def _take_next(self) -> tuple[Message, dict[int, _Lease]]:
+        """The next batch, and place → lease of those of its packs that came with it."""
+        self._ask_next()
+        answer, fds = self._next_answer or self._receive("next")
+        self._asked_next, self._next_answer = False, None
+        raise_error(answer)
+        return answer, self._leases_of(answer, fds)
+
+    def _drop_next(self) -> None:
+        """Give back what came with a batch that nobody will take."""
+        if self._asked_next:
+            self._release(list(self._take_next()[1].values()), tell=True)
+
     def _claim(self, step: int, ordinal: int) -> dict[int, _Lease]:
-        """Ordinal → lease of a pack, and of those that the loader lends with it."""
+        """Place → lease of a pack, and of those that the loader lends with it."""
+        return self._leases_of(*self._request({"op": "pack", "step": step, "ordinal": ordinal, "used": self._ages()}))
+
+    def _ages(self) -> list[float]:
+        """Seconds since each pack of `_used_at`."""
         now = time.monotonic()
-        used, self._used_at = [round(now - moment, 6) for moment in self._used_at], []
-        answer, fds = self._request({"op": "pack", "step": step, "ordinal": ordinal, "used": used})
+        ages, self._used_at = [round(now - moment, 6) for moment in self._used_at], []
+        return ages
+
+    def _leases_of(self, answer: Message, fds: list[int]) -> dict[int, _Lease]:
+        """Place → lease of what an answer lends; slots seen for the first time are mapped."""
         for gone in answer.get("gone", ()):  # its pages go back to the machine with the last view of them
             if (retired := self._slots.pop(int(gone), None)) is not None:
                 retired.unpin()
         leases = {}
         fresh = iter(fds)
-        for place, slot, generation, nbytes in answer["packs"]:
+        for place, slot, generation, nbytes in answer.get("lent", ()):
             if slot not in self._slots:
                 self._slots[slot] = _MappedSlot(next(fresh), nbytes, self._pin)
             leases[place] = _Lease(slot, generation)
@@ -201,10 +234,18 @@ class LoaderClient:
         return self._request(message)[0]
 
     def _request(self, message: Message) -> tuple[Message, list[int]]:
-        """Send a request and wait for its answer, which may say for a while that it is coming."""
+        """Send a request and wait for its answer."""
+        if self._asked_next and self._next_answer is None:  # answers come in order
+            self._next_answer = self._receive("next")
         self._release([], tell=True)
-        started = time.monotonic()
         self._say(message)
+        answer, fds = self._receive(message["op"])
+        raise_error(answer)
+        return answer, fds
+
+    def _receive(self, asked: str) -> tuple[Message, list[int]]:
+        """The answer to a request, which may say for a while that it is coming."""
+        started = time.monotonic()
         while True:
             try:
                 answer, fds = self._channel.receive(deadline_s=self._deadline_s)
@@ -212,9 +253,8 @@ class LoaderClient:
                 raise self._gone(error) from None
             except DeadlineError:
                 silence = f"the loader said nothing for {self._deadline_s:g} s"
-                raise DeadlineError(f"{silence} when asked for {message['op']!r}; start it again") from None
+                raise DeadlineError(f"{silence} when asked for {asked!r}; start it again") from None
             if "wait" not in answer:
-                raise_error(answer)
                 return answer, fds
             if time.monotonic() - started > self._window_deadline_s:
                 raise DeadlineError(f"no data after {self._window_deadline_s:g} s: {answer['wait']}")
@@ -272,13 +312,13 @@ class _Lease:
 
 
 class _LazyPacks(Sequence[Pack]):
-    """The packs of one batch, each claimed at first use."""
+    """The packs of one batch, each claimed at first use unless it came with the batch."""
 
-    def __init__(self, client: LoaderClient, step: int, entries: list[Message]) -> None:
+    def __init__(self, client: LoaderClient, step: int, entries: list[Message], lent: dict[int, _Lease]) -> None:
         self._client = client
         self._step = step
         self._entries = entries
-        self._leases: dict[int, _Lease] = {}
+        self._leases = lent
         """Place → what is held, looked at or not."""
         self._packs: dict[int, Pack] = {}
         self._released: set[int] = set()
@@ -324,6 +364,8 @@ class _LazyPacks(Sequence[Pack]):
         leases = [self._leases.pop(place) for place in places]
         self._released.update(places if indices is not None else range(len(self)))
         self._client._release(leases, tell=len(self._packs) == len(self._leases))
+        if len(self._packs) + len(self._released) == len(self):
+            self._client._ask_next()
 
 
 class _MappedSlot:
@@ -339,6 +381,20 @@ class _MappedSlot:
 
     def torch_view(self, field: Field) -> Any:
         """Torch view of a field. Torch does not know read-only memory: writing to it ends the process."""
+        whole = self._typed[field.dtype]
+        first = field.offset // whole.itemsize
+        flat = whole[first : first + field.nbytes // whole.itemsize]
+        return flat if len(field.shape) == 1 else flat.view(field.shape)
+
+    def unpin(self) -> None:
+        """Before the slot is unmapped; CUDA would keep its pages otherwise."""
+        if self._pinned:
+            pinned.unregister(self._tensor.data_ptr())
+            self._pinned = False
+
+    @cached_property
+    def _typed(self) -> dict[str, Any]:
+        """Dtype → the whole slot read as that: a field is then one slice, and a step has some hundred fields."""
         import torch
 
         kinds = {
@@ -348,14 +404,7 @@ class _MappedSlot:
             "<f4": torch.float32,
             "|u1": torch.uint8,
         }
-        part = self._tensor[field.offset : field.offset + field.nbytes]
-        return part.view(kinds[field.dtype]).view(field.shape)
-
-    def unpin(self) -> None:
-        """Before the slot is unmapped; CUDA would keep its pages otherwise."""
-        if self._pinned:
-            pinned.unregister(self._tensor.data_ptr())
-            self._pinned = False
+        return {name: self._tensor.view(kind) for name, kind in kinds.items()}
 
     @cached_property
     def _tensor(self) -> Any:

@@ -68,26 +68,25 @@ class ConsumerGroup:
     next_step: int = 0
     """First step that has no items yet."""
 
-    def ready_after(self, item: Item, consumer: int, most_bytes: int) -> list[Item]:
-        """Items of its step right after one that is ready, ready too, not claimed by the consumer, as long as the slots
-        of all of them take at most so many bytes."""
-        assert item.slot is not None
-        left = most_bytes - item.slot.capacity
+    def ready_from(self, place: tuple[int, int, int], consumer: int, most_bytes: int) -> list[Item]:
+        """Items of a step from a place on that are ready and not claimed by the consumer, as long as none is missing
+        between them and their slots take at most so many bytes."""
+        left = most_bytes
         found: list[Item] = []
-        for other in self.items:
-            if other.place <= item.place:
+        for item in self.items:
+            if item.place < place:
                 continue
             if (
-                other.slot is None
-                or not other.ready
-                or other.place[:2] != item.place[:2]
-                or consumer not in other.waiting
+                item.slot is None
+                or not item.ready
+                or item.place != (*place[:2], place[2] + len(found))
+                or consumer not in item.waiting
             ):
                 break
-            left -= other.slot.capacity
+            left -= item.slot.capacity
             if left < 0:
                 break
-            found.append(other)
+            found.append(item)
         return found
 
 

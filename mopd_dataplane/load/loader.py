@@ -116,8 +116,9 @@ class Loader:
                 group.source, group.next_step = source, step
             used = {other.source.plan.window for other in self._groups.values() if other.source is not None}
             self._changed.notify_all()
+        first_step = self._windows.first_step(window)
         self._windows.forget_before(min(used | {window}))
-        return source.steps, self._store.steps_before(self._spec.stage, window)
+        return source.steps, first_step
 
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
         """Steps (0 closes the log) and digests of a window, waiting until it is planned."""
@@ -128,8 +129,9 @@ class Loader:
             "snapshot_digest": plan.snapshot.digest,
         }
 
-    def advance(self, consumer: Consumer) -> tuple[WindowSource, int, list[int]] | None:
-        """The consumer's next step: (window, step, its packs); None at the end of the window."""
+    def advance(self, consumer: Consumer, used: Sequence[float]) -> tuple[WindowSource, int, list[int], Lent] | None:
+        """The consumer's next step: (window, step, its packs, those of its first packs that are small and ready, lent
+        as `claim` lends them); None at the end of the window. Waits for nothing. used: as in `claim`."""
         with self._changed:
             source, step = consumer.source, consumer.step
             if source is None:
@@ -138,29 +140,30 @@ class Loader:
             if step == source.steps:
                 return None
             consumer.step += 1
-            return source, step, self._packs(consumer.group, source, step)
+            self._taken(consumer, used)
+            ready = self._ready_from(consumer, (source.plan.window, step, 0), self._most_lent())
+            return source, step, self._packs(consumer.group, source, step), self._lend(ready, consumer)
 
     def claim(self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> Lent:
         """Wait for one pack of a step the consumer has advanced to: (ordinal, slot) of it, and of small ones after it
         that are ready. The consumer holds each slot until it releases it.
 
-        used: seconds since the trainer came to each pack that was lent together with the last one it asked for.
+        used: seconds since the trainer came to each pack that was lent to it unasked, since it last said so.
         Raises ResourceError when the ring is full of packs this trainer holds, or is smaller than the pack.
         """
+        with self._changed:
+            self._taken(consumer, [*used, 0.0])
         while True:
             until = time.monotonic() + HEARTBEAT_S
             with self._changed:
                 item = self._find(consumer, step, ordinal)
-                if not item.wanted and len(item.waiting) == consumer.group.members:
-                    now = time.monotonic()
-                    consumer.group.prefetch.asked(now, [now - age for age in used])
                 while not self._deliverable(item, consumer) and (left := until - time.monotonic()) > 0:
                     if not item.wanted:
                         item.wanted = True
                         self._changed.notify_all()
                     self._changed.wait(left)
                 if self._deliverable(item, consumer):
-                    return self._lend(item, consumer)
+                    return self._lend([item, *self._ready_after(item, consumer)], consumer)
                 reason = f"waits for room, {self._full()}" if item.starved else "is being read"
             beat(f"pack {ordinal} of step {step} {reason}")
 
@@ -276,36 +279,51 @@ class Loader:
             f"trainers, {own} by this one; release packs as they are used, or raise load.ring_bytes"
         )
 
-    def _lend(self, item: Item, consumer: Consumer) -> Lent:
-        """The item, and those after it in its step that may go with it."""
+    def _taken(self, consumer: Consumer, ages: Sequence[float]) -> None:
+        """A consumer came to packs so many seconds ago. The first member speaks for its group."""
+        if consumer.id == min(consumer.group.consumers):
+            now = time.monotonic()
+            consumer.group.prefetch.taken([now - age for age in ages])
+
+    def _lend(self, items: Sequence[Item], consumer: Consumer) -> Lent:
+        """Ready items, as (ordinal, slot)."""
         group, lent, first_read = consumer.group, [], 0
-        for one in (item, *self._following(item, consumer)):
-            assert one.slot is not None
-            one.wanted = False
-            first_read += len(one.waiting) == group.members
-            one.waiting.discard(consumer.id)
-            one.holders.add(consumer.id)
-            consumer.held[one.slot.id] = one
-            if not one.waiting:
-                group.items.remove(one)
-            lent.append((one.ordinal, one.slot))
+        for item in items:
+            assert item.slot is not None
+            item.wanted = False
+            first_read += len(item.waiting) == group.members
+            item.waiting.discard(consumer.id)
+            item.holders.add(consumer.id)
+            consumer.held[item.slot.id] = item
+            if not item.waiting:
+                group.items.remove(item)
+            lent.append((item.ordinal, item.slot))
         if first_read:
             group.prefetch.lent(time.monotonic())
             self._count_lent(first_read)
         self._changed.notify_all()
         return lent
 
-    def _following(self, item: Item, consumer: Consumer) -> list[Item]:
-        """Ready packs right after the item, as long as all of them are small beside the ring.
+    def _ready_after(self, item: Item, consumer: Consumer) -> list[Item]:
+        """What goes with an item that was asked for."""
+        assert item.slot is not None
+        window, step, ordinal = item.place
+        return self._ready_from(consumer, (window, step, ordinal + 1), self._most_lent() - item.slot.capacity)
+
+    def _ready_from(self, consumer: Consumer, place: tuple[int, int, int], most_bytes: int) -> list[Item]:
+        """As ConsumerGroup.ready_from; with the one that was asked for, their descriptors fit into one message."""
+        return consumer.group.ready_from(place, consumer.id, most_bytes)[: MAX_FDS - 1]
+
+    def _most_lent(self) -> int:
+        """Bytes of small packs that go together, beside one that is asked for.
 
         Each trainer so holds a small part of the ring at most, or one pack: a ring that holds the largest pack of each
         rank stays large enough. Poisoned slots are for finding late readers, so each is lent, and given back, alone.
         """
         if self._spec.poison:
-            return []
+            return 0
         consumers = sum(len(group.consumers) for group in self._groups.values())
-        most = min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // consumers)
-        return consumer.group.ready_after(item, consumer.id, most)[: MAX_FDS - 1]
+        return min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // consumers)
 
     def _count_lent(self, packs: int) -> None:
         """Packs that the first of their readers has; now and then the ring is cut to what it needs."""
@@ -410,8 +428,13 @@ class Loader:
         return chosen
 
     def _coming(self, source: WindowSource, chosen: list[Item]) -> list[int]:
-        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups."""
+        """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups.
+
+        Of a window's first packs only those chosen: a trainer waits, and should not wait for what it needs later.
+        """
         packs = [item.pack for item in chosen if item.source is source]
+        if not source.begun:
+            return packs
         with self._changed:
             for group in self._groups.values():
                 left = AHEAD_BYTES // len(self._groups)

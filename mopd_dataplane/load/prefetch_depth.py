@@ -44,11 +44,11 @@ class PrefetchDepth:
         """Mean time of the trainer from one pack to its next request; 0 before the second."""
         return (self._asked[-1] - self._asked[0]) / (len(self._asked) - 1) if len(self._asked) > 1 else 0.0
 
-    def asked(self, now: float, used: Sequence[float] = ()) -> None:
-        """The trainer asks for a pack. used: when it came to each pack that was lent together with the last one."""
-        for moment in (*used, now):
+    def taken(self, moments: Sequence[float]) -> None:
+        """The trainer came to packs at these moments, or waits for one since then."""
+        for moment in moments:
             self._need(moment)
-        self.depth = max(self._least, 1 + max(self._within))
+        self.depth = max(self._least, 1 + max(self._within, default=0))
 
     def lent(self, now: float) -> None:
         """The trainer has the pack."""

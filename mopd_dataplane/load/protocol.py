@@ -5,8 +5,9 @@ answer yet it says so every second ({"wait": reason}), so that silence always me
 
     hello    rank, world_size, member, members          → ok
     open     window, step                               → steps of the window, base (steps of the stage before it)
-    next                                                → step, packs, loss_tokens, sequences; or end
-    pack     step, ordinal, used                        → packs [[ordinal, slot, generation, bytes], …], the one asked
+    next     used                                       → step, packs, loss_tokens, sequences, and what of it is lent,
+                                                          as below: small packs that are ready; or end
+    pack     step, ordinal, used                        → lent [[ordinal, slot, generation, bytes], …], the one asked
                                                           for and small ones after it; gone: slots to unmap; with the
                                                           fds of slots seen for the first time
     stats                                               → what Loader.stats returns
@@ -30,7 +31,7 @@ from typing import Any
 from mopd_dataplane import errors
 from mopd_dataplane.errors import DamagedError, DeadlineError, MopdError, ResourceError
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE = 1 << 20
 READ_BYTES = 1 << 16
 HEARTBEAT_S = 1.0

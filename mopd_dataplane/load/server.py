@@ -17,6 +17,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from mopd_dataplane.load.protocol import (
     check_same_user,
     error_message,
 )
-from mopd_dataplane.load.ring import Ring, available_memory
+from mopd_dataplane.load.ring import Lent, Ring, available_memory
 from mopd_dataplane.load.spec import LoadSpec, parse_spec
 from mopd_dataplane.records import PlanWindow
 
@@ -137,12 +138,11 @@ class _Conversation:
             steps, base = self._loader.open(self._consumer, int(message["window"]), int(message["step"]), self._beat)
             self._send({"steps": steps, "base": base})
         elif operation == "next":
-            self._next(self._consumer)
+            self._next(self._consumer, _ages(message["used"]))
         elif operation == "pack":
-            used = [float(age) for age in message["used"]]
-            if not all(age >= 0 for age in used):
-                raise ValueError(f"ages {used}")
-            self._packs(self._consumer, int(message["step"]), int(message["ordinal"]), used)
+            place = (int(message["step"]), int(message["ordinal"]))
+            lent = self._loader.claim(self._consumer, *place, self._beat, _ages(message["used"]))
+            self._send_lent({}, lent)
         elif operation == "release":
             self._loader.release(
                 self._consumer, [(int(slot), int(generation)) for slot, generation in message["leases"]]
@@ -159,33 +159,28 @@ class _Conversation:
         self._consumer = self._loader.join(*place)
         self._send({"pid": os.getpid(), "stage": self._spec.stage, "deadline_s": self._spec.deadline_s})
 
-    def _next(self, consumer: Consumer) -> None:
-        found = self._loader.advance(consumer)
+    def _next(self, consumer: Consumer, used: list[float]) -> None:
+        found = self._loader.advance(consumer, used)
         if found is None:
             self._send({"end": True})
             return
-        source, step, packs = found
+        source, step, packs, lent = found
         loss_tokens, sequences = source.totals(step)
-        self._send(
+        entries = [
             {
-                "step": step,
-                "packs": [
-                    {
-                        "pack": pack,
-                        "teacher": source.teacher(pack),
-                        "codec": source.codec(pack),
-                        "lengths": source.sample_lengths(pack),
-                    }
-                    for pack in packs
-                ],
-                "loss_tokens": loss_tokens,
-                "sequences": sequences,
+                "pack": pack,
+                "teacher": source.teacher(pack),
+                "codec": source.codec(pack),
+                "lengths": source.sample_lengths(pack),
             }
-        )
+            for pack in packs
+        ]
+        answer = {"step": step, "packs": entries, "loss_tokens": loss_tokens, "sequences": sequences}
+        self._send_lent(answer, lent)
 
-    def _packs(self, consumer: Consumer, step: int, ordinal: int, used: list[float]) -> None:
-        lent = self._loader.claim(consumer, step, ordinal, self._beat, used)
-        answer: Message = {"packs": [[place, slot.id, slot.generation, slot.capacity] for place, slot in lent]}
+    def _send_lent(self, answer: Message, lent: Lent) -> None:
+        """Answer with what is lent, and with the descriptors of slots that this trainer has not seen."""
+        answer["lent"] = [[place, slot.id, slot.generation, slot.capacity] for place, slot in lent]
         if gone := self._loader.retired(self._known_slots):
             answer["gone"] = sorted(gone)
             self._known_slots -= gone
@@ -198,6 +193,14 @@ class _Conversation:
 
     def _send(self, message: Message) -> None:
         self._channel.send(message, deadline_s=self._spec.deadline_s)
+
+
+def _ages(given: list[Any]) -> list[float]:
+    """Seconds since packs were taken. Raises ValueError for other things."""
+    ages = [float(age) for age in given]
+    if not all(age >= 0 for age in ages):
+        raise ValueError(f"ages {ages}")
+    return ages
 
 
 def listen(path: Path) -> socket.socket:

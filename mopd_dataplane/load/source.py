@@ -67,6 +67,8 @@ class WindowSource:
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._carried = self._carried_fields()
         """Fields of the packs, in the order of their slots."""
+        self.begun = False
+        """Whether any pack was filled."""
         self._payload: Payload | None = None
         """Payload that was looked up last, kept for the next packs."""
         self._parts: dict[int, slice] = {}
@@ -161,6 +163,7 @@ class WindowSource:
             self._payload = self._read(packs)
             self._parts = {pack: slice(*ends) for pack, ends in zip(packs, pairwise([0, *ends]), strict=True)}
             self._to_fill = set(packs)
+            self.begun = True
         write_table(memory, fields)
         self._fill(pack, self._payload, arrays_of(memory, fields))
         self._to_fill.discard(pack)

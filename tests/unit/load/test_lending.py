@@ -87,28 +87,52 @@ def wait_until_ready(client: LoaderClient, packs: int) -> None:
         time.sleep(0.01)
 
 
-def wait_until_lent(client: LoaderClient) -> bool:
-    """Whether every slot in use is that of a pack read ahead, and none a trainer's."""
+def wait_until_lent(client: LoaderClient, held: int) -> bool:
+    """Whether so many of the slots in use are the trainer's, and all others those of packs read ahead."""
     until = time.monotonic() + 20
-    while (found := client.stats())["lent"] != found["ranks"][0]["ready"] and time.monotonic() < until:
+    while (found := client.stats())["lent"] != found["ranks"][0]["ready"] + held and time.monotonic() < until:
         time.sleep(0.01)
-    return found["lent"] == found["ranks"][0]["ready"]
+    return found["lent"] == found["ranks"][0]["ready"] + held
 
 
 def test_small_packs_are_lent_and_given_back_together(store, tmp_path):
     spec, plan = SPEC.model_copy(update={"slots": 16}), store.plan(STAGE, 0)
     with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
-        batch = next(client.batches(STAGE, 0))
+        stream = client.batches(STAGE, 0)
+        batch = next(stream)
         assert len(batch.packs) > 3
-        wait_until_ready(client, len(batch.packs) + 1)
+        wait_until_ready(client, len(batch.packs) + 3)
         said = requests_of(client)
         for pack in batch.packs:
             assert [message["op"] for message in said] == ["pack"], "one request, and nothing is given back on the way"
             expect_pack(store, plan, pack)
             batch.release(pack)
-        assert [message["op"] for message in said] == ["pack", "release"]
+        assert [message["op"] for message in said] == ["pack", "release", "next"]
         assert len(said[1]["leases"]) == len(batch.packs)
-        assert wait_until_lent(client)
+        assert len(said[2]["used"]) == len(batch.packs) - 1
+        following = next(stream)
+        came = sorted(following.packs._leases)
+        assert came == list(range(len(came)))
+        assert len(came) >= min(3, len(following.packs))
+        for place in came:
+            expect_pack(store, plan, following.packs[place])
+        assert [message["op"] for message in said] == ["pack", "release", "next"], "they came with their batch"
+        assert wait_until_lent(client, held=len(came))
+
+
+def test_a_batch_that_was_asked_for_ahead_and_is_not_taken_goes_back(store, tmp_path):
+    """A trainer that goes elsewhere, or asks for something else, before it takes the next batch."""
+    spec = SPEC.model_copy(update={"slots": 16})
+    with start_server(store.uri, tmp_path / "l.sock", spec) as loader, connect(loader) as client:
+        batch = next(client.batches(STAGE, 0))
+        packs = len(batch.packs)
+        wait_until_ready(client, packs + 3)
+        batch.release(*batch.packs)
+        assert client._asked_next
+        assert client.stats()["lent"] >= 3, "the answer to what was asked first is kept"
+        again = next(client.batches(STAGE, 0))
+        assert wait_until_lent(client, held=len(again.packs._leases))
+        assert [pack.index for pack in again.packs] == list(range(packs))
 
 
 def test_packs_that_were_lent_and_not_looked_at_go_back_with_their_batch(store, tmp_path):
@@ -119,8 +143,8 @@ def test_packs_that_were_lent_and_not_looked_at_go_back_with_their_batch(store, 
         wait_until_ready(client, len(batch.packs) + 1)
         assert batch.packs[0].index == 0
         assert len(batch.packs._leases) == len(batch.packs)
-        next(stream)
-        assert wait_until_lent(client)
+        following = next(stream)
+        assert wait_until_lent(client, held=len(following.packs._leases))
 
 
 @pytest.mark.parametrize(("update", "together"), [({"poison": True}, 1), ({"ring_bytes": 40}, 2), ({}, 4)])

@@ -20,7 +20,7 @@ class Play:
 
     def take(self, packs: int, pack_s: float, wait_s: float = 0.0) -> None:
         for _ in range(packs):
-            self.prefetch.asked(self.now)
+            self.prefetch.taken([self.now])
             self.now += wait_s
             self.prefetch.lent(self.now)
             self.now += pack_s
@@ -70,7 +70,7 @@ def test_packs_lent_together_count_as_if_each_had_been_asked_for(pack_s):
         play.read(1.0)
         for _ in range(4):
             for _ in range(8 // together):
-                play.prefetch.asked(play.now, play.used)
+                play.prefetch.taken([*play.used, play.now])
                 play.prefetch.lent(play.now)
                 play.used = [play.now + pack_s * place for place in range(1, together)]
                 play.now += pack_s * together
