@@ -8,6 +8,7 @@ payload.py         payload of the packs that come next
 windows.py         the windows that are open
 consumers.py       which trainer gets which pack, and which reads it
 prefetch_depth.py  how many packs to keep ready for a rank
+lending.py         which packs go to a trainer with one answer
 loader.py          reads ahead, lends slots, takes them back
 protocol.py        messages and descriptors over a Unix socket
 server.py          the loader process

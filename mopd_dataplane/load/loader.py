@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.consumers import Consumer, ConsumerGroup, Item, refusal
-from mopd_dataplane.load.prefetch_depth import REMEMBERED, PrefetchDepth
-from mopd_dataplane.load.protocol import HEARTBEAT_S, MAX_FDS
+from mopd_dataplane.load.lending import Lending
+from mopd_dataplane.load.prefetch_depth import PrefetchDepth
+from mopd_dataplane.load.protocol import HEARTBEAT_S
 from mopd_dataplane.load.ring import Lent, Ring, Slot
 from mopd_dataplane.load.slot_layout import UNCHECKED, seal
 from mopd_dataplane.load.source import WindowSource
@@ -37,18 +38,12 @@ AHEAD_BYTES = 256 << 20
 """Payload in lists whose samples are looked up at once, over all groups; of an object store, it is read at once."""
 AHEAD_PACKS = 512
 """Packs of one group that are looked at in advance."""
-LENT_BYTES = 4 << 20
-"""Most slot bytes lent in one answer where it is more than one pack: small packs would cost more in messages."""
-LENT_SHARE = 1 / 16
-"""Largest share of the ring that may be lent in one answer, over all trainers."""
 HANDED_BYTES = 2 << 20
 """Bytes of small packs that are sent together: a trainer that waits for one gets them all with one message."""
 HANDED_S = 0.005
 """Longest time that a filled pack waits for those it is handed out with: a disk may be slow."""
 DEALT_STEPS = 2 * AHEAD_PACKS
 """Steps whose dealing is kept."""
-TRIM_PACKS = 2 * REMEMBERED
-"""Packs lent between two looks whether the ring has slots that nobody used meanwhile."""
 
 Dealer = Callable[[PlanWindow, NDArray[np.int64], int, int], list[list[int]]]
 """(plan, sample lengths, step, ranks) → pack ids of each rank, -1 for none."""
@@ -67,7 +62,7 @@ class Loader:
         self._groups: dict[tuple[int, int], ConsumerGroup] = {}
         self._joined = 0
         self._probed = 0.0
-        self._lent_packs = 0
+        self._lending = Lending(ring, poison=spec.poison)
         self._dealt: dict[tuple[int, int, int], list[list[int]]] = {}
         """(window, step, ranks) → packs of each rank."""
         self._closed = False
@@ -141,8 +136,9 @@ class Loader:
                 return None
             consumer.step += 1
             self._taken(consumer, used)
-            ready = self._ready_from(consumer, (source.plan.window, step, 0), self._most_lent())
-            return source, step, self._packs(consumer.group, source, step), self._lend(ready, consumer)
+            lent = self._lending.first_of(consumer, (source.plan.window, step), self._groups.values())
+            self._changed.notify_all()
+            return source, step, self._packs(consumer.group, source, step), lent
 
     def claim(self, consumer: Consumer, step: int, ordinal: int, beat: Beat, used: Sequence[float]) -> Lent:
         """Wait for one pack of a step the consumer has advanced to: (ordinal, slot) of it, and of small ones after it
@@ -163,7 +159,9 @@ class Loader:
                         self._changed.notify_all()
                     self._changed.wait(left)
                 if self._deliverable(item, consumer):
-                    return self._lend([item, *self._ready_after(item, consumer)], consumer)
+                    lent = self._lending.asked_for(item, consumer, self._groups.values())
+                    self._changed.notify_all()
+                    return lent
                 reason = f"waits for room, {self._full()}" if item.starved else "is being read"
             beat(f"pack {ordinal} of step {step} {reason}")
 
@@ -284,52 +282,6 @@ class Loader:
         if consumer.id == min(consumer.group.consumers):
             now = time.monotonic()
             consumer.group.prefetch.taken([now - age for age in ages])
-
-    def _lend(self, items: Sequence[Item], consumer: Consumer) -> Lent:
-        """Ready items, as (ordinal, slot)."""
-        group, lent, first_read = consumer.group, [], 0
-        for item in items:
-            assert item.slot is not None
-            item.wanted = False
-            first_read += len(item.waiting) == group.members
-            item.waiting.discard(consumer.id)
-            item.holders.add(consumer.id)
-            consumer.held[item.slot.id] = item
-            if not item.waiting:
-                group.items.remove(item)
-            lent.append((item.ordinal, item.slot))
-        if first_read:
-            group.prefetch.lent(time.monotonic())
-            self._count_lent(first_read)
-        self._changed.notify_all()
-        return lent
-
-    def _ready_after(self, item: Item, consumer: Consumer) -> list[Item]:
-        """What goes with an item that was asked for."""
-        assert item.slot is not None
-        window, step, ordinal = item.place
-        return self._ready_from(consumer, (window, step, ordinal + 1), self._most_lent() - item.slot.capacity)
-
-    def _ready_from(self, consumer: Consumer, place: tuple[int, int, int], most_bytes: int) -> list[Item]:
-        """As ConsumerGroup.ready_from; with the one that was asked for, their descriptors fit into one message."""
-        return consumer.group.ready_from(place, consumer.id, most_bytes)[: MAX_FDS - 1]
-
-    def _most_lent(self) -> int:
-        """Bytes of small packs that go together, beside one that is asked for.
-
-        Each trainer so holds a small part of the ring at most, or one pack: a ring that holds the largest pack of each
-        rank stays large enough. Poisoned slots are for finding late readers, so each is lent, and given back, alone.
-        """
-        if self._spec.poison:
-            return 0
-        consumers = sum(len(group.consumers) for group in self._groups.values())
-        return min(LENT_BYTES, int(self._ring.max_bytes * LENT_SHARE) // consumers)
-
-    def _count_lent(self, packs: int) -> None:
-        """Packs that the first of their readers has; now and then the ring is cut to what it needs."""
-        self._lent_packs += packs
-        if self._lent_packs % TRIM_PACKS < packs:
-            self._ring.trim()
 
     def _extend(self, group: ConsumerGroup) -> bool:
         """Append the items of one more step; False at the end of what is planned."""

@@ -14,7 +14,6 @@ from typing import Any
 import lance
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, nearest
@@ -424,13 +423,12 @@ class Store:
     def plans(self, stage: str) -> list[int]:
         """Windows recorded for a stage, in order."""
         rows = self.table("plans", ["stage", "window"])
-        return sorted(rows.filter(pc.field("stage") == stage)["window"].to_pylist())
+        return sorted(rows.filter(pa.compute.field("stage") == stage)["window"].to_pylist())
 
     def steps_before(self, stage: str, window: int) -> int:
         """Optimizer steps of the stage's recorded windows before this one."""
-        plans = self.table("plans", ["stage", "window", "step_starts"])
-        earlier = plans.filter((pc.field("stage") == stage) & (pc.field("window") < window))
-        return int(pc.sum(pc.subtract(pc.list_value_length(earlier["step_starts"]), 1)).as_py() or 0)
+        rows = self.table("plans", ["stage", "window", "step_starts"]).to_pylist()
+        return sum(len(row["step_starts"]) - 1 for row in rows if row["stage"] == stage and row["window"] < window)
 
     # -- snapshots and upkeep --------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +63,26 @@ def walk_to(state: str, client: LoaderClient, done: list[Manifest]) -> Callable[
     stream: Iterator[LoadedBatch] = client.batches(STAGE, 0)
     batch = next(stream)
     if state == "opened":
-        return lambda: list(batch.packs)
-    if state == "being filled":
-        done.append(manifest(batch))
-        batch = next(stream)
-        return lambda: list(batch.packs)
+        return partial(read_on, client, [batch], stream, done)
     done.append(manifest(batch))
+    if state == "being filled":
+        return partial(read_on, client, [next(stream)], stream, done)
     if state == "half released":
         batch.release(batch.packs[0])
     if state == "released":
         batch.release()
     if state == "ended":
         done.extend(manifest(batch) for batch in stream)
-        return lambda: client.plan(STAGE, 0)
-    return lambda: next(stream)
+    return partial(read_on, client, [], stream, done)
+
+
+def read_on(
+    client: LoaderClient, batches: list[LoadedBatch], stream: Iterator[LoadedBatch], done: list[Manifest]
+) -> None:
+    """Read these batches and what came after them while the loader lived, and ask for more."""
+    for batch in chain(batches, stream):
+        done.append(manifest(batch))
+    client.plan(STAGE, 0)
 
 
 def loader_killed(count: int, seed: int) -> Tally:
