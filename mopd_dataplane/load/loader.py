@@ -37,7 +37,9 @@ JOIN_S = 2.0
 AHEAD_BYTES = 256 << 20
 """Payload in lists whose samples are looked up at once, over all groups; of an object store, it is read at once."""
 AHEAD_PACKS = 512
-"""Packs of one group that are looked at in advance."""
+"""Most packs of one group that are looked at in advance."""
+AHEAD_GROWTH = 4
+"""As many times the packs of a window that were looked up before, at most, are looked up next."""
 HANDED_BYTES = 2 << 20
 """Bytes of small packs that are sent together: a trainer that waits for one gets them all with one message."""
 HANDED_S = 0.005
@@ -382,15 +384,14 @@ class Loader:
     def _coming(self, source: WindowSource, chosen: list[Item]) -> list[int]:
         """Packs of a window that come next: those chosen, then those without a slot, AHEAD_BYTES over all groups.
 
-        Of a window's first packs only those chosen: a trainer waits, and should not wait for what it needs later.
+        At a window's beginning few, then ever more: a trainer waits, and should not wait for what it needs later.
         """
         packs = [item.pack for item in chosen if item.source is source]
-        if not source.begun:
-            return packs
+        most = min(AHEAD_GROWTH * source.looked_up, AHEAD_PACKS)
         with self._changed:
             for group in self._groups.values():
                 left = AHEAD_BYTES // len(self._groups)
-                for item in self._owed(group):
+                for item in islice(self._owed(group), most):
                     left -= item.list_bytes
                     if left < 0:
                         break
@@ -401,7 +402,7 @@ class Loader:
     def _owed(self, group: ConsumerGroup) -> Iterator[Item]:
         """Items of a group in order; those of later steps are made as the iteration reaches them."""
         place = 0
-        while place < len(group.items) or (place < AHEAD_PACKS and self._extend(group)):
+        while place < len(group.items) or self._extend(group):
             if place < len(group.items):
                 yield group.items[place]
                 place += 1

@@ -7,7 +7,8 @@ come next, at the plan's snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,18 @@ from mopd_dataplane.load.payload import VERSIONS, Payload, Placed
 from mopd_dataplane.load.slot_layout import FIELD_BYTES, Field, arrays_of, plan_fields, write_table
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.group_advantages import Outcomes, group_outcomes
-from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.reading import SignalReader
+
+
+LOOKED_UP_FIRST = 1024
+"""Samples whose payload is looked up when a window is opened; that of others with the packs they are in."""
+LOOK_UP_S = 600.0
+"""Longest time that one look-up may take."""
 
 
 class WindowSource:
@@ -40,11 +47,13 @@ class WindowSource:
         rows = plan.sample_rows
         store.deletions.refuse_rows(rows)
         columns = ["total_len", "loss_tokens", "policy_version_first"]
+        if store.has_column("samples", "version_spans", plan.snapshot):
+            columns.append("version_spans")
         metadata = store.take_samples(rows, columns, plan.snapshot)
         self.lengths: NDArray[np.int64] = metadata["total_len"].to_numpy().astype(np.int64)
         self.loss_tokens: NDArray[np.int64] = metadata["loss_tokens"].to_numpy().astype(np.int64)
         self._first_versions = metadata["policy_version_first"].to_numpy()
-        self._version_spans = self._count_version_spans()
+        self._version_spans = self._count_version_spans(metadata)
         self._changes = bool((self._version_spans != 1).any())
         """Whether the policy changed in the middle of some response."""
         self._sizes = np.diff(plan.pack_starts)
@@ -61,20 +70,24 @@ class WindowSource:
         self._outcomes = self._rewards() if spec.rewards else None
         self._listed = [kind for kind in spec.signals if not any(field.blob for field in per_token.of_signal(kind))]
         """Kinds of signals that lie in lists."""
-        self._hidden = _HiddenIndex(store, plan) if "hidden" in spec.signals else None
         self._tokens = store.token_reader(rows, plan.snapshot)
+        self._hidden = self._hidden_states() if "hidden" in spec.signals else {}
+        """By teacher."""
         self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
         self._carried = self._carried_fields()
         """Fields of the packs, in the order of their slots."""
-        self.begun = False
-        """Whether any pack was filled."""
+        self.looked_up = 0
+        """Packs whose payload was looked up."""
         self._payload: Payload | None = None
         """Payload that was looked up last, kept for the next packs."""
         self._parts: dict[int, slice] = {}
         """The packs that it was looked up for, and the samples of each among all of them."""
         self._to_fill: set[int] = set()
         """Those of them that are not filled yet."""
+        self._look_up(range(int(np.searchsorted(plan.pack_starts[:-1], LOOKED_UP_FIRST))))
+        if self.steps:
+            self._look_up(range(int(plan.step_starts[1])), open_files=True)
 
     @property
     def steps(self) -> int:
@@ -117,8 +130,8 @@ class WindowSource:
 
     def _width(self, field: per_token.Field, pack: int) -> int:
         """Values at one place of a field of a pack."""
-        if field.blob and self._hidden is not None:
-            return self._hidden.row_bytes(self.teacher(pack))
+        if field.blob and self._hidden:
+            return self._hidden[self.teacher(pack)].row_bytes
         return self._widths[field.name] if field.record else self._topk[self.teacher(pack)]
 
     @cached_property
@@ -142,11 +155,11 @@ class WindowSource:
 
     def codec(self, pack: int) -> str:
         """Codec of the pack's hidden states; empty when it carries none."""
-        return self._hidden.codec(self.teacher(pack)) if self._hidden is not None else ""
+        return self._hidden[self.teacher(pack)].codec if self._hidden else ""
 
     def needs_read(self, pack: int) -> bool:
         """Whether filling a pack looks up samples or reads hidden states, and so may take long."""
-        return self._hidden is not None or self._payload is None or pack not in self._parts
+        return bool(self._hidden) or self._payload is None or pack not in self._parts
 
     def fill(
         self, pack: int, fields: tuple[Field, ...], memory: memoryview, ahead: Callable[[], Sequence[int]]
@@ -163,7 +176,7 @@ class WindowSource:
             self._payload = self._read(packs)
             self._parts = {pack: slice(*ends) for pack, ends in zip(packs, pairwise([0, *ends]), strict=True)}
             self._to_fill = set(packs)
-            self.begun = True
+            self.looked_up += len(packs)
         write_table(memory, fields)
         self._fill(pack, self._payload, arrays_of(memory, fields))
         self._to_fill.discard(pack)
@@ -176,8 +189,39 @@ class WindowSource:
     def _rows(self, pack: int) -> NDArray[np.int64]:
         return self.plan.sample_rows[self._span(pack)]
 
+    def _hidden_states(self) -> dict[str, _HiddenStates]:
+        """By teacher, each looked up in a thread: nothing can be read before."""
+        plan = self.plan
+        sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
+        codes = np.unique(plan.pack_teachers).tolist()
+        teachers, rows = (
+            [plan.teachers[code] for code in codes],
+            [plan.sample_rows[sample_teachers == c] for c in codes],
+        )
+        with ThreadPoolExecutor(max(1, len(codes)), "hidden") as beside:
+            found = beside.map(partial(_HiddenStates, self._store, plan.snapshot), teachers, rows, timeout=LOOK_UP_S)
+            return dict(zip(teachers, found, strict=True))
+
+    def _look_up(self, packs: Sequence[int], *, open_files: bool = False) -> None:
+        """Look up where tokens and hidden states of some packs lie, as far as it is not known."""
+        rows: dict[str, list[NDArray[np.int64]]] = {}
+        for pack in packs:
+            rows.setdefault(self.teacher(pack), []).append(self._rows(pack))
+        with ThreadPoolExecutor(max(1, len(rows)), "hidden") as beside:
+            located = [
+                beside.submit(self._hidden[teacher].locate, np.concatenate(spans), open_files=open_files)
+                for teacher, spans in rows.items()
+                if self._hidden
+            ]
+            self._tokens.look_up(
+                np.concatenate([np.empty(0, np.int64), *(r for spans in rows.values() for r in spans)])
+            )
+            for done in located:
+                done.result(LOOK_UP_S)
+
     def _read(self, packs: Sequence[int]) -> Payload:
         """Everything these packs need, looked up in the order it is stored."""
+        self._look_up(packs)
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for pack in packs:
             for key in self._signals_of(self.teacher(pack)):
@@ -225,17 +269,14 @@ class WindowSource:
             payload.fill_reference(self._spec.reference, part, out)
         for kind in self._listed:
             payload.fill_signal(teacher, kind, part, out)
-        if self._hidden is not None:
-            self._hidden.fill(teacher, self._rows(pack), out["hidden"].reshape(-1))
+        if self._hidden:
+            self._hidden[teacher].fill(self._rows(pack), out["hidden"].reshape(-1))
 
-    def _count_version_spans(self) -> NDArray[np.int64]:
+    def _count_version_spans(self, metadata: pa.Table) -> NDArray[np.int64]:
         """Spans of one policy version of each sample; the payload tells where older writers did not count them."""
-        rows, snapshot = self.plan.sample_rows, self.plan.snapshot
-        if self._store.has_column("samples", "version_spans", snapshot):
-            counts = self._store.take_samples(rows, ["version_spans"], snapshot)["version_spans"]
-            if not counts.null_count:
-                return np.asarray(counts.to_numpy().astype(np.int64))
-        versions = self._store.read_tokens(rows, ["versions"], snapshot)["versions"]
+        if "version_spans" in metadata.column_names and not metadata["version_spans"].null_count:
+            return np.asarray(metadata["version_spans"].to_numpy().astype(np.int64))
+        versions = self._store.read_tokens(self.plan.sample_rows, ["versions"], self.plan.snapshot)["versions"]
         return np.asarray(pc.list_value_length(versions).to_numpy().astype(np.int64))
 
     def _held(self, record: str) -> list[per_token.Field]:
@@ -313,44 +354,38 @@ def _starts_in_packs(lengths: NDArray[np.int64], pack_starts: NDArray[np.int64])
     return starts - np.repeat(starts[pack_starts[:-1]], np.diff(pack_starts))
 
 
-class _HiddenIndex:
-    """Positions of the hidden states of a window's samples."""
+class _HiddenStates:
+    """Positions of one teacher's hidden states of a window's samples."""
 
-    def __init__(self, store: Store, plan: PlanWindow) -> None:
-        self._readers = {}
-        self._places: dict[str, dict[int, tuple[int, int]]] = {}
-        self._row_bytes: dict[str, int] = {}
-        self._codecs: dict[str, str] = {}
-        sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
-        for code in np.unique(plan.pack_teachers).tolist():
-            teacher = plan.teachers[code]
-            rows = np.unique(plan.sample_rows[sample_teachers == code])
-            found = store.signal_rows(teacher, "hidden", rows, plan.snapshot)
-            sizes, counts = found["bytes"].to_numpy(), found["rows"].to_numpy()
-            widths, codecs = np.unique(sizes // np.maximum(counts, 1)), set(found["codec"].to_pylist())
-            if len(widths) != 1 or len(codecs) != 1:
-                raise MismatchError(
-                    f"hidden states of teacher {teacher!r} come in codecs {sorted(codecs)} and {widths.tolist()} bytes "
-                    "a token; one window must have one: score them again under one name"
-                )
-            self._row_bytes[teacher], self._codecs[teacher] = int(widths[0]), codecs.pop()
-            places = zip(found["payload_row"].to_pylist(), sizes.tolist(), strict=True)
-            self._places[teacher] = dict(zip(rows.tolist(), places, strict=True))
-            self._readers[teacher] = store.hidden_reader(teacher, plan.snapshot)
+    def __init__(self, store: Store, snapshot: Snapshot, teacher: str, sample_rows: NDArray[np.int64]) -> None:
+        """Raises MismatchError unless all have one codec and width."""
+        rows = np.unique(sample_rows)
+        found = store.signal_rows(teacher, "hidden", rows, snapshot)
+        sizes, counts = found["bytes"].to_numpy(), found["rows"].to_numpy()
+        widths, codecs = np.unique(sizes // np.maximum(counts, 1)), set(found["codec"].to_pylist())
+        if len(widths) != 1 or len(codecs) != 1:
+            raise MismatchError(
+                f"hidden states of teacher {teacher!r} come in codecs {sorted(codecs)} and {widths.tolist()} bytes "
+                "a token; one window must have one: score them again under one name"
+            )
+        self.row_bytes, self.codec = int(widths[0]), str(codecs.pop())
+        self._teacher = teacher
+        places = zip(found["payload_row"].to_pylist(), sizes.tolist(), strict=True)
+        self._places = dict(zip(rows.tolist(), places, strict=True))
+        self._reader = store.hidden_reader(teacher, snapshot)
 
-    def row_bytes(self, teacher: str) -> int:
-        """Bytes of one position."""
-        return self._row_bytes[teacher]
+    def locate(self, rows: NDArray[np.int64], *, open_files: bool) -> None:
+        """Look up in one request where the states of these samples lie."""
+        payload_rows = [self._places[row][0] for row in rows.tolist()]
+        self._reader.locate(payload_rows)
+        if open_files:
+            self._reader.open_files(payload_rows)
 
-    def codec(self, teacher: str) -> str:
-        """Codec of the teacher's states."""
-        return self._codecs[teacher]
-
-    def fill(self, teacher: str, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+    def fill(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Read the states of the samples one after the other into `out`."""
-        reader, places = self._readers[teacher], [self._places[teacher][row] for row in rows.tolist()]
+        places = [self._places[row] for row in rows.tolist()]
         if sum(size for _, size in places) != len(out):
             said = f"{sum(size for _, size in places):,} bytes, the pack expects {len(out):,}"
-            raise DamagedError(f"hidden states of teacher {teacher!r}: {said}")
+            raise DamagedError(f"hidden states of teacher {self._teacher!r}: {said}")
         payload_rows, sizes = zip(*places, strict=True)
-        reader.read_whole(payload_rows, sizes, memoryview(out.data))
+        self._reader.read_whole(payload_rows, sizes, memoryview(out.data))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PROBE_S = 0.2
 """Pause between looks for a window that is not planned yet."""
+LOOK_S = 0.01
+"""Pause between looks whether anything was planned, which in a folder are cheap."""
 
 Beat = Callable[[str], None]
 """Called with the reason while a trainer waits; tells it, and raises when the trainer is gone."""
@@ -58,14 +60,21 @@ class Windows:
     def wait_for(self, window: int, beat: Beat) -> WindowSource:
         """The window, as soon as it is planned."""
         while True:
+            written = self._written()
             source = self.find(window)
             if source is not None:
                 return source
             beat(f"window {window} of stage {self._spec.stage!r} is not planned yet")
-            time.sleep(PROBE_S)
+            until = time.monotonic() + PROBE_S
+            while self._written() == written and time.monotonic() < until:
+                time.sleep(LOOK_S)
 
     def forget_before(self, window: int) -> None:
         """Let go of earlier windows; one that is asked for again is opened again."""
         with self._lock:
             for earlier in [number for number in self._open if number < window]:
                 del self._open[earlier], self._first_steps[earlier]
+
+    def _written(self) -> int:
+        """Changes whenever a plan is recorded in a folder; on an object store it is always 0."""
+        return 0 if self._store.root is None else self._store.path("plans/_versions").stat().st_mtime_ns

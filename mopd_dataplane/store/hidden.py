@@ -64,6 +64,11 @@ class HiddenReader:
         """Look up in one request where rows lie that are read next."""
         self._places.locate(payload_rows)
 
+    def open_files(self, payload_rows: Sequence[int]) -> None:
+        """Open the files of rows that are read first."""
+        for row in self._places.one_of_each_file(payload_rows):
+            self._places.find(row, self._probe)
+
     def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
         """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
         self._read([(payload_row, start_byte, target)])
@@ -163,6 +168,12 @@ class _Places:
             stem = self._stems[fragment]
             names = {INLINE: f"{stem}.lance", PACKED: f"{stem}/{f'{blob_id:032b}'[::-1]}.blob"}
             self._known[row] = (names[kind], position, size) if kind in names else None
+
+    def one_of_each_file(self, rows: Sequence[int]) -> list[int]:
+        """One of these rows for each file that some of them lie in."""
+        self.locate(rows)
+        places = ((row, self._known.get(row)) for row in rows)
+        return list({place[0]: row for row, place in places if place is not None}.values())
 
     def find(self, row: int, probe: Callable[[int, int], bytes]) -> tuple[Any, int, int] | None:
         """(file, position, size) of a row's blob; None when it must be read through Lance."""

@@ -234,15 +234,17 @@ class TokenReader:
         Raises DamagedError as Store.read_tokens.
         """
         at = np.searchsorted(self._sample_rows, sample_rows)
-        self._look_up(at[self._rows[at] < 0])
+        self.look_up(sample_rows)
         lists = self._lists.read(self._rows[at], self._crcs[at], TOKEN_BYTES * lengths, columns, verify=verify)
         if verify:
             found = take_rows(self._samples, sample_rows, ["uid", "payload_crc"])
             check_crcs("tokens", found, self._lists.checksums(lists, len(at)))
         return lists
 
-    def _look_up(self, at: NDArray[np.int64]) -> None:
-        """Look up the payload rows of samples, and check that their uids are the samples'."""
+    def look_up(self, sample_rows: NDArray[np.int64]) -> None:
+        """Look up where the payload of some samples lies, as far as it is not known, and check that it is theirs."""
+        at = np.unique(np.searchsorted(self._sample_rows, sample_rows))
+        at = at[self._rows[at] < 0]
         if not len(at):
             return
         found = take_rows(self._samples, self._sample_rows[at], ["uid", "payload_row", "payload_crc"])
