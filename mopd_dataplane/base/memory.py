@@ -24,7 +24,7 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
     return_it: False keeps up to USUAL_TRIM_BYTES at the end, for the next block.
     """
     libc = ctypes.CDLL(None)
-    if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):
+    if not hasattr(libc, "mallopt"):
         yield
         return
     libc.mallopt(MMAP_MAX, 0)
@@ -35,7 +35,7 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
         libc.mallopt(MMAP_MAX, USUAL_MAPPINGS)
         libc.mallopt(TRIM_THRESHOLD, USUAL_TRIM_BYTES)
         if return_it:
-            libc.malloc_trim(0)
+            trim_heap()
 
 
 def freed_memory_returned() -> None:
@@ -47,3 +47,10 @@ def freed_memory_returned() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(MMAP_THRESHOLD, RETURNED_BYTES)
+
+
+def trim_heap() -> None:
+    """Return to the kernel what was freed and lies between blocks in use. Without glibc nothing happens."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

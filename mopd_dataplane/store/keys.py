@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.row_ids import fragment_ids, row_ids
 
-SEAL_AT = 1 << 17
-"""Appended keys held in a dictionary before they are sorted into the arrays."""
+RATIO = 4
+"""A sorted run has at least this many times the keys of the next one, so there are few of them at any table size."""
 HASH_CHUNK = 1 << 17
 """Rows hashed at once."""
 
@@ -40,20 +40,18 @@ class KeyDirectory:
         """One more than the largest id that is known."""
         self._version = 0
         """The newest version that was looked at."""
-        self._sealed_hashes: Hashes = np.empty(0, np.uint64)
-        self._sealed_rows: Rows = np.empty(0, np.int64)
-        self._recent: dict[int, list[int]] = {}
+        self._runs: list[tuple[Hashes, Rows]] = []
+        """Hashes, sorted, and their row ids; the newest keys in the last and shortest run."""
 
     def find(self, dataset: lance.LanceDataset, keys: pa.Table) -> Rows:
         """[n] row id of each key in this version of the dataset, -1 where it has none."""
         self._catch_up(dataset)
         candidates: list[tuple[int, int]] = []
         hashes = hash_rows(keys, self._key)
-        lows = np.searchsorted(self._sealed_hashes, hashes, "left").tolist()
-        highs = np.searchsorted(self._sealed_hashes, hashes, "right").tolist()
-        for place, (value, low, high) in enumerate(zip(hashes.tolist(), lows, highs, strict=True)):
-            candidates += [(place, int(row)) for row in self._sealed_rows[low:high]]
-            candidates += [(place, row) for row in self._recent.get(value, ())]
+        for known, rows_of in self._runs:
+            lows, highs = np.searchsorted(known, hashes, "left"), np.searchsorted(known, hashes, "right")
+            for place in np.flatnonzero(highs > lows).tolist():
+                candidates += [(place, row) for row in rows_of[lows[place] : highs[place]].tolist()]
         rows = np.full(keys.num_rows, -1, np.int64)
         if candidates:
             self._confirm(dataset, keys, candidates, rows)
@@ -105,15 +103,11 @@ class KeyDirectory:
         """Add keys; `last` when all ids below the largest are known then."""
         if last:
             self._end = int(rows[-1]) + 1
-        if len(hashes) + len(self._recent) < SEAL_AT:
-            for value, row in zip(hashes.tolist(), rows.tolist(), strict=True):
-                self._recent.setdefault(value, []).append(row)
-            return
-        pairs = [(value, row) for value, held in self._recent.items() for row in held]
-        all_hashes = np.concatenate([self._sealed_hashes, np.array([p[0] for p in pairs], np.uint64), hashes])
-        all_rows = np.concatenate([self._sealed_rows, np.array([p[1] for p in pairs], np.int64), rows])
-        order = np.argsort(all_hashes)
-        self._sealed_hashes, self._sealed_rows, self._recent = all_hashes[order], all_rows[order], {}
+        while self._runs and len(self._runs[-1][0]) < RATIO * len(hashes):
+            older_hashes, older_rows = self._runs.pop()
+            hashes, rows = np.concatenate([older_hashes, hashes]), np.concatenate([older_rows, rows])
+        order = np.argsort(hashes)
+        self._runs.append((hashes[order], rows[order]))
 
 
 def hash_rows(keys: pa.Table, names: list[str]) -> Hashes:

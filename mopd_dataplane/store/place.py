@@ -10,6 +10,7 @@ from typing import Any
 import lance
 
 from mopd_dataplane.base.files import fsync, publish_file
+from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, ResourceError
 from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentials
@@ -67,10 +68,14 @@ class Place:
         return self._session
 
     def committed(self) -> None:
-        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again."""
+        """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
+
+        What they held lies between blocks in use, so the heap is trimmed, or it grows with every renewal.
+        """
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
             self._session, self._commits = None, 0
+            trim_heap()
 
     def of(self, name: str) -> str:
         """URI of a dataset or file of the store."""

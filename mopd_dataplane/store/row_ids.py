@@ -22,8 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError
 
-FRAGMENTS = 1 << 14
-"""Fragments whose runs are remembered."""
+FRAGMENTS = 1 << 12
+"""Fragments whose runs are remembered: those of the newest versions, since a table is kept at about a hundred files."""
 
 Rows = NDArray[np.int64]
 _Runs = tuple[Rows, Rows]
