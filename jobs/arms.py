@@ -26,9 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Job, Stage, load_job
+from mopd_dataplane.models.hf import load_model
+from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run, open_run
 from mopd_dataplane.run.progress import Progress
@@ -40,6 +43,8 @@ BASE = "base"
 """Stage and arm that all others start from."""
 FACTORS = (0.5, 1.0, 2.0)
 """Of the learning rate that job.toml gives; the same search for every arm that trains."""
+DISTANCE_PROMPTS = 100
+"""Training prompts of a domain whose answers say how far its teacher is from the base."""
 Merge = Callable[[Path, Sequence[Path], float, Path], None]
 
 
@@ -161,7 +166,9 @@ class Experiment:
                 if len(settings) > 1:
                     tried[setting] = mean_right(grade(run, stage, self._policy(run, setting), "tune"))
         best = max(tried, key=lambda setting: tried[setting])
-        with self._run(best, self._train(best, shared)) as (run, stage):
+        store = self._train(best, shared)
+        distance = self._distance(best, store)
+        with self._run(best, store) as (run, stage):
             curve = [
                 {"tokens": tokens, "right": grade(run, stage, folder, "eval")}
                 for tokens, folder in self._points(run, best)
@@ -170,7 +177,7 @@ class Experiment:
             return {
                 "arm": self.name, "says": self.arm.says, "seed": self.seed, "split": "eval", "setting": best,
                 "chosen_on": "tune", "tried": search if len(settings) > 1 else [], "tokens": self._costs(run),
-                "teacher_distance": self._distance(run), "curve": curve, "seconds": round(time.time() - began),
+                "teacher_distance": distance, "curve": curve, "seconds": round(time.time() - began),
                 **provenance(run.job, stages=(*self.comparison.shared, *self.arm.run)),
             }  # fmt: skip
 
@@ -184,9 +191,9 @@ class Experiment:
         return float(json.loads(file.read_text())["setting"])
 
     @contextmanager
-    def _run(self, setting: float, store: Path) -> Iterator[tuple[Run, Stage]]:
-        """An open run, and the stage whose rollout settings evaluation takes."""
-        overrides = [f"seed={self.seed}", f'store="{store}"', *self.comparison.rates(self.arm, setting)]
+    def _run(self, setting: float, store: Path, *more: str) -> Iterator[tuple[Run, Stage]]:
+        """An open run, and the stage whose rollout settings evaluation takes. more: overrides."""
+        overrides = [f"seed={self.seed}", f'store="{store}"', *self.comparison.rates(self.arm, setting), *more]
         job = load_job(self.comparison.folder, overrides=overrides)
         run = open_run(job, Progress(None))
         with closing(run.engines):
@@ -277,17 +284,32 @@ class Experiment:
         spent = sum(sum(trained_tokens(run, stage).values()) for stage in own)
         return {"student": student, "specialists": spent, "teachers": teachers}
 
-    def _distance(self, run: Run) -> dict[str, float]:
-        """Domain -> sampled reverse KL of the start to its teacher, nat per token of the first iteration's answers."""
-        if not self.arm.stages:
+    def _distance(self, setting: float, store: Path) -> dict[str, float]:
+        """Domain -> exact reverse KL of the base to its teacher, nat per token of the base's sampled answers."""
+        if not self.arm.stages or not self.arm.teachers:
             return {}
-        others = ", ".join(repr(name) for name in self.comparison.specialists)
-        found = run.store.sql(
-            "select samples.domain as domain, sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens) as nat "
-            "from scores join samples using (uid) where kind = 'logprob' and policy_version_last = 0 "
-            f"and samples.stage = '{self.arm.stages[0]}' and samples.policy not in ({others}) group by 1"
-        )
-        return {row["domain"]: round(row["nat"], 4) for row in sorted(found.to_pylist(), key=lambda row: row["domain"])}
+        with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
+            folder = self._last(run, BASE)
+            return {
+                domain: round(reverse_kl(run, stage, folder, self._last(run, teacher), domain), 4)
+                for domain, teacher in sorted(run.job.routing.items())
+            }
+
+
+def reverse_kl(run: Run, stage: Stage, folder: Path, teacher: Path, domain: str) -> float:
+    """Exact reverse KL of a policy to another, mean over the tokens of its answers to a domain's training prompts."""
+    prompts = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:DISTANCE_PROMPTS]
+    student_model, teacher_model, found = load_model(folder), load_model(teacher), []
+    for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
+        asked = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
+        ids, written = torch.tensor([[*asked, *given.ids]]), torch.tensor(given.mask, dtype=torch.bool)
+        with torch.inference_mode():
+            logits = (
+                model(ids).logits[0, len(asked) - 1 : -1][written].double() for model in (student_model, teacher_model)
+            )
+            own, other = (part.log_softmax(-1) for part in logits)
+        found.append((own.exp() * (own - other)).sum(-1))
+    return float(torch.cat(found).mean())
 
 
 def trained_tokens(run: Run, stage: str) -> dict[int, int]:

@@ -170,7 +170,7 @@ def smollm2_mopd() -> str:
     )
     if apart:
         said = ", ".join(f"{domain} {nat:.2f}" for domain, nat in apart.items())
-        lines += ["", f"Sampled reverse KL from the base to each teacher, nat per token of the base's answers: {said}."]
+        lines += ["", f"Exact reverse KL from the base to each teacher, nat per token of the base's answers: {said}."]
     return "\n".join(lines) + "\n"
 
 

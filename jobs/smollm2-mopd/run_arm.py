@@ -16,7 +16,7 @@ SPECIALISTS = ("date", "larger", "json")
 ARMS = {
     "base": Arm("SmolLM2-135M-Instruct after 48 examples of all domains", teachers=False),
     "date": Arm("specialist: SFT on 64 dates"),
-    "larger": Arm("specialist: GRPO on 384 answers"),
+    "larger": Arm("specialist: GRPO on 128 answers"),
     "json": Arm("specialist: SFT on 64 lines of JSON"),
     "joint-sft": Arm("SFT on all domains' reference answers", ("joint-sft",), teachers=False),
     "teacher-sft": Arm("SFT on the teachers' answers", ("teacher-sft",)),
