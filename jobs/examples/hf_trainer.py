@@ -55,7 +55,9 @@ def main(store: str, stage: str, policy: str, output: str) -> None:
             report_to=[],
             use_cpu=not torch.cuda.is_available(),
         )
-        PackTrainer(model, settings, train_dataset=Rows(stream)).train()
+        trainer = PackTrainer(model, settings, train_dataset=Rows(stream))
+        trainer.train()
+        trainer.save_state()  # every loss, which the printed lines round to four digits
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Checkpoints:
             shutil.rmtree(staging, ignore_errors=True)
             staging.mkdir(parents=True)
         self._ranks.barrier()
-        with self._full_disk_named():
+        with self._full_disk_named(staging):
             self._write_shard(staging, module, optimizer)
             self._ranks.barrier()
             if self._ranks.leads:
@@ -170,7 +170,9 @@ class Checkpoints:
             raise DamagedError(f"{damage or f'{place}: another rank found damage'}; use an older checkpoint")
 
     @contextmanager
-    def _full_disk_named(self) -> Iterator[None]:
+    def _full_disk_named(self, staging: Path) -> Iterator[None]:
+        """A full disk ends with its name, and with the room back that half a checkpoint took: a finished stage, which
+        needs no other, would leave it there for good."""
         # CheckpointException, in which torch reports what went wrong on each rank, is no Exception.
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -178,6 +180,7 @@ class Checkpoints:
             yield
         except (OSError, SafetensorError, CheckpointException) as error:
             if is_disk_full(error):
+                shutil.rmtree(staging, ignore_errors=True)
                 raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
             raise
 

@@ -33,5 +33,6 @@ def test_a_full_disk_is_named_and_costs_only_the_new_checkpoint(
         with pytest.raises(ResourceError, match=r"no space for a checkpoint in .*: free some, run again"):
             checkpoints.save(Position(step=2), identity, model, optimizer)
     assert checkpoints.latest() == (Position(step=1), identity)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step-00000001"], "the room is back"
     checkpoints.save(Position(step=2), identity, model, optimizer)
     assert checkpoints.latest() == (Position(step=2), identity)
