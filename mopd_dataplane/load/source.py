@@ -7,8 +7,7 @@ come next, at the plan's snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +28,6 @@ from mopd_dataplane.tables import SAMPLES
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.reading import SignalReader
-
-
-LOOKED_UP_FIRST = 1024
-"""Samples whose payload is looked up when a window is opened; that of others with the packs they are in."""
-LOOK_UP_S = 600.0
-"""Longest time that one look-up may take."""
 
 
 class WindowSource:
@@ -85,9 +78,10 @@ class WindowSource:
         """The packs that it was looked up for, and the samples of each among all of them."""
         self._to_fill: set[int] = set()
         """Those of them that are not filled yet."""
-        self._look_up(range(int(np.searchsorted(plan.pack_starts[:-1], LOOKED_UP_FIRST))))
-        if self.steps:
-            self._look_up(range(int(plan.step_starts[1])), open_files=True)
+        if self.steps:  # nothing of the first step can be filled before, and its trainer waits for the plan still
+            packs = int(plan.step_starts[1])
+            self._tokens.look_up(rows[: plan.pack_starts[packs]])
+            self._locate(range(packs), open_files=True)
 
     @property
     def steps(self) -> int:
@@ -190,38 +184,27 @@ class WindowSource:
         return self.plan.sample_rows[self._span(pack)]
 
     def _hidden_states(self) -> dict[str, _HiddenStates]:
-        """By teacher, each looked up in a thread: nothing can be read before."""
+        """By teacher."""
         plan = self.plan
         sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
-        codes = np.unique(plan.pack_teachers).tolist()
-        teachers, rows = (
-            [plan.teachers[code] for code in codes],
-            [plan.sample_rows[sample_teachers == c] for c in codes],
-        )
-        with ThreadPoolExecutor(max(1, len(codes)), "hidden") as beside:
-            found = beside.map(partial(_HiddenStates, self._store, plan.snapshot), teachers, rows, timeout=LOOK_UP_S)
-            return dict(zip(teachers, found, strict=True))
-
-    def _look_up(self, packs: Sequence[int], *, open_files: bool = False) -> None:
-        """Look up where tokens and hidden states of some packs lie, as far as it is not known."""
-        rows: dict[str, list[NDArray[np.int64]]] = {}
-        for pack in packs:
-            rows.setdefault(self.teacher(pack), []).append(self._rows(pack))
-        with ThreadPoolExecutor(max(1, len(rows)), "hidden") as beside:
-            located = [
-                beside.submit(self._hidden[teacher].locate, np.concatenate(spans), open_files=open_files)
-                for teacher, spans in rows.items()
-                if self._hidden
-            ]
-            self._tokens.look_up(
-                np.concatenate([np.empty(0, np.int64), *(r for spans in rows.values() for r in spans)])
+        return {
+            plan.teachers[code]: _HiddenStates(
+                self._store, plan.snapshot, plan.teachers[code], plan.sample_rows[sample_teachers == code]
             )
-            for done in located:
-                done.result(LOOK_UP_S)
+            for code in np.unique(plan.pack_teachers).tolist()
+        }
+
+    def _locate(self, packs: Sequence[int], *, open_files: bool) -> None:
+        """Look up where hidden states of some packs lie, those of each teacher together."""
+        rows: dict[str, list[NDArray[np.int64]]] = {}
+        for pack in packs if self._hidden else ():
+            rows.setdefault(self.teacher(pack), []).append(self._rows(pack))
+        for teacher, spans in rows.items():
+            self._hidden[teacher].locate(np.concatenate(spans), open_files=open_files)
 
     def _read(self, packs: Sequence[int]) -> Payload:
         """Everything these packs need, looked up in the order it is stored."""
-        self._look_up(packs)
+        self._locate(packs, open_files=False)
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for pack in packs:
             for key in self._signals_of(self.teacher(pack)):

@@ -70,7 +70,7 @@ class Place:
     def committed(self) -> None:
         """Begin new caches after some commits: each commit leaves a manifest in them that is not read again.
 
-        What they held lies between blocks in use, so the heap is trimmed, or it grows with every renewal.
+        What they held lies between blocks in use, so the heap is trimmed.
         """
         self._commits += 1
         if self._commits >= COMMITS_CACHED:
