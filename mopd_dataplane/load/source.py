@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.reading import SignalReader
 
 
+LOOKED_UP_FIRST = 1024
+"""Samples whose payload is looked up when a window is opened; that of others with the packs they are in."""
+
+
 class WindowSource:
     """One window, ready to be read. Used by one thread at a time."""
 
@@ -78,10 +82,11 @@ class WindowSource:
         """The packs that it was looked up for, and the samples of each among all of them."""
         self._to_fill: set[int] = set()
         """Those of them that are not filled yet."""
-        if self.steps:  # nothing of the first step can be filled before, and its trainer waits for the plan still
-            packs = int(plan.step_starts[1])
-            self._tokens.look_up(rows[: plan.pack_starts[packs]])
-            self._locate(range(packs), open_files=True)
+        if self.steps:
+            first = int(np.searchsorted(plan.pack_starts[:-1], LOOKED_UP_FIRST))
+            self._tokens.look_up(rows[: plan.pack_starts[first]])
+            self._locate(range(first), open_files=False)
+            self._locate(range(int(plan.step_starts[1])), open_files=True)
 
     @property
     def steps(self) -> int:

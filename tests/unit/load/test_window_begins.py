@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from load_builders import SPEC, TEACHERS, add_window
+import pytest
+from load_builders import SPEC, TEACHERS, add_window, expect_pack
 
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store
+from mopd_dataplane.fields import arguments
+from mopd_dataplane.load import source as source_module
 from mopd_dataplane.load import windows as windows_module
 from mopd_dataplane.load.loader import AHEAD_GROWTH, Loader
 from mopd_dataplane.load.ring import Ring
 from mopd_dataplane.load.server import deal_packs
+from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.windows import Windows
+from mopd_dataplane.records import Pack
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.reading import TokenReader
 
@@ -42,6 +47,7 @@ def test_a_plan_is_seen_as_soon_as_it_is_recorded(tmp_path, monkeypatch):
 
 def test_few_packs_are_looked_up_first_and_then_ever_more(store, monkeypatch):
     """All packs of the window are needed by a trainer at some time; here it takes them one by one."""
+    monkeypatch.setattr(source_module, "LOOKED_UP_FIRST", 0)
     read, looked_up = WindowSource._read, []
 
     def recorded(source: WindowSource, packs: list[int]):
@@ -65,6 +71,21 @@ def test_few_packs_are_looked_up_first_and_then_ever_more(store, monkeypatch):
     for earlier, later in zip(before, looked_up[1:], strict=False):
         assert later <= AHEAD_GROWTH * earlier + SPEC.slots
     assert len(looked_up) < len(store.plan(STAGE, 0).pack_teachers), "and not each alone"
+
+
+@pytest.mark.parametrize("first", [0, 1, 30, 1 << 20])
+def test_packs_do_not_depend_on_how_many_samples_were_looked_up_when_the_window_was_opened(store, monkeypatch, first):
+    monkeypatch.setattr(source_module, "LOOKED_UP_FIRST", first)
+    plan = store.plan(STAGE, 0)
+    source = WindowSource(store, plan, SPEC)
+    for pack in range(len(plan.pack_teachers)):
+        fields, nbytes = source.fields(pack)
+        memory = memoryview(bytearray(nbytes))
+        source.fill(pack, fields, memory, list)
+        found = arguments(Pack, arrays_of(memory, fields))
+        expect_pack(
+            store, plan, Pack(index=pack, teacher=source.teacher(pack), hidden_codec=source.codec(pack), **found)
+        )
 
 
 def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
