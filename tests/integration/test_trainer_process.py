@@ -10,7 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_ground import DOMAINS, SAMPLES, Ground, results, started, wait_for_steps, weights
+from pausing import PAUSE
+from trainer_ground import (
+    DOMAINS,
+    SAMPLES,
+    START_S,
+    Ground,
+    go_on,
+    handles,
+    results,
+    started,
+    wait_until_paused,
+    wait_until_told,
+    weights,
+)
 
 from mopd_dataplane.models import hf
 from mopd_dataplane.train.metrics import read_metrics
@@ -27,7 +40,7 @@ def whole(ground: Ground) -> Path:
     """An uninterrupted run."""
     place = ground.root / "whole"
     with ground.training(place) as trainer:
-        out, err = trainer.communicate(timeout=120)
+        out, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == 0, err
         assert "loaded []" in out  # a trainer holds neither Lance nor a dataset reader
     return place
@@ -51,24 +64,21 @@ def test_an_interrupted_trainer_continues_to_the_same_policy(
     number: signal.Signals, ground: Ground, whole: Path
 ) -> None:
     place = ground.root / number.name
-    with ground.training(place) as trainer:
-        wait_for_steps(place, 3, trainer)
+    with ground.training(place, track=PAUSE) as trainer:
+        wait_until_paused(place, trainer)
         trainer.send_signal(number)
-        out, err = trainer.communicate(timeout=60)
+        if number == signal.SIGTERM:
+            wait_until_told(trainer.pid)
+            go_on(place)
+        out, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == (130 if number == signal.SIGTERM else -signal.SIGKILL), out + err
         assert not (place / "policies").exists()
     with ground.training(place) as trainer:
-        _, err = trainer.communicate(timeout=120)
+        _, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == 0, err
     assert results(place) == results(whole)
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(place).items())
-
-
-def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
-    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
-    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_ends_a_trainer_whose_loader_is_gone(ground: Ground) -> None:
@@ -77,11 +87,11 @@ def test_ctrl_c_ends_a_trainer_whose_loader_is_gone(ground: Ground) -> None:
     with ground.loader(ground.root / "alone") as served:
         spec.write_text(served.read_text())
     with started([sys.executable, "-m", "mopd_dataplane.train", str(spec)]) as trainer:
-        until = time.monotonic() + 60
+        until = time.monotonic() + START_S
         while not handles(trainer.pid, signal.SIGTERM):
             assert trainer.poll() is None, trainer.communicate()[1]
             assert time.monotonic() < until
             time.sleep(0.01)
         trainer.send_signal(signal.SIGINT)
-        _, err = trainer.communicate(timeout=60)
+        _, err = trainer.communicate(timeout=START_S)
         assert trainer.returncode == 130, err

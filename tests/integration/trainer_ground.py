@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pausing import GO_ON, PAUSED_AFTER
 
 from mopd_dataplane import Store, create_store
 from mopd_dataplane.job import sections
@@ -40,6 +42,8 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 DOMAINS = ("math", "code")
 SAMPLES = 48
+START_S = 600.0
+"""Longest wait for something that happens once a trainer has started, on a machine that does other work too."""
 OBJECTIVE = Objective(
     policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99), clip=(0.2, 0.28)),
     divergence=DivergenceTerm(weight=0.5),
@@ -136,7 +140,9 @@ class Ground:
         )  # fmt: skip
 
     @contextmanager
-    def loader(self, place: Path, *, members: int = 1, rank_deadline_s: float = 60.0, **train: Any) -> Iterator[Path]:
+    def loader(
+        self, place: Path, *, members: int = 1, rank_deadline_s: float = START_S, **train: Any
+    ) -> Iterator[Path]:
         """A running loader, and the spec of trainers that it serves. train: keys of [train] that differ."""
         place.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="mopd-") as scratch:
@@ -155,20 +161,21 @@ class Ground:
                 yield file
 
     @contextmanager
-    def training(self, place: Path) -> Iterator[subprocess.Popen[str]]:
-        """A loader and the one trainer process it serves."""
+    def training(self, place: Path, **train: Any) -> Iterator[subprocess.Popen[str]]:
+        """A loader and the one trainer process it serves. train: keys of [train] that differ."""
         code = (
             "import sys; from mopd_dataplane.train.__main__ import main; code = main(sys.argv[1:]);"
             "heavy = {'lance', 'pyarrow.dataset'} & set(sys.modules); print('loaded', sorted(heavy)); sys.exit(code)"
         )
-        with self.loader(place) as spec, started([sys.executable, "-c", code, str(spec)]) as trainer:
+        with self.loader(place, **train) as spec, started([sys.executable, "-c", code, str(spec)]) as trainer:
             yield trainer
 
 
 @contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """A process whose messages are kept; ended with the block."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))  # for pausing.py
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
@@ -177,10 +184,30 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for_steps(place: Path, steps: int, trainer: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 90
-    while len(read_metrics(place / "checkpoints")) < steps:
-        assert trainer.poll() is None, trainer.communicate()[1]
+def wait_until_paused(place: Path, trainer: subprocess.Popen[str] | None = None) -> None:
+    """Until a trainer with `track = PAUSE` stands still in the middle of its window."""
+    until = time.monotonic() + START_S
+    while len(read_metrics(place / "checkpoints")) < PAUSED_AFTER:
+        assert trainer is None or trainer.poll() is None, trainer.communicate()[1]
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def go_on(place: Path) -> None:
+    """Let it continue."""
+    (place / "checkpoints" / GO_ON).touch()
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal: a trainer from its start until it is told to stop."""
+    (line,) = (line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def wait_until_told(pid: int) -> None:
+    """Until a trainer has taken the signal that stops it."""
+    until = time.monotonic() + START_S
+    while handles(pid, signal.SIGTERM):
         assert time.monotonic() < until
         time.sleep(0.005)
 
