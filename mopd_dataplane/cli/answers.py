@@ -37,6 +37,9 @@ def query(
         int | None,
         typer.Option("--limit", min=1, help="Rows to print; default: 50 on a terminal, all for --json and --csv."),
     ] = None,
+    snapshot: Annotated[
+        str | None, typer.Option("--snapshot", metavar="TAG", help="Read the rows of this pinned snapshot.")
+    ] = None,
 ) -> None:
     """Query the tables with SQL.
 
@@ -47,8 +50,10 @@ def query(
         raise InputError("give one of --json and --csv")
     _arrow_without_pandas()
     from mopd_dataplane import open_store
+    from mopd_dataplane.store.snapshot import tagged
 
-    table = open_store(store).sql(sql)
+    opened = open_store(store)
+    table = opened.sql(sql, tagged(opened, snapshot) if snapshot is not None else None)
     if as_json:
         print_json(table.slice(0, limit).to_pylist())
     elif as_csv:

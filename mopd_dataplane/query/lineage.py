@@ -135,23 +135,25 @@ def _steps_of(store: Store, stage: str, plan_digest: str, snapshot: Snapshot | N
     return store.table("steps", ["step", "policy_version"], keys, snapshot).sort_by("step")
 
 
-def step_lineage(store: Store, stage: str, step: int) -> StepLineage:
+def step_lineage(store: Store, stage: str, step: int, snapshot: Snapshot | None = None) -> StepLineage:
     """Lineage of one training step. Raises UnknownNameError when the stage has no such step."""
-    row = store.table("steps", filter=f"stage = {literal(stage)} and step = {int(step)}")
+    row = store.table("steps", filter=f"stage = {literal(stage)} and step = {int(step)}", snapshot=snapshot)
     if row.num_rows == 0:
-        steps = store.table("steps", columns=["stage", "step"]).to_pylist()
+        steps = store.table("steps", columns=["stage", "step"], snapshot=snapshot).to_pylist()
         known = [r["step"] for r in steps if r["stage"] == stage]
         there = f"it has {min(known)} to {max(known)}" if known else nearest(stage, {r["stage"] for r in steps})
         raise UnknownNameError(f"stage {stage!r} has no step {step} in {store.uri}; {there}")
     digest = row["plan_digest"][0].as_py()
-    plan = store.table("plans", filter=f"stage = {literal(stage)} and digest = {literal(digest)}")
+    keys = f"stage = {literal(stage)} and digest = {literal(digest)}"
+    plan = store.table("plans", filter=keys, snapshot=snapshot)
     if plan.num_rows == 0:
         raise UnknownNameError(f"step {step} of stage {stage!r} names plan {digest}, which {store.uri} does not hold")
-    order = _steps_of(store, stage, digest)["step"].to_pylist().index(step)
-    return StepLineage(stage=stage, step=row, plan=plan, samples=_samples_of(store, plan.to_pylist()[0], order))
+    order = _steps_of(store, stage, digest, snapshot)["step"].to_pylist().index(step)
+    samples = _samples_of(store, plan.to_pylist()[0], order, snapshot)
+    return StepLineage(stage=stage, step=row, plan=plan, samples=samples)
 
 
-def _samples_of(store: Store, plan: dict[str, list[int]], order: int) -> pa.Table:
+def _samples_of(store: Store, plan: dict[str, list[int]], order: int, snapshot: Snapshot | None) -> pa.Table:
     starts = plan["step_starts"]
     packs = np.arange(starts[order], starts[order + 1])
     pack_starts = np.asarray(plan["pack_starts"])
@@ -168,7 +170,7 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int) -> pa.Tabl
         }
     )
     members = members.filter(pa.array(~np.isin(rows, store.deletions.rows())))
-    joined = store.take_samples(members["sample_row"].to_numpy())
+    joined = store.take_samples(members["sample_row"].to_numpy(), snapshot=snapshot)
     for name in ("teacher", "pack", "sample_row"):
         joined = joined.add_column(1, name, members[name])
     return joined

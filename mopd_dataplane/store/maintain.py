@@ -17,6 +17,7 @@ from mopd_dataplane.store.held import free_versions
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
+from mopd_dataplane.store.snapshot import tags_of
 from mopd_dataplane.store.table import ATTEMPTS, Table
 from mopd_dataplane.store.tags import drop_versions, tagged
 
@@ -42,8 +43,7 @@ def describe(place: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
             "version": dataset.version,
         }
     mark = place.read_json("store.json") or {}
-    snapshots = [name.removesuffix(".json") for name in place.children("snapshots") if name.endswith(".json")]
-    return {"uri": place.uri, **mark, "tables": report, "snapshots": snapshots}
+    return {"uri": place.uri, **mark, "tables": report, "snapshots": tags_of(place)}
 
 
 def file_sizes(dataset: lance.LanceDataset) -> dict[str, int]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import lance
 
-from mopd_dataplane.errors import InputError
+from mopd_dataplane.errors import InputError, UnknownNameError, nearest
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.tags import drop_tag, set_tag
+
+if TYPE_CHECKING:
+    from mopd_dataplane.store.dataset import Store
 
 TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,127}")
 
@@ -39,9 +43,8 @@ def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | 
     """
     if not TAG.fullmatch(tag):
         raise InputError(f"snapshot tag {tag!r:.140}: allowed are up to 128 letters, digits, '_', '.', '-'")
-    held = place.read_json(_file(tag))
-    if held is not None:
-        return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
+    if (held := _held(place, tag)) is not None:
+        return held
     snapshot, handles = take_snapshot(place, tables) if wanted is None else (wanted, [])
     for name, version in snapshot.versions.items():
         set_tag(tables[name].open(version), tag, version)
@@ -50,11 +53,36 @@ def pin(place: Place, tables: Mapping[str, Table], tag: str, wanted: Snapshot | 
     return snapshot
 
 
+def tags_of(place: Place) -> list[str]:
+    """Tags of the pinned snapshots, sorted."""
+    return [name.removesuffix(".json") for name in place.children("snapshots") if name.endswith(".json")]
+
+
+def tags(store: Store) -> list[str]:
+    """Tags of the snapshots that a store has pinned, sorted."""
+    return tags_of(store._place)
+
+
+def tagged(store: Store, tag: str) -> Snapshot:
+    """The snapshot under a tag; unlike Store.snapshot it never pins one. Raises UnknownNameError."""
+    held = _held(store._place, tag) if TAG.fullmatch(tag) else None
+    if held is None:
+        raise UnknownNameError(f"{store.uri} has no snapshot {tag!r:.140}: {nearest(tag, tags(store))}")
+    return held
+
+
 def release(place: Place, tables: Mapping[str, Table], tag: str) -> None:
     """Release a pinned snapshot; no error when there is none."""
     place.remove(_file(tag))
     for table in tables.values():
         drop_tag(table.open(), tag)
+
+
+def _held(place: Place, tag: str) -> Snapshot | None:
+    held = place.read_json(_file(tag))
+    if held is None:
+        return None
+    return Snapshot(uri=place.uri, versions={name: int(version) for name, version in held["versions"].items()})
 
 
 def _manifests(place: Place, snapshot: Snapshot) -> dict[str, str]:

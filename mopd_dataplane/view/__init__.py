@@ -2,10 +2,12 @@
 
     columns.py        one row a sample: metadata, reward and every teacher's divergence, as a statement over the tables
     derived.py        the columns of it that other tables and other samples give, as arrays
-    index.py          those rows in memory: pages and counts by SQL
-    histograms.py     counts of columns of the index, over all rows and over those that match
-    glance.py         pages and samples while the index is still being made
-    stores.py         the stores of one server, each with its newest index
+    rollouts.py       all those columns, each read or computed when it is first asked for
+    referenced.py     which of them a statement names
+    glance.py         rows of some samples, for which no whole column is read
+    index.py          pages and counts by SQL
+    histograms.py     counts of columns, over all rows and over those that match
+    stores.py         the stores of one server and snapshots of them, each with its index
     sample.py         one sample with every teacher's signal
     topk.py           each teacher's likeliest tokens at one position
     student.py        the student's likeliest tokens there, computed from its weights

@@ -64,7 +64,9 @@ def _answering(stores: ShownStores, answer: Answer) -> Callable[[Request], Any]:
 
         def work() -> Response:
             try:
-                return _json(answer(stores.get(asked.get("store", "0")), asked))
+                shown = stores.get(asked.get("store", "0"))
+                with shown.asked():
+                    return _json(answer(shown, asked))
             except MopdError as error:
                 return _error(error)
 
@@ -122,7 +124,7 @@ def _typed(stores: ShownStores) -> Callable[[Request], Any]:
             try:
                 shown = stores.get(asked.get("store", "0"))
                 shown.prepare()  # both at once would take more memory than the server promises
-                found = typed_query.ask(shown.store, shown.look().snapshot, asked.get("q", ""))
+                found = typed_query.ask(shown.store, shown.index().snapshot, asked.get("q", ""))
                 return Response(found, media_type="application/json")
             except MopdError as error:
                 return _error(error)
@@ -162,7 +164,7 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
         def work() -> Response:
             try:
                 shown = stores.get(request.query_params.get("store", "0"))
-                return _json(labels.write(shown.store, shown.index(), given))
+                return _json(labels.write(shown.store, shown.index(), shown.labelled, given))
             except MopdError as error:
                 return _error(error)
 
@@ -184,8 +186,7 @@ def _number(asked: dict[str, str], name: str, default: int, most: int | None = N
 def _page(shown: Shown, asked: dict[str, str]) -> Any:
     limit, offset = _number(asked, "limit", 50, MOST_ROWS), _number(asked, "offset", 0)
     where, order = asked.get("where", ""), asked.get("order", "")
-    table = shown.index() if where.strip() or order else shown.look()
-    return table.page(where, order, offset, limit)
+    return shown.index().page(where, order, offset, limit, whole=asked.get("whole") == "1")
 
 
 def _histograms(shown: Shown, asked: dict[str, str]) -> Any:
@@ -195,13 +196,13 @@ def _histograms(shown: Shown, asked: dict[str, str]) -> Any:
 
 def _excerpts(shown: Shown, asked: dict[str, str]) -> Any:
     """Start of prompt and response of some samples, for the page of a table."""
-    table = shown.look()
+    table = shown.index()
     rows = table.rows_of([uid for uid in asked.get("uids", "").split(",")[:MOST_ROWS] if uid])
     return excerpts(shown.store, list(rows.values()), table.snapshot, shown.decoder)
 
 
 def _sample(shown: Shown, asked: dict[str, str]) -> Any:
-    index = shown.look()
+    index = shown.index()
     row = index.row(asked.get("uid", ""))
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
@@ -210,7 +211,7 @@ def _sample(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
-    index = shown.look()
+    index = shown.index()
     row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask):
@@ -229,7 +230,7 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
 
 def _student(shown: Shown, asked: dict[str, str]) -> Any:
     """The student's likeliest tokens at a position, or a `note` why they are not known."""
-    index = shown.look()
+    index = shown.index()
     row, position = index.row(asked.get("uid", "")), _number(asked, "position", 0)
     payload = read_payload(shown.store, row, index.snapshot)
     if position >= len(payload.mask) or not payload.mask[position]:
@@ -274,7 +275,8 @@ def _teachers(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 def _step(shown: Shown, asked: dict[str, str]) -> Any:
-    return packs.step_page(shown.store, asked.get("stage", ""), _number(asked, "step", 0), _number(asked, "ranks", 0))
+    stage, step, ranks = asked.get("stage", ""), _number(asked, "step", 0), _number(asked, "ranks", 0)
+    return packs.step_page(shown.store, shown.index().snapshot, stage, step, ranks)
 
 
 ANSWERS: dict[str, Answer] = {
@@ -283,5 +285,6 @@ ANSWERS: dict[str, Answer] = {
     "prompt": _prompt, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
     "step": _step, "pulse": lambda shown, asked: shown.pulse(),
     "stages": lambda shown, asked: shown.stages(),
+    "store": lambda shown, asked: shown.describe(),
     "labelled": lambda shown, asked: labels.all_of(shown.store),
 }  # fmt: skip

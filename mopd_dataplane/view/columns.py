@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.tables import SAMPLES
@@ -85,11 +87,12 @@ class Column:
     unit: str = ""
 
 
-def column_of(name: str, kind: str) -> Column:
-    """The column of a name and of a type as DuckDB writes it."""
-    word = kind == "VARCHAR" or kind.startswith("ENUM")
-    time = kind.startswith("TIMESTAMP")
-    shape = "word" if word else "time" if time else "flag" if kind == "BOOLEAN" else "number"
+def column_of(name: str, kind: pa.DataType) -> Column:
+    """The column of a name and of a type."""
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind):
+        shape = "word"
+    else:
+        shape = "time" if pa.types.is_timestamp(kind) else "flag" if pa.types.is_boolean(kind) else "number"
     field = (SAMPLES.schema.field(name).metadata if name in SAMPLES.schema.names else None) or {}
     doc, unit = DOCS.get(name) or (field.get(b"doc", b"").decode(), field.get(b"unit", b"").decode())
     for prefix, (text, of) in TEACHER_COLUMNS.items():
@@ -98,9 +101,9 @@ def column_of(name: str, kind: str) -> Column:
     return Column(name=name, kind=shape, doc=doc, unit=unit)
 
 
-def described(rows: Sequence[tuple[Any, ...]]) -> dict[str, Column]:
-    """Columns a reader sees, from the rows of DuckDB's `describe`."""
-    return {name: column_of(name, kind) for name, kind, *_ in rows if name not in HIDDEN}
+def described(schema: pa.Schema) -> dict[str, Column]:
+    """Columns a reader sees."""
+    return {field.name: column_of(field.name, field.type) for field in schema if field.name not in HIDDEN}
 
 
 def held(store: Store, snapshot: Snapshot) -> Iterator[str]:

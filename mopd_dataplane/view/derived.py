@@ -6,7 +6,9 @@ join, no hash table, a tenth of the time and memory of the statement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,45 +16,86 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mopd_dataplane.view.columns import MOST_TEACHERS, REPETITION, SPREAD, STATS
+from mopd_dataplane.view.columns import MOST_TEACHERS, READ, REPETITION, SPREAD, STATS
 
 Floats = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 Places = NDArray[np.int64]
+Columns = Mapping[str, pa.ChunkedArray]
 ALIKE = ("zero_teacher", "uniform_teacher", "constant_teacher")
 SURPRISING = 0.99
 """Quantile of kl in a domain from which on a sample is surprising."""
 
 
-def derived(
-    samples: pa.Table, read: Callable[[str], pa.Table], vocabularies: Mapping[str, int], has: Collection[str]
-) -> dict[str, pa.Array]:
-    """[n] arrays by name, in the order that `definition` has them, for n samples whose `sample_row` ascends.
+@dataclass(frozen=True)
+class Part:
+    """Derived columns that are computed together."""
 
-    read: gives the columns of READ of a table: `rewards`, `scores` and, where `has` names it, `token_stats`; rows of
-    samples that are not in `samples` are left out. vocabularies: size of the vocabulary of each teacher.
-    """
-    rows = _Rows(samples["sample_row"].to_numpy())
-    reward = _reward(rows, read("rewards"))
-    said = _said(rows, read("scores"), vocabularies, samples["mean_logprob"].to_numpy(), SPREAD in has)
-    trained = _trained(rows, read(STATS)) if STATS in has else {}
-    grouped, unscored, surprising = _compared(samples, reward, said)
-    odd = {name: said.pop(name) for name in ALIKE if name in said}
+    gives: tuple[str, ...]
+    needs: tuple[str, ...]
+    """Columns of the table of rollouts."""
+    make: Callable[[Rows, Columns, pa.Table], Mapping[str, pa.Array]]
+    """From the samples, the columns that it needs, and the other table that it reads (of no row where it reads none):
+    arrays for all samples, by name."""
+    table: str = ""
+    reads: tuple[str, ...] = ()
+    """Columns of that table; rows of samples that are not in the table of rollouts are left out."""
+
+
+def parts(vocabularies: Mapping[str, int], has: Collection[str]) -> list[Part]:
+    """All derived columns. vocabularies: size of the vocabulary of each teacher; has: as for `definition`."""
+    own = sorted(vocabularies)[:MOST_TEACHERS]
+    spread = SPREAD in has
+    known = vocabularies if spread else None
+    divergences = ("sample_row", "teacher", "mean_reverse_kl")
+    found = [
+        Part(("reward",), (), _reward, "rewards", READ["rewards"]),
+        Part(("kl", "teachers", "kl_spread", *(f"kl_{name}" for name in own)), (),
+             lambda rows, _, scores: _said(rows, scores, own, known), "scores", divergences),
+        Part(("signal_bytes",), (), lambda rows, _, scores: _bytes(rows, scores, known), "scores",
+             ("sample_row", "teacher", "bytes")),
+        Part(("group_size", "group_spread", "advantage"), ("stage", "group_id", "reward"), _grouped),
+        Part(("unscored",), ("stage", "iteration", "teachers"), _unscored),
+        Part(("surprising",), ("domain", "kl"), _surprising),
+        *(Part((name,), needs, partial(_flag, name, of)) for name, (needs, of) in _FLAGS.items()),
+    ]  # fmt: skip
+    if spread:
+        found.append(Part(ALIKE, ("mean_logprob",), lambda rows, own, scores: _alike(rows, own, scores, vocabularies),
+                          "scores", (*divergences, SPREAD, "rows")))  # fmt: skip
     if REPETITION in has:
-        odd["repetitive"] = _above(samples["repetition"], 0.5)
+        found.append(
+            Part(("repetitive",), (REPETITION,), lambda _, own, __: {"repetitive": _above(own[REPETITION], 0.5)})
+        )
     if STATS in has:
-        odd["far_trainer"] = _above(trained["gap"], 0.1)
-    return {
-        "reward": reward, **said, **trained, **grouped, "truncated": pc.equal(samples["finish_reason"], "length"),
-        "interrupted": pc.greater(samples["interruptions"], 0),
-        "several_versions": pc.greater(samples["policy_version_last"], samples["policy_version_first"]),
-        "no_logprobs": pc.and_(pc.not_equal(samples["policy"], "reference"), pc.is_null(samples["mean_logprob"])),
-        "all_masked": pc.equal(samples["loss_tokens"], 0), **odd, "unscored": unscored, "surprising": surprising,
-    }  # fmt: skip
+        found.append(Part(("gap", "student_entropy", "teacher_entropy"), (), _trained, STATS, READ[STATS]))
+        found.append(Part(("far_trainer",), ("gap",), lambda _, own, __: {"far_trainer": _above(own["gap"], 0.1)}))
+    return found
 
 
-class _Rows:
+_FLAGS: dict[str, tuple[tuple[str, ...], Callable[[Columns], pa.ChunkedArray]]] = {
+    "truncated": (("finish_reason",), lambda own: pc.equal(own["finish_reason"], "length")),
+    "interrupted": (("interruptions",), lambda own: pc.greater(own["interruptions"], 0)),
+    "several_versions": (
+        ("policy_version_first", "policy_version_last"),
+        lambda own: pc.greater(own["policy_version_last"], own["policy_version_first"]),
+    ),
+    "no_logprobs": (
+        ("policy", "mean_logprob"),
+        lambda own: pc.and_(pc.not_equal(own["policy"], "reference"), pc.is_null(own["mean_logprob"])),
+    ),
+    "all_masked": (("loss_tokens",), lambda own: pc.equal(own["loss_tokens"], 0)),
+}
+"""Flags that speak of columns of `samples` alone: those, and the flag."""
+
+
+def _flag(
+    name: str, of: Callable[[Columns], pa.ChunkedArray], rows: Rows, own: Columns, none: pa.Table
+) -> dict[str, pa.Array]:
+    return {name: of(own)}
+
+
+class Rows:
     """Places of samples by their row id."""
 
     def __init__(self, ids: Places) -> None:
@@ -100,54 +143,77 @@ class _Groups:
         return self.reduce(np.add, values.astype(np.float64)) / self.sizes
 
 
-def _reward(rows: _Rows, rewards: pa.Table) -> pa.Array:
+def _reward(rows: Rows, own: Columns, rewards: pa.Table) -> dict[str, pa.Array]:
     places, known = rows.places(rewards)
     values = rewards["reward"].to_numpy()
     kept = known & ~np.isnan(values)
     groups = _Groups(places[kept])
-    return rows.spread(groups.places, groups.mean(values[kept]), pa.float32())
+    return {"reward": rows.spread(groups.places, groups.mean(values[kept]), pa.float32())}
 
 
-def _said(
-    rows: _Rows, scores: pa.Table, vocabularies: Mapping[str, int], mean_logprob: Floats, spread: bool
-) -> dict[str, pa.Array]:
-    """What teachers say of each sample. With `spread`, of known teachers only, and who of them says always the same."""
-    places, known = rows.places(scores)
+def _of_teachers(
+    rows: Rows, scores: pa.Table, known: Collection[str] | None
+) -> Iterator[tuple[str, NDArray[np.int64], Places]]:
+    """Each teacher, of `known` only where they are given: its rows of `scores`, and the place of the sample of each."""
+    places, there = rows.places(scores)
     coded = scores["teacher"].combine_chunks().dictionary_encode()
-    codes, kls, sizes = coded.indices.to_numpy(), scores["mean_reverse_kl"].to_numpy(), scores["bytes"].to_numpy()
-    total = rows.total
-    kl, highest, lowest = np.zeros(total), np.full(total, -np.inf), np.full(total, np.inf)
-    teachers, judges, size = np.zeros(total, np.int32), np.zeros(total, np.int32), np.zeros(total, np.int64)
-    own = {f"kl_{name}": pa.nulls(total, pa.float32()) for name in sorted(vocabularies)[:MOST_TEACHERS]}
-    alike = {name: np.zeros(total if spread else 0, np.bool_) for name in ALIKE}
+    codes = coded.indices.to_numpy()
     for code, name in enumerate(coded.dictionary.to_pylist()):
-        if spread and name not in vocabularies:
-            continue
-        mine = np.flatnonzero(known & (codes == code))
-        groups = _Groups(places[mine])
-        teachers[groups.places] += 1
-        size[groups.places] += groups.reduce(np.add, sizes[mine])
-        judged = mine[~np.isnan(kls[mine])]
+        if known is None or name in known:
+            mine = np.flatnonzero(there & (codes == code))
+            yield name, mine, places[mine]
+
+
+def _said(rows: Rows, scores: pa.Table, own: Collection[str], known: Collection[str] | None) -> dict[str, pa.Array]:
+    """Divergences from the teachers of each sample; those of `own` have a column each."""
+    kls, total = scores["mean_reverse_kl"].to_numpy(), rows.total
+    kl, highest, lowest = np.zeros(total), np.full(total, -np.inf), np.full(total, np.inf)
+    teachers, judges = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    each = {f"kl_{name}": pa.nulls(total, pa.float32()) for name in own}
+    for name, mine, places in _of_teachers(rows, scores, known):
+        teachers[_Groups(places).places] += 1
+        judged = ~np.isnan(kls[mine])
         said = _Groups(places[judged])
-        mean = said.mean(kls[judged])
+        mean = said.mean(kls[mine[judged]])
         judges[said.places] += 1
         kl[said.places] += mean
         highest[said.places] = np.maximum(highest[said.places], mean)
         lowest[said.places] = np.minimum(lowest[said.places], mean)
-        if f"kl_{name}" in own:
-            own[f"kl_{name}"] = rows.spread(said.places, mean, pa.float32())
-        if spread and len(constant := _constant(groups, scores.select([SPREAD, "rows"]).take(mine))):
-            means = np.full(total, np.nan)
-            means[said.places] = mean
-            _mark(alike, constant, mean_logprob[constant] - means[constant], vocabularies[name])
+        if f"kl_{name}" in each:
+            each[f"kl_{name}"] = rows.spread(said.places, mean, pa.float32())
     there = np.flatnonzero(judges)
-    scored = np.flatnonzero(teachers)
     return {
         "kl": rows.spread(there, kl[there] / judges[there], pa.float32()), "teachers": pa.array(teachers),
-        "kl_spread": rows.spread(there, highest[there] - lowest[there], pa.float32()),
-        "signal_bytes": rows.spread(scored, size[scored], pa.int64()), **own,
-        **({name: pa.array(marks) for name, marks in alike.items()} if spread else {}),
+        "kl_spread": rows.spread(there, highest[there] - lowest[there], pa.float32()), **each,
     }  # fmt: skip
+
+
+def _bytes(rows: Rows, scores: pa.Table, known: Collection[str] | None) -> dict[str, pa.Array]:
+    sizes, size, scored = scores["bytes"].to_numpy(), np.zeros(rows.total, np.int64), np.zeros(rows.total, np.bool_)
+    for _, mine, places in _of_teachers(rows, scores, known):
+        groups = _Groups(places)
+        size[groups.places] += groups.reduce(np.add, sizes[mine])
+        scored[groups.places] = True
+    there = np.flatnonzero(scored)
+    return {"signal_bytes": rows.spread(there, size[there], pa.int64())}
+
+
+def _alike(rows: Rows, own: Columns, scores: pa.Table, vocabularies: Mapping[str, int]) -> dict[str, pa.Array]:
+    """Samples to all of whose tokens, four at least, a teacher gives one log-prob; and whether it is 0 or -log V."""
+    mean_logprob, kls = own["mean_logprob"].to_numpy(), scores["mean_reverse_kl"].to_numpy()
+    zero, uniform, constant = (np.zeros(rows.total, np.bool_) for _ in ALIKE)
+    for name, mine, places in _of_teachers(rows, scores, vocabularies):
+        same = _constant(_Groups(places), scores.select([SPREAD, "rows"]).take(mine))
+        if not len(same):
+            continue
+        constant[same] = True
+        judged = ~np.isnan(kls[mine])
+        said, means = _Groups(places[judged]), np.full(rows.total, np.nan)
+        means[said.places] = said.mean(kls[mine[judged]])
+        of_it = mean_logprob[same] - means[same]
+        zero[same] |= np.abs(of_it) < 1e-3
+        uniform[same] |= np.abs(of_it + np.log(vocabularies[name])) < 1e-2
+    return {name: pa.array(marks) for name, marks in zip(ALIKE, (zero, uniform, constant), strict=True)}
 
 
 def _constant(groups: _Groups, scores: pa.Table) -> Places:
@@ -158,14 +224,7 @@ def _constant(groups: _Groups, scores: pa.Table) -> Places:
     return groups.places[(widest >= 0) & (widest < 1e-3) & (tokens >= 4)]
 
 
-def _mark(alike: dict[str, Flags], places: Places, means: Floats, vocabulary: int) -> None:
-    """Mark what a teacher said that gave each sample one log-prob, `means` [c]."""
-    alike["zero_teacher"][places] |= np.abs(means) < 1e-3
-    alike["uniform_teacher"][places] |= np.abs(means + np.log(vocabulary)) < 1e-2
-    alike["constant_teacher"][places] = True
-
-
-def _trained(rows: _Rows, stats: pa.Table) -> dict[str, pa.Array]:
+def _trained(rows: Rows, own: Columns, stats: pa.Table) -> dict[str, pa.Array]:
     """Gap and entropy at the first step that trained each sample, and the entropy of its teachers."""
     places, known = rows.places(stats)
     steps = stats["step"].to_numpy()
@@ -181,14 +240,11 @@ def _trained(rows: _Rows, stats: pa.Table) -> dict[str, pa.Array]:
     return {**found, "teacher_entropy": rows.spread(groups.places, mean, pa.float32())}
 
 
-def _compared(
-    samples: pa.Table, reward: pa.Array, said: Mapping[str, pa.Array]
-) -> tuple[dict[str, pa.Array], pa.Array, pa.Array]:
-    """Each sample beside its group; whether it is unscored beside its iteration; whether it is surprising."""
-    stages = _codes(samples["stage"])
-    group = _together(stages, _codes(samples["group_id"]))
+def _grouped(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
+    """Each sample beside its group."""
+    group = _together(_codes(own["stage"]), _codes(own["group_id"]))
     size = np.bincount(group)
-    rewards, there = reward.to_numpy(zero_copy_only=False), reward.is_valid().to_numpy(zero_copy_only=False)
+    rewards, there = own["reward"].to_numpy(), own["reward"].is_valid().to_numpy()
     groups = _Groups(group[there])
     mean, spread = np.full(len(size), np.nan), np.full(len(size), np.nan, np.float32)
     mean[groups.places] = groups.mean(rewards[there])
@@ -196,27 +252,30 @@ def _compared(
     spread[groups.places] = highest - lowest
     rewarded = np.zeros(len(size), np.bool_)
     rewarded[groups.places] = True
-    batch = _together(stages, _codes(samples["iteration"]))
-    teachers = said["teachers"].to_numpy()
-    scored = np.bincount(batch, teachers > 0) > 0
-    grouped = {
+    return {
         "group_size": pa.array(size[group]), "group_spread": pa.array(spread[group], mask=~rewarded[group]),
         "advantage": pa.array((rewards - mean[group]).astype(np.float32), mask=~there),
     }  # fmt: skip
-    surprising = _surprising(_codes(samples["domain"]), said["kl"])
-    return grouped, pa.array((teachers == 0) & scored[batch]), pa.array(surprising)
 
 
-def _surprising(domains: Places, kls: pa.Array) -> Flags:
-    """[n] whether kl is among the largest of its domain, and above 0."""
+def _unscored(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
+    """Whether each sample is without teacher in an iteration that has some."""
+    batch = _together(_codes(own["stage"]), _codes(own["iteration"]))
+    teachers = own["teachers"].to_numpy()
+    scored = np.bincount(batch, teachers > 0) > 0
+    return {"unscored": pa.array((teachers == 0) & scored[batch])}
+
+
+def _surprising(rows: Rows, own: Columns, none: pa.Table) -> dict[str, pa.Array]:
+    """Whether kl is among the largest of its domain, and above 0."""
+    domains, values, there = _codes(own["domain"]), own["kl"].to_numpy(), own["kl"].is_valid().to_numpy()
     found = np.zeros(len(domains), np.bool_)
-    values, there = kls.to_numpy(zero_copy_only=False), kls.is_valid().to_numpy(zero_copy_only=False)
     for domain in range(int(domains.max(initial=-1)) + 1):
-        own = np.flatnonzero(there & (domains == domain))
-        if len(own):
-            high = np.float32(np.quantile(values[own], SURPRISING))
-            found[own] = (values[own] >= high) & (values[own] > 0)
-    return found
+        mine = np.flatnonzero(there & (domains == domain))
+        if len(mine):
+            high = np.float32(np.quantile(values[mine], SURPRISING))
+            found[mine] = (values[mine] >= high) & (values[mine] > 0)
+    return {"surprising": pa.array(found)}
 
 
 def _codes(column: pa.ChunkedArray) -> Places:

@@ -68,6 +68,7 @@ def export_folder(shown: Shown, folder: Path, *, where: str, order: str, limit: 
     if folder.exists() and not (folder.is_dir() and (not any(folder.iterdir()) or (folder / MARK).is_file())):
         raise InputError(f"{folder} exists and is not an export of mopd view; name a new or an empty folder")
     index = shown.index()
+    index.fill()
     found = index.page(where, order, 0, limit)
     data = _shared(shown, index, found) | _of_samples(shown, index, [row[0] for row in found["rows"]])
     (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -96,6 +97,7 @@ def export_folder(shown: Shown, folder: Path, *, where: str, order: str, limit: 
 def export_sample(shown: Shown, file: Path, uid: str) -> Exported:
     """Write one sample as one HTML file without anything beside it. Raises UnknownNameError."""
     index = shown.index()
+    index.fill()
     row = index.row(uid)
     listed = {"columns": list(index.columns), "rows": [[row[name] for name in index.columns]]}
     data = {**_of_samples(shown, index, [uid]), "stores": [shown.describe() | {"follow": False}], "samples": listed}

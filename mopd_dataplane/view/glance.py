@@ -1,6 +1,6 @@
-"""The table of rollouts before its index is there: a page in order of commit, and single samples, read by row.
+"""Rows of the table of rollouts for some samples, read by row: whole columns are read for none.
 
-What a sample is compared with others for (its group, its domain) is unknown until the index is there.
+What a sample is compared with others for (its group, its domain) takes all of them, and is left out.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.query.lineage import literal
 from mopd_dataplane.store.lance_errors import reading
-from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.tables import SAMPLES
 from mopd_dataplane.view.columns import READ, definition, described, held
+from mopd_dataplane.view.rollouts import LEFT_OUT
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,74 +29,55 @@ OF_MANY = frozenset({"group_size", "group_spread", "advantage", "unscored", "sur
 
 
 class Glance:
-    """Rollouts of one snapshot of a store, without reading whole columns. Threads may ask at the same time."""
+    """Rows of one snapshot of a store. Threads may ask at the same time."""
 
     def __init__(self, store: Store, snapshot: Snapshot) -> None:
         """Read the schemas and the names of the teachers."""
         self._store = store
-        self.snapshot = snapshot
+        self._snapshot = snapshot
         self._teachers = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
-        self.teachers = sorted(self._teachers["name"].to_pylist())
-        self._has = frozenset(held(store, snapshot))
-        self._definition = definition(self.teachers, has=self._has, with_rows=True)
-        samples = store.dataset("samples", snapshot)
-        self._ids = row_ids(samples)
-        self.total = self._ids.total
-        self._names = [name for name in SAMPLES.schema.names if name in samples.schema.names]
-        _, kinds = self._rows(np.empty(0, np.int64))
-        self.columns = described(kinds)
+        names, sizes = (self._teachers[name].to_pylist() for name in ("name", "vocab_size"))
+        self.vocabularies: dict[str, int] = dict(zip(names, sizes, strict=True))
+        self.teachers = sorted(self.vocabularies)
+        self.has = frozenset(held(store, snapshot))
+        """Optional sources that the snapshot has."""
+        self.definition = definition(self.teachers, has=self.has)
+        self._with_rows = definition(self.teachers, has=self.has, with_rows=True)
+        samples = store.dataset("samples", snapshot).schema.names
+        self._names = [name for name in SAMPLES.schema.names if name in samples and name not in LEFT_OUT]
+        self.empty = self._read(np.empty(0, np.int64))
+        """The table of rollouts without a row."""
+        self.columns = described(self.empty.schema)
 
-    def page(self, where: str, order: str, offset: int, limit: int) -> dict[str, Any]:
-        """As Index.page, without filter and sort; `whole` is False: columns of OF_MANY are None."""
-        assert not where.strip(), "a filter needs the index"
-        assert not order, "a sort needs the index"
-        wanted = self._ids.ids(offset, limit) if self._ids.in_order else self._ascending()[offset : offset + limit]
-        rows, _ = self._rows(wanted)
-        return {"total": self.total, "columns": list(self.columns), "sql": "", "whole": False,
-                "rows": [[row[name] for name in self.columns] for row in rows]}  # fmt: skip
+    def rows(self, wanted: NDArray[np.int64]) -> list[dict[str, Any]]:
+        """Rows for row ids of samples, in this order; without the columns of OF_MANY."""
+        found = {row["sample_row"]: row for row in self._read(wanted).drop_columns(sorted(OF_MANY)).to_pylist()}
+        return [found[row] for row in wanted.tolist()]
 
-    def _ascending(self) -> NDArray[np.int64]:
-        return self._ids.between(0, self._ids.end)
-
-    def row(self, uid: str) -> dict[str, Any]:
-        """The row of a sample, `sample_row` included. Raises UnknownNameError."""
-        return self.rows_of([uid])[uid]
-
-    def rows_of(self, uids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Rows of samples by uid. Raises UnknownNameError."""
-        dataset = self._store.dataset("samples", self.snapshot)
-        wanted = ", ".join(map(literal, uids))
+    def sample_rows(self, uids: Sequence[str]) -> NDArray[np.int64]:
+        """Row ids of those of some samples that are there, in any order."""
+        dataset = self._store.dataset("samples", self._snapshot)
+        wanted = f"uid IN ({', '.join(map(literal, uids))})" if uids else "false"
         with reading(dataset.uri):
-            found = dataset.to_table(columns=["uid"], filter=f"uid IN ({wanted})", with_row_id=True)
-        rows, _ = self._rows(found["_rowid"].to_numpy().astype(np.int64))
-        known = {row["uid"]: row for row in rows}
-        for uid in uids:
-            if uid not in known:
-                raise UnknownNameError(f"no sample {uid!r} in this snapshot; it has {self.total:,} samples")
-        return known
+            found = dataset.to_table(columns=["uid"], filter=wanted, with_row_id=True)
+        return np.asarray(found["_rowid"].to_numpy(), np.int64)
 
-    def _rows(self, wanted: NDArray[np.int64]) -> tuple[list[dict[str, Any]], list[tuple[Any, ...]]]:
-        """Rows of the table for row ids of samples, in this order, and the names and types of its columns."""
-        samples = self._store.take_samples(wanted, self._names, self.snapshot)
+    def _read(self, wanted: NDArray[np.int64]) -> pa.Table:
+        """Rows in any order, as if there were no other samples."""
+        samples = self._store.take_samples(wanted, self._names, self._snapshot)
         with duckdb.connect(config={"python_enable_replacements": "false", "threads": "1"}) as connection:
             connection.register("samples", samples.append_column("sample_row", pa.array(wanted)))
             connection.register("teachers", self._teachers)
             for name, columns in READ.items():
-                if name in self.snapshot.versions:
+                if name in self._snapshot.versions:
                     connection.register(name, self._of_samples(name, columns, wanted))
-            answer = connection.execute(f"select * from ({self._definition})")
-            kinds = [(name, str(kind)) for name, kind, *_ in answer.description or ()]
-            names = [name for name, _ in kinds]
-            rows = [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
-        place = {row: number for number, row in enumerate(wanted.tolist())}
-        rows.sort(key=lambda row: place[row["sample_row"]])
-        return [row | dict.fromkeys(OF_MANY) for row in rows], kinds
+            return connection.sql(f"select * from ({self._with_rows})").to_arrow_table()
 
     def _of_samples(self, name: str, columns: Sequence[str], wanted: NDArray[np.int64]) -> pa.Table:
         """Rows of another table that speak of samples."""
-        schema = self._store.dataset(name, self.snapshot).schema
+        schema = self._store.dataset(name, self._snapshot).schema
         known = [column for column in columns if column in schema.names]
         if not len(wanted):
             return pa.schema([schema.field(column) for column in known]).empty_table()
         rows = ", ".join(map(str, wanted.tolist()))
-        return self._store.table(name, known, f"sample_row IN ({rows})", self.snapshot)
+        return self._store.table(name, known, f"sample_row IN ({rows})", self._snapshot)

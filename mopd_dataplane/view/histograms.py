@@ -6,9 +6,13 @@ Where a column's bars lie is found once; a filter is then one pass over the tabl
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from mopd_dataplane.query.lineage import literal
 
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
 BINS = 32
 LONG_TAIL = 3.0
 """Times the width of the middle 98 % that a column spans from which on its ends are open bars."""
+SOME = 65_536
+"""Values of a column, about, that its middle 98 % are found from."""
+NONE = "null::int"
+"""SQL: no bar."""
 CATEGORIES = 24
 """Most values of a column of words that a histogram names; the others are left out."""
 
@@ -55,9 +63,8 @@ class Histograms:
     def of(self, columns: Sequence[Column], clause: str) -> dict[str, dict[str, Any]]:
         """The histogram of each column by name. clause: " where …", or empty for all rows. Raises QueryError."""
         with self._lock:
-            for column in columns:
-                if column.name not in self._bars:
-                    self._bars[column.name] = self._measured(column)
+            missing = [column for column in columns if column.name not in self._bars]
+            self._bars |= self._measured(missing)
         bars = {column.name: self._bars[column.name] for column in columns}
         here = self._counts([b.place for b in bars.values()], clause) if clause else None
         return {
@@ -85,47 +92,61 @@ class Histograms:
                 found[number][values[number]] = count
         return found
 
-    def _measured(self, column: Column) -> Bars:
-        bars = self._numbers(column) if column.kind in ("number", "time") else self._words(column)
-        if not bars.place:
-            return Bars(about=bars.about, values=[], place="null::int", counts=[])
-        [counts] = self._counts([bars.place], "")
-        size = len(bars.values) or bars.about.pop("size")
-        held = [counts.get(i, 0) for i in range(size)]
-        return Bars(about=bars.about, values=bars.values, place=bars.place, counts=held)
+    def _measured(self, columns: Sequence[Column]) -> dict[str, Bars]:
+        """Bars of columns that are not known yet, by name."""
+        if not columns:
+            return {}
+        table = self._index.table([column.name for column in columns])
+        return {column.name: self._bars_of(column, table[column.name]) for column in columns}
 
-    def _words(self, column: Column) -> Bars:
-        name = f'"{column.name}"::varchar'
+    def _bars_of(self, column: Column, values: pa.ChunkedArray) -> Bars:
+        if column.kind in ("number", "time"):
+            return _numbers(column, values)
+        if column.kind == "flag" or pa.types.is_dictionary(values.type):
+            found = values.value_counts()
+            words = pc.cast(found.field("values"), pa.string()).to_pylist()
+            return _words(column, dict(zip(words, found.field("counts").to_pylist(), strict=True)))
         rows = self._index.rows(
-            f"select {name} as value, count(*) as total from {self._table} group by 1 order by 2 desc, 1 "
+            f'select "{column.name}" as value, count(*) as total from {self._table} group by 1 order by 2 desc, 1 '
             f"limit {CATEGORIES}"
         )
-        values = [row["value"] for row in rows]
-        cases = " ".join(
-            f"when {name} is null then {i}" if value is None else f"when {name} = {literal(value)} then {i}"
-            for i, value in enumerate(values)
-        )
-        return Bars(about={"kind": column.kind}, values=values, place=f"case {cases} end" if cases else "", counts=[])
+        return _words(column, {row["value"]: row["total"] for row in rows})
 
-    def _numbers(self, column: Column) -> Bars:
-        name = f'epoch("{column.name}")' if column.kind == "time" else f'"{column.name}"'
-        low, high, whole, near = (
-            self._index.ask(
-                f"""select min(v)::double, max(v)::double, bool_and(v = floor(v)),
-                           quantile_cont(v::double, [0.01, 0.99])
-                from (select {name} as v from {self._table}) where v is not null and isfinite(v)"""
-            ).fetchone()
-            or (None,) * 4
-        )
-        if low is None:
-            return Bars(about={"kind": column.kind}, values=[], place="", counts=[])
-        if high - low > LONG_TAIL * (near[1] - near[0]) > 0:  # the ends of a long tail share a bar
-            low, high = near
-            whole = False if low != int(low) else whole
-        width = (high - low) / BINS or 1.0
-        if whole and column.kind == "number":
-            low, width = float(int(low)), float(max(1, -(-(int(high) - int(low) + 1) // BINS)))
-        bins = max(1, min(BINS, int((high - low) / width) + 1))
-        bar = f"greatest(0, least({bins - 1}, floor(({name} - {low!r}) / {width!r})))::int"
-        about = {"kind": column.kind, "low": low, "width": width, "whole": bool(whole), "size": bins}
-        return Bars(about=about, values=[], place=f"case when isfinite({name}) then {bar} end", counts=[])
+
+def _words(column: Column, counts: Mapping[str | None, int]) -> Bars:
+    """Bars of the commonest words, or of a flag."""
+    values = sorted(counts, key=lambda word: (-counts[word], word is None, word or ""))[:CATEGORIES]
+    name = f'"{column.name}"::varchar'
+    cases = " ".join(
+        f"when {name} is null then {i}" if value is None else f"when {name} = {literal(value)} then {i}"
+        for i, value in enumerate(values)
+    )
+    place = f"case {cases} end" if cases else NONE
+    return Bars(about={"kind": column.kind}, values=values, place=place, counts=[counts[value] for value in values])
+
+
+def _numbers(column: Column, values: pa.ChunkedArray) -> Bars:
+    name = f'epoch("{column.name}")' if column.kind == "time" else f'"{column.name}"'
+    held = values.drop_null()
+    if column.kind == "time":
+        held = held.cast(pa.timestamp("us", held.type.tz)).cast(pa.int64())
+    numbers = held.to_numpy() / (1e6 if column.kind == "time" else 1)
+    numbers = numbers[np.isfinite(numbers)]
+    if not len(numbers):
+        return Bars(about={"kind": column.kind}, values=[], place=NONE, counts=[])
+    low, high, whole = float(numbers.min()), float(numbers.max()), bool((numbers == np.floor(numbers)).all())
+    near = np.quantile(numbers[:: max(1, len(numbers) // SOME)].astype(np.float64), [0.01, 0.99]).tolist()
+    if high - low > LONG_TAIL * (near[1] - near[0]) > 0:  # the ends of a long tail share a bar
+        low, high = near
+        whole = False if low != int(low) else whole
+    width = (high - low) / BINS or 1.0
+    if whole and column.kind == "number":
+        low, width = float(int(low)), float(max(1, -(-(int(high) - int(low) + 1) // BINS)))
+    bins = max(1, min(BINS, int((high - low) / width) + 1))
+    bars = np.clip(np.floor((numbers.astype(np.float64) - low) / width), 0, bins - 1).astype(np.int64)
+    # As text, since DuckDB reads 0.1 as a decimal number: these are the numbers above, to the last bit.
+    bar = f"greatest(0, least({bins - 1}, floor(({name}::double - '{low!r}'::double) / '{width!r}'::double)))::int"
+    return Bars(
+        about={"kind": column.kind, "low": low, "width": width, "whole": whole}, values=[],
+        place=f"case when isfinite({name}) then {bar} end", counts=np.bincount(bars, minlength=bins).tolist(),
+    )  # fmt: skip

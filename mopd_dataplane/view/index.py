@@ -3,8 +3,8 @@
 A page, a histogram or a count is one SQL statement over this table. The statement that the page shows carries the
 definition of the table along, so it runs as it stands in `mopd query`.
 
-The table is Arrow's, as Lance decodes it, with derived columns beside; DuckDB reads it in place. Writing it into
-a table of DuckDB's own takes several times as long as reading the store.
+The table is Arrow's, as Lance decodes it, with derived columns beside; DuckDB reads it in place. Of its columns those
+are there that some statement has named: the others are read when one does, or by `fill`.
 """
 
 from __future__ import annotations
@@ -17,62 +17,53 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.base.processes import scratch_folder
 from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest
-from mopd_dataplane.store.lance_errors import reading
 from mopd_dataplane.store.sql import interrupted_after
-from mopd_dataplane.tables import SAMPLES
-from mopd_dataplane.view.columns import LABELLED, READ, definition, described, held
-from mopd_dataplane.view.derived import derived
+from mopd_dataplane.view.columns import LABELLED
+from mopd_dataplane.view.glance import OF_MANY, Glance
 from mopd_dataplane.view.histograms import Histograms
+from mopd_dataplane.view.referenced import referenced
+from mopd_dataplane.view.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.view.labels import Labelled
 
 TABLE = "rollouts"
 QUERY_S = 20.0
 """A statement that takes longer is interrupted."""
+FIRST = (
+    "domain", "stage", "iteration", "policy_version_first", "response_len", "reward", "kl", "mean_logprob",
+    "finish_reason",
+)  # fmt: skip
+FIRST_TEACHERS = 4
+"""Columns that the page begins with, beside those of so many teachers."""
+NO_IDS = np.empty(0, np.int64)
 MEMORY = "192MB"
 """Memory bound of DuckDB, beside the table; what exceeds it is spilled to a scratch folder."""
-MANY_VALUES = frozenset({"uid", "prompt_id", "group_id"})
-"""Columns of words of which most rows have a value of their own; in the others a word is stored once."""
-
-_CODED = pa.dictionary(pa.int32(), pa.string())
-LEFT_OUT = frozenset({"payload_crc", "schema_version", "writer_seq"})
-"""Columns of `samples` that no page needs."""
 
 
 class Index:
     """Rollouts of one snapshot of a store. Threads may ask at the same time."""
 
-    def __init__(self, store: Store, snapshot: Snapshot, going: Callable[[], None] = lambda: None) -> None:
-        """Read the metadata tables; a second for a million samples.
+    def __init__(
+        self, store: Store, snapshot: Snapshot, labelled: Labelled, going: Callable[[], None] = lambda: None
+    ) -> None:
+        """Read schemas and the names of the teachers.
 
-        going: is called every few milliseconds of it; what it raises ends the reading.
+        labelled: what filters see as the table `labelled`; labels are newer than the snapshot.
+        going: is called every few milliseconds of reading columns; what it raises ends the reading.
         """
         self.snapshot = snapshot
-        known = store.table("teachers", ["name", "vocab_size"], snapshot=snapshot)
-        sizes = dict(zip(known["name"].to_pylist(), known["vocab_size"].to_pylist(), strict=True))
-        self.teachers = sorted(sizes)
-        has = frozenset(held(store, snapshot))
-        self.definition = definition(self.teachers, has=has)
-        self._table = _read(store, snapshot, going)
-        self.total = self._table.num_rows
-
-        def read(name: str) -> pa.Table:
-            going()
-            return _whole(store, name, READ[name], snapshot)
-
-        with freed_memory_kept():  # a quarter of its time goes into pages that are cleared again and again
-            found = derived(self._table, read, sizes, has)
-        while found:  # copied, since what lies between freed arrays keeps them
-            name = next(iter(found))
-            self._table = self._table.append_column(name, _copied(found.pop(name)))
-        going()
+        self._glance = glance = Glance(store, snapshot)
+        self.teachers, self.definition, self.columns = glance.teachers, glance.definition, glance.columns
+        self._rollouts = Rollouts(store, snapshot, glance.vocabularies, glance.has, going)
+        self.total = len(self._rollouts.sample_rows)
+        self._labelled = labelled
         self._resources = ExitStack()
         scratch = self._resources.enter_context(scratch_folder())  # gone with this object, or by the next one's sweep
         self._connection = duckdb.connect(
@@ -80,34 +71,62 @@ class Index:
         )
         self._connection.execute("set enable_progress_bar = false; set enable_external_access = false")
         self._connection.execute("set lock_configuration = true")
-        self.set_labels(store.sql(LABELLED, snapshot=snapshot).to_pylist())
-        self.columns = described(self.ask(f"describe {TABLE}").fetchall())
         self._histograms = Histograms(self, TABLE)
 
-    def set_labels(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Let filters see these labels (uid, label) as the table `labelled`: labels are newer than the snapshot."""
-        pairs = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("uid", "label")}
-        self._labelled = pa.table(pairs)
+    @property
+    def spent(self) -> float:
+        """Seconds that reading columns has taken."""
+        return self._rollouts.spent
+
+    def fill(self, aside: Callable[[], None] = lambda: None) -> None:
+        """Have all columns, those of histograms that a page begins with first.
+
+        aside: is called every tenth of a second or so, and waits while others are to go first.
+        """
+        own = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"][:FIRST_TEACHERS]
+        first = [*FIRST, *own]
+        self._rollouts.fill(first, aside)
+        aside()
+        self.histograms("", first)
+        self._rollouts.fill(self._rollouts.names, aside)
+
+    def rest(self) -> None:
+        """End `fill` early."""
+        self._rollouts.rest()
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, sql: str, values: Sequence[Any] = ()) -> duckdb.DuckDBPyConnection:
         """Run one statement on a cursor of its own. Raises QueryError, and DeadlineError after QUERY_S."""
-        cursor = self._cursor()
+        try:
+            try:
+                return self._answered(self._over_named(sql), sql, values)
+            except duckdb.BinderException:
+                # Over all columns, without rows: the refusal then says which of them a mistyped name is near to.
+                self._answered(self._over(self._glance.empty), sql, values)
+                return self._answered(self._over(self._rollouts.table(self._rollouts.names)), sql, values)
+        except duckdb.Error as error:
+            raise QueryError(str(error)) from error
+
+    def _answered(
+        self, cursor: duckdb.DuckDBPyConnection, sql: str, values: Sequence[Any]
+    ) -> duckdb.DuckDBPyConnection:
         with interrupted_after(cursor, QUERY_S):
             try:
                 return cursor.execute(sql, list(values))
             except duckdb.InterruptException:
                 raise DeadlineError(f"the query ran for {QUERY_S:g} s; narrow the filter") from None
-            except duckdb.Error as error:
-                raise QueryError(str(error)) from error
 
     def arrow(self, sql: str) -> pa.Table:
         """The answer to a statement of ours as an Arrow table."""
-        return self._cursor().sql(sql).to_arrow_table()
+        return self._over_named(sql).sql(sql).to_arrow_table()
 
-    def _cursor(self) -> duckdb.DuckDBPyConnection:
-        return self._connection.cursor().register(TABLE, self._table).register("labelled", self._labelled)
+    def _over_named(self, sql: str) -> duckdb.DuckDBPyConnection:
+        """A cursor for a statement, over the columns that it names."""
+        return self._over(self._rollouts.table(referenced(self._connection.cursor(), sql, self._rollouts.names)))
+
+    def _over(self, table: pa.Table) -> duckdb.DuckDBPyConnection:
+        return self._connection.cursor().register(TABLE, table).register("labelled", self._labelled.table())
 
     def rows(self, sql: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Rows of an answer as dicts."""
@@ -115,10 +134,13 @@ class Index:
         names = [column[0] for column in answer.description or ()]
         return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
 
+    def table(self, names: Sequence[str]) -> pa.Table:
+        """Columns of all samples."""
+        return self._rollouts.table(names)
+
     def take(self, sample_rows: NDArray[np.int64], names: Sequence[str]) -> pa.Table:
         """Columns of samples that are in the table, in the asked order."""
-        places = np.searchsorted(self._table["sample_row"].to_numpy(), sample_rows)
-        return self._table.select(list(names)).take(pa.array(places))
+        return self._rollouts.table(names).select(list(names)).take(self._rollouts.places(sample_rows))
 
     def condition(self, where: str) -> str:
         """The filter as a clause. Raises QueryError unless it is one expression that reads only."""
@@ -142,18 +164,46 @@ class Index:
             raise UnknownNameError(f"no column {name!r} to sort by: {nearest(name, self.columns)}")
         return f' order by "{name}" {"desc" if order.startswith("-") else "asc"} nulls last, sample_row'
 
-    def page(self, where: str, order: str, offset: int, limit: int) -> dict[str, Any]:
+    def page(self, where: str, order: str, offset: int, limit: int, *, whole: bool = False) -> dict[str, Any]:
         """A page of the table: `total` that match, `columns`, `rows` as lists, and the `sql` of it for `mopd query`.
 
-        `whole`: every column is known (a glance lacks some).
+        whole: with the columns that compare a sample with others, for which all samples are read; else they may be
+        None, and `whole` of the answer is False.
         """
         clause, sort = self.condition(where), self.order(order)
-        shown = ", ".join(f'"{name}"' for name in self.columns)
-        answer = self.ask(f"select {shown} from {TABLE}{clause}{sort} limit {int(limit)} offset {int(offset)}")
-        rows = answer.fetchall()
-        total = self.total if not clause else self.ask(f"select count(*) from {TABLE}{clause}").fetchone()[0]  # type: ignore[index]
-        return {"total": total, "columns": list(self.columns), "rows": [list(row) for row in rows],
-                "sql": self.statement(where, order, limit), "whole": True}  # fmt: skip
+        total = self.total
+        if clause:
+            [(total,)] = self.ask(f"select count(*) from {TABLE}{clause}").fetchall()
+        if clause or order:
+            wanted = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
+        else:
+            wanted = self._rollouts.sample_rows[offset : offset + limit]
+        rows = self._rows_at(wanted, whole=whole)
+        return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit),
+                "rows": [[row[name] for name in self.columns] for row in rows],
+                "whole": self._rollouts.has(OF_MANY)}  # fmt: skip
+
+    def found(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
+        """Whole rows of samples. condition, order: SQL of ours."""
+        rest = f" where {condition} order by {order} limit {int(limit)} offset {int(offset)}"
+        return self._rows_at(self._ids(rest), whole=True)
+
+    def _ids(self, rest: str, values: Sequence[Any] = ()) -> NDArray[np.int64]:
+        found = self.ask(f"select sample_row from {TABLE}{rest}", values).fetchnumpy()["sample_row"]
+        return np.asarray(found, np.int64)
+
+    def _rows_at(self, wanted: NDArray[np.int64], *, whole: bool) -> list[dict[str, Any]]:
+        """Rows of samples in this order."""
+        if whole:
+            self._rollouts.read(OF_MANY)
+        if self._rollouts.whole:
+            held: list[dict[str, Any]] = self.take(wanted, sorted(self._rollouts.names)).to_pylist()
+            return held
+        rows = self._glance.rows(wanted)
+        if not self._rollouts.has(OF_MANY):
+            return [row | dict.fromkeys(OF_MANY) for row in rows]
+        compared = self.take(wanted, sorted(OF_MANY)).to_pylist()
+        return [row | more for row, more in zip(rows, compared, strict=True)]
 
     def statement(self, where: str, order: str, limit: int) -> str:
         """The statement behind a page as anyone can run it on the store."""
@@ -169,11 +219,13 @@ class Index:
         """The row of a sample, `sample_row` included. Raises UnknownNameError."""
         return self.rows_of([uid])[uid]
 
-    def rows_of(self, uids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Rows of samples by uid. Raises UnknownNameError."""
-        marks = ", ".join("?" * len(uids))
-        found = self.rows(f"select * from {TABLE} where uid in ({marks})", uids) if uids else []
-        known = {row["uid"]: row for row in found}
+    def rows_of(self, uids: Sequence[str], *, whole: bool = False) -> dict[str, dict[str, Any]]:
+        """Rows of samples by uid; `whole` as for `page`. Raises UnknownNameError."""
+        if self._rollouts.has(["uid"]):
+            wanted = self._ids(f" where uid in ({', '.join('?' * len(uids))})", uids) if uids else NO_IDS
+        else:
+            wanted = self._glance.sample_rows(uids)
+        known = {row["uid"]: row for row in self._rows_at(wanted, whole=whole)}
         for uid in uids:
             if uid not in known:
                 raise UnknownNameError(f"no sample {uid!r} in this snapshot; it has {self.total:,} samples")
@@ -185,43 +237,3 @@ class Index:
             if name not in self.columns:
                 raise UnknownNameError(f"no column {name!r}: {nearest(name, self.columns)}")
         return self._histograms.of([self.columns[name] for name in names], self.condition(where))
-
-
-def _read(store: Store, snapshot: Snapshot, going: Callable[[], None]) -> pa.Table:
-    """Columns of `samples` and `sample_row`, which ascends; each in one piece, so that rows of it can be taken."""
-    own = store.dataset("samples", snapshot).schema
-    names = [name for name in SAMPLES.schema.names if name in own.names and name not in LEFT_OUT]
-    coded = [pa.types.is_string(own.field(name).type) and name not in MANY_VALUES for name in names]
-    parts: list[list[pa.Array]] = [[] for _ in (*names, "sample_row")]
-    for rows, batch in store.scan_samples(names, snapshot):
-        going()
-        for part, column, code in zip(parts, batch.columns, coded, strict=False):
-            part.append(column.dictionary_encode() if code else column)
-        parts[-1].append(pa.array(rows, pa.int64()))
-    columns = {}
-    for name, code in zip((*names, "sample_row"), (*coded, False), strict=True):
-        going()
-        kind = _CODED if code else pa.int64() if name == "sample_row" else own.field(name).type
-        columns[name] = _joined(parts.pop(0), kind)
-    return pa.table(columns)
-
-
-def _joined(parts: list[pa.Array], kind: pa.DataType) -> pa.Array:
-    """Parts of a column in one piece, which frees what Lance decoded; words with a byte a row where there are few."""
-    whole = pa.chunked_array(parts, kind).unify_dictionaries().combine_chunks()
-    if kind != _CODED:
-        return whole
-    codes = pa.int8() if len(whole.dictionary) < 128 else pa.int32()
-    return pa.DictionaryArray.from_arrays(whole.indices.cast(codes), whole.dictionary)
-
-
-def _copied(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    parts = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    return pa.concat_arrays([*parts, parts[0].slice(0, 0)]) if parts else column.combine_chunks()
-
-
-def _whole(store: Store, name: str, columns: Sequence[str], snapshot: Snapshot) -> pa.Table:
-    """Those of some columns that a table has."""
-    dataset = store.dataset(name, snapshot)
-    with reading(dataset.uri):
-        return dataset.to_table(columns=[column for column in columns if column in dataset.schema.names])

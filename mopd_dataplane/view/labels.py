@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import getpass
+import threading
 import uuid
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.query.lineage import literal
@@ -18,7 +21,30 @@ LABEL_CHARACTERS = 64
 NOTE_CHARACTERS = 4000
 
 
-def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
+class Labelled:
+    """Which samples of a store bear which label, for the filters of all its snapshots. Threads may ask at once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._table: pa.Table | None = None
+
+    def table(self) -> pa.Table:
+        """Columns `uid` and `label`, as they were read last."""
+        with self._lock:
+            if self._table is None:
+                rows = all_of(self._store)
+                pairs = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("uid", "label")}
+                self._table = pa.table(pairs)
+            return self._table
+
+    def changed(self) -> None:
+        """Let who asks next read them again."""
+        with self._lock:
+            self._table = None
+
+
+def write(store: Store, index: Index, labelled: Labelled, given: Any) -> list[dict[str, Any]]:
     """Add a label, or remove it (`removed`): a row for each, so that the history stays. Returns the sample's labels.
 
     Raises InputError (shape, length), UnknownNameError (sample).
@@ -33,7 +59,7 @@ def write(store: Store, index: Index, given: Any) -> list[dict[str, Any]]:
         "label_id": str(uuid.uuid4()), "uid": uid, "label": label, "note": note, "author": getpass.getuser(),
         "removed": given.get("removed") is True,
     }])  # fmt: skip
-    index.set_labels(all_of(store))
+    labelled.changed()
     return of_sample(store, uid)
 
 

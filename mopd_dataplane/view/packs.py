@@ -12,19 +12,20 @@ from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.lineage import step_lineage
 
 if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
 
 MOST_RANKS = 1024
 
 
-def step_page(store: Store, stage: str, step: int, ranks: int = 0) -> dict[str, Any]:
+def step_page(store: Store, snapshot: Snapshot, stage: str, step: int, ranks: int = 0) -> dict[str, Any]:
     """`step`: its row; `packs`: number, teacher, tokens and members (uid, total_len, domain); `budget` of a pack;
     `ranks`: packs and share of the mean work of each data-parallel rank that the packs are dealt to.
 
     ranks: how many; 0 takes the job's. Raises UnknownNameError when the stage has no such step.
     """
-    line = step_lineage(store, stage, step)
+    line = step_lineage(store, stage, step, snapshot)
     plan = line.plan.to_pylist()[0]
     settings = json.loads(plan["settings"])
     packs: dict[int, dict[str, Any]] = {}
@@ -40,7 +41,7 @@ def step_page(store: Store, stage: str, step: int, ranks: int = 0) -> dict[str, 
         "packs": list(packs.values()),
         "budget": settings.get("pack_tokens", 0),
         "stats": json.loads(plan["stats"]),
-        "steps": _around(store, stage),
+        "steps": _around(store, snapshot, stage),
         "ranks": _dealt(list(packs.values()), min(ranks, MOST_RANKS) or _data_parallel(store)),
     }
 
@@ -63,6 +64,7 @@ def _data_parallel(store: Store) -> int:
     return max(1, int(scale.get("ranks", 1)) // max(1, int(scale.get("context_parallel", 1))))
 
 
-def _around(store: Store, stage: str) -> dict[str, Any]:
-    steps = [row["step"] for row in store.table("steps", ["stage", "step"]).to_pylist() if row["stage"] == stage]
+def _around(store: Store, snapshot: Snapshot, stage: str) -> dict[str, Any]:
+    rows = store.table("steps", ["stage", "step"], snapshot=snapshot).to_pylist()
+    steps = [row["step"] for row in rows if row["stage"] == stage]
     return {"first": min(steps), "last": max(steps)}

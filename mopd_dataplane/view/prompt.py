@@ -63,9 +63,7 @@ def answers(
     condition = " and ".join(f"{name} = {literal(value)}" for name, value in asked.items())
     order = "stage, iteration, policy_version_first, group_index, sample_row"
     (total,) = index.ask(f"select count(*) from rollouts where {condition}").fetchone() or (0,)
-    rows = index.rows(
-        f"select * from rollouts where {condition} order by {order} limit {MOST_ANSWERS} offset {int(offset)}"
-    )
+    rows = index.found(condition, order, offset, MOST_ANSWERS)
     if only is not None:
         rows = [row for row in rows if row["uid"] in only]
     if not rows:

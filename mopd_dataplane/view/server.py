@@ -21,7 +21,7 @@ from mopd_dataplane.view.stores import Shown, ShownStores
 
 LOOPBACK = "127.0.0.1"
 ENDING_S = 30.0
-"""How long the thread may take to end whose table is given up."""
+"""How long the thread may take to end who reads columns."""
 
 
 def serve(

@@ -1,21 +1,23 @@
-"""The stores a server shows: each with its newest index and its tokenizer; one thread builds at a time."""
+"""The stores a server shows, and snapshots of them: each with its index and its tokenizer."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from contextlib import suppress
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import MopdError, ResourceError, UnknownNameError
 from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.tables import TABLES
 from mopd_dataplane.view.columns import FLAGS
-from mopd_dataplane.view.glance import Glance
 from mopd_dataplane.view.index import Index
+from mopd_dataplane.view.labels import Labelled
 from mopd_dataplane.view.live import live_samples
 from mopd_dataplane.view.student import Student
 
@@ -26,26 +28,61 @@ if TYPE_CHECKING:
 PAUSE = 8
 """Times the building of an index that passes before the next one, so that a growing store leaves time to answer."""
 SHORTEST_PAUSE_S = 1.0
+ASIDE_S, LONGEST_ASIDE_S, STEP_S = 0.05, 1.0, 0.002
 KEPT_ANSWERS = 32
-ENDING_S = 30.0
-"""How long an index that is given up may take to end."""
+KEPT_DIGESTS = 1000
+"""Snapshots of a growing store that can be asked for again."""
+KEPT_SNAPSHOTS, KEPT_ROWS = 8, 1_000_000
+"""Snapshots of a store that are kept beside the newest, and rows of all their indexes: a larger index is alone."""
+
+
+class _Asked:
+    """How many ask, so that work which nobody waits for can let them go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = 0
+        self._last = 0.0
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """While a question is being answered."""
+        with self._lock:
+            self._now += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._now -= 1
+                self._last = time.monotonic()
+
+    def aside(self) -> None:
+        """Wait while somebody asks and for ASIDE_S after it, as the next question is likely on its way."""
+        until = time.monotonic() + LONGEST_ASIDE_S
+        while (self._now or time.monotonic() < self._last + ASIDE_S) and time.monotonic() < until:
+            time.sleep(STEP_S)
 
 
 class Shown:
     """A store with its index. Threads may ask at the same time; all answers of one index are of one snapshot."""
 
-    def __init__(self, store: Store, *, tokenizer: Path | None = None, follow: bool = False) -> None:
+    def __init__(
+        self, store: Store, *, tokenizer: Path | None = None, follow: bool = False, snapshot: Snapshot | None = None
+    ) -> None:
+        """snapshot: what is shown; else the newest of the first question, or with `follow` of each."""
         self.store = store
-        self.follow = follow
+        self.follow = follow and snapshot is None
+        self._pinned = snapshot
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
-        self._glancing = threading.Lock()
         self._index: Index | None = None
-        self._glance: Glance | None = None
         self._decoder: Decoder | Numbers | None = None
         self._next_look = 0.0
         self._ending = False
         self._answers: dict[tuple[Any, ...], Any] = {}
+        self._seen: OrderedDict[str, Snapshot] = OrderedDict()
+        self._asked = _Asked()
+        self.labelled = Labelled(store)
         self.student = Student(store)
 
     @property
@@ -60,63 +97,75 @@ class Shown:
             self._decoder = find_decoder(self.store, self._tokenizer)
         return self._decoder
 
-    def look(self) -> Index | Glance:
-        """The index if it is ready, else what can be read without it, so that a page of samples never waits."""
-        if self._index is not None:
-            return self.index()
-        with self._glancing:
-            if self._glance is None:
-                self._glance = Glance(self.store, self.store.snapshot())
-            return self._glance
-
     def index(self) -> Index:
-        """The newest index; the first call makes it.
-
-        With `follow` a newer snapshot is read when the last one has served for a while.
-        """
+        """The newest index; with `follow` a newer snapshot is read when the last one has served for a while."""
         held = self._index
         if held is not None and (not self.follow or time.monotonic() < self._next_look):
             return held
         if held is not None and self._lock.locked():
             return held  # another thread is at it
         with self._lock:
-            if self._index is not None and (not self.follow or time.monotonic() < self._next_look):
-                return self._index
-            began = time.monotonic()
-            snapshot = self.store.snapshot() if self._index is not None or self.follow else self.look().snapshot
-            if self._index is None or snapshot.versions != self._index.snapshot.versions:
-                self._index = self._made(snapshot)
-                self._answers = {}
-            spent = time.monotonic() - began
-            self._next_look = time.monotonic() + max(SHORTEST_PAUSE_S, PAUSE * spent)
-            return self._index
-
-    def _made(self, snapshot: Snapshot) -> Index:
-        """Raises ResourceError once the server ends."""
-        return Index(self.store, snapshot, self._going)
+            held = self._index
+            if held is None or (self.follow and time.monotonic() >= self._next_look):
+                self._going()
+                snapshot = self._pinned or self.store.snapshot()
+                if held is None or snapshot.versions != held.snapshot.versions:
+                    self._next_look = time.monotonic() + PAUSE * (held.spent if held is not None else 0.0)
+                    if held is not None:
+                        held.rest()
+                    self.labelled.changed()
+                    held, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
+                    self._index = held
+                    self._seen[snapshot.digest] = snapshot
+                    if len(self._seen) > KEPT_DIGESTS:
+                        self._seen.popitem(last=False)
+                self._next_look = max(self._next_look, time.monotonic() + SHORTEST_PAUSE_S)
+            return held
 
     def _going(self) -> None:
         if self._ending:
             raise ResourceError("the server is ending")
 
     def end(self) -> None:
-        """Make no index any more; one that is being made is given up. A thread in Lance would outlive the process."""
+        """Read no columns any more; what is being read is given up. A thread in Lance would outlive the process."""
         self._ending = True
-        if self._lock.acquire(timeout=ENDING_S):
-            self._lock.release()
 
     def prepare(self) -> None:
-        """Make the index before anyone asks for it. What is wrong with a store is said to whoever asks."""
+        """Read all columns before anyone asks for them. What is wrong with a store is said to whoever asks."""
         with suppress(MopdError, OSError):
-            self.index()
+            self.index().fill(self._asked.aside)
 
-    def refresh(self) -> Index:
-        """Read the newest snapshot now."""
+    def asked(self) -> AbstractContextManager[None]:
+        """While this is held, `prepare` steps aside."""
+        return self._asked.asking()
+
+    def at(self, snapshot: Snapshot) -> Shown:
+        """This store as it was, with the labels of today."""
+        shown = Shown(self.store, tokenizer=self._tokenizer, snapshot=snapshot)
+        shown.labelled = self.labelled
+        return shown
+
+    def seen(self, digest: str) -> Snapshot | None:
+        """The snapshot of that digest, if it was shown lately."""
+        return self._seen.get(digest)
+
+    def stands_at(self, snapshot: Snapshot) -> bool:
+        """Whether it shows this snapshot until the end."""
+        held = self._index
+        return not self.follow and held is not None and held.snapshot.digest == snapshot.digest
+
+    @property
+    def rows(self) -> int:
+        """Rows of its index; 0 where there is none."""
+        held = self._index
+        return held.total if held is not None else 0
+
+    def forget(self) -> None:
+        """Give the index up; who asks next makes it again."""
         with self._lock:
-            snapshot = self.store.snapshot()
-            if self._index is None or snapshot.versions != self._index.snapshot.versions:
-                self._index, self._answers = self._made(snapshot), {}
-            return self._index
+            if self._index is not None:
+                self._index.rest()
+            self._index, self._answers = None, {}
 
     def remembered(self, key: tuple[Any, ...], make: Any) -> Any:
         """An expensive answer of this index, computed once."""
@@ -131,7 +180,7 @@ class Shown:
 
     def describe(self) -> dict[str, Any]:
         """Answer to the page's first request: name, snapshot, tables, columns, teachers, flags."""
-        index = self.look()
+        index = self.index()
         rows = {
             name: self.store.dataset(name, index.snapshot).count_rows()
             for name in index.snapshot.versions
@@ -139,6 +188,7 @@ class Shown:
         }
         return {
             "name": self.name, "uri": str(self.store.uri), "digest": index.snapshot.digest, "rows": rows,
+            "tags": snapshots.tags(self.store),
             "columns": [vars(column) for column in index.columns.values()], "teachers": index.teachers,
             "flags": [name for name in FLAGS if name in index.columns], "samples": index.total,
             "follow": self.follow,
@@ -160,14 +210,21 @@ class Shown:
 
 
 class ShownStores:
-    """Shown stores by the key the page uses: their place in the command line."""
+    """Shown stores by the key the page uses: their place in the command line; for what is not the newest, "@" and a
+    snapshot behind it: its tag, or the digest of one that this server has shown."""
 
     def __init__(self, shown: list[Shown]) -> None:
         self._shown = shown
+        self._lock = threading.Lock()
+        self._pinned: list[OrderedDict[str, Shown]] = [OrderedDict() for _ in shown]
+        """Snapshots of each store, by digest; the last used is the last."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Shown.describe() of each; stores of jobs of one name go by their folders too."""
-        found = [shown.describe() for shown in self._shown]
+        found = []
+        for shown in self._shown:
+            with shown.asked():
+                found.append(shown.describe())
         times = Counter(about["name"] for about in found)
         for about in found:
             if times[about["name"]] > 1:
@@ -176,6 +233,22 @@ class ShownStores:
 
     def get(self, key: str) -> Shown:
         """The store of a key. Raises UnknownNameError."""
-        if not key.isdigit() or int(key) >= len(self._shown):
-            raise UnknownNameError(f"no store {key!r}; this server shows {len(self._shown)}, counted from 0")
-        return self._shown[int(key)]
+        place, _, name = key.partition("@")
+        if place not in map(str, range(len(self._shown))):
+            raise UnknownNameError(f"no store {place!r:.80}; this server shows {len(self._shown)}, counted from 0")
+        newest, pinned = self._shown[int(place)], self._pinned[int(place)]
+        snapshot = newest.seen(name) or snapshots.tagged(newest.store, name) if name else None
+        with self._lock:
+            wanted = newest
+            if snapshot is not None and not newest.stands_at(snapshot):
+                wanted = pinned.setdefault(snapshot.digest, newest.at(snapshot))
+                pinned.move_to_end(snapshot.digest)
+            gone = [pinned.popitem(last=False)[1] for _ in range(len(pinned) - KEPT_SNAPSHOTS)]
+            others = [shown for shown in (newest, *pinned.values()) if shown is not wanted and shown.rows]
+        rows = wanted.index().total + sum(shown.rows for shown in others) if others else 0
+        while rows > KEPT_ROWS and others:
+            rows -= others[0].rows
+            gone.append(others.pop(0))
+        for shown in gone:
+            shown.forget()
+        return wanted

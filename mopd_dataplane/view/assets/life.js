@@ -29,8 +29,7 @@ union all select created_at, 'planned for ' || stage || ', window ' || "window" 
 order by at`;
 }
 
-export async function lifePage(main, { id, params }, { stores }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function lifePage(main, { id, params }, { store }) {
   const happened = await once("life", { store: params.store || 0, uid: id }, store.digest);
   put(main, h("h1", {}, "Life of ", h("a", { href: address("sample", id, params) }, h("code", {}, id.slice(0, 10)))),
     h("ol", { class: "life" }, happened.map((event) => h("li", { class: event.kind },

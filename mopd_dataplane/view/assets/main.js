@@ -16,6 +16,7 @@ import { stopSearch } from "./search.js";
 import { sqlPage } from "./sql.js";
 import { address, adjust, go, listen, read } from "./state.js";
 import { stepPage } from "./step.js";
+import { about, keyOf, parts, readStores } from "./stores.js";
 import { teachersPage } from "./teachers.js";
 
 const PAGES = { samples: samplesPage, sample: samplePage, prompt: promptPage, life: lifePage, run: runPage, teachers: teachersPage, step: stepPage, compare: comparePage, sql: sqlPage };
@@ -57,15 +58,31 @@ function showKeys() {
   box.showModal();
 }
 
-function top(view, params) {
+// Which snapshot of the store the page shows.
+function snapshots(store, params) {
+  const { place, snapshot } = parts(params.store), newest = stores[Number(place)] || stores[0];
+  const tags = (store || newest).tags;
+  const others = [...(snapshot && !tags.includes(snapshot) ? [snapshot] : newest.follow && !snapshot ? [newest.digest] : []), ...tags];
+  if (isStatic() || !others.length) return null;
+  return select("snapshot", snapshot, [["", "newest"], ...others.map((name) => [name, name === newest.digest ? `${name}, as shown` : name])],
+    (name) => adjust({ store: keyOf(place, name), page: "", at: "" }));
+}
+
+function top(view, params, store) {
   const tabs = isStatic() ? TABS.filter(([key]) => ["samples", "run", "teachers"].includes(key) && (key in window.mopdFiles.keys || key in window.mopdFiles.data)) : TABS;
   put(document.getElementById("top"), h("a", { class: "brand", href: "#/samples" }, "mopd view"),
-    stores.length > 1 ? select("store", params.store || "0", stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
+    stores.length > 1 ? select("store", parts(params.store).place, stores.map((s, i) => [String(i), s.name]), (store) => adjust({ store, page: "", at: "" }))
       : h("span", { class: "store", title: stores[0].uri }, stores[0].name),
+    snapshots(store, params),
     h("nav", { "aria-label": "Pages" }, tabs.map(([key, title]) => h("a", { href: address(key, "", { store: params.store }), "aria-current": key === view ? "page" : null }, title))),
     h("span", { class: "fill" }), h("span", { id: "live-mark", class: "where" }),
     h("button", { class: "quiet", onclick: () => theme(true), "aria-label": "Light or dark", title: "Light or dark (d)" }, "◐"),
     h("button", { class: "quiet", onclick: showKeys, "aria-label": "Keys", title: "Keys (?)" }, "?"));
+}
+
+function heading(now, store) {
+  top(now.view, now.params, store);
+  document.title = visible(`${now.id ? `${now.id.slice(0, 12)} · ` : ""}${now.view} · ${(store || stores[0]).name} · mopd view`);
 }
 
 async function draw({ still = false } = {}) {
@@ -77,13 +94,15 @@ async function draw({ still = false } = {}) {
   closing = () => {};
   closeCharts();
   main.setAttribute("aria-busy", "true");
-  top(now.view, now.params);
-  document.title = visible(`${now.id ? `${now.id.slice(0, 12)} · ` : ""}${now.view} · ${stores[0].name} · mopd view`);
-  let found = { keys: {} };
+  let found = { keys: {} }, store = null;
   try {
-    found = await (PAGES[now.view] || samplesPage)(main, now, { stores, signal: stopping.signal });
+    store = await about(now.params.store);
+    if (own !== drawing) return;
+    heading(now, store);
+    found = await (PAGES[now.view] || samplesPage)(main, now, { store, stores, signal: stopping.signal });
   } catch (error) {
     if (own !== drawing || error.name === "AbortError") return;
+    if (!store) heading(now, store);
     put(main, h("h1", {}, "This cannot be shown"), h("p", { class: "damage", role: "alert" }, error.message), h("p", {}, h("a", { href: "#/samples" }, "all samples")));
   }
   if (own !== drawing) { if (found.close) found.close(); return; }
@@ -106,15 +125,15 @@ function pressed(event) {
 async function follow() {
   if (!document.hidden) {
     try {
-      const key = read().params.store || 0, pulse = await ask("pulse", { store: key });
-      if (pulse.digest !== stores[Number(key)].digest) {
-        stores = await ask("stores");
+      const { place, snapshot } = parts(read().params.store), pulse = await ask("pulse", { store: place });
+      if (pulse.digest !== stores[Number(place)].digest) {
+        stores = await readStores();
         forget();
         const view = read().view;
-        if (view !== "sample" && view !== "sql" && !document.activeElement.closest("input, textarea, select")) await draw({ still: true });
+        if (!snapshot && view !== "sample" && view !== "sql" && !document.activeElement.closest("input, textarea, select")) await draw({ still: true });
       }
-      document.getElementById("live-mark").textContent = `● live · ${count(pulse.writing)} being written`;
-      livePanel(pulse.live, pulse.writing);
+      document.getElementById("live-mark").textContent = snapshot ? "" : `● live · ${count(pulse.writing)} being written`;
+      livePanel(snapshot ? [] : pulse.live, pulse.writing);
     } catch (error) { say(error.message); }
   }
   setTimeout(follow, FOLLOW_MS);
@@ -124,7 +143,7 @@ async function begin() {
   theme(false);
   if (isStatic()) window.mopdData = receive;
   put(main, h("p", { class: "empty" }, "reading the store…"));
-  try { stores = await ask("stores"); } catch (error) { put(main, h("p", { class: "damage", role: "alert" }, error.message)); return; }
+  try { stores = await readStores(); } catch (error) { put(main, h("p", { class: "damage", role: "alert" }, error.message)); return; }
   if (isStatic() && !location.hash && window.mopdFiles.start) history.replaceState(null, "", window.mopdFiles.start);
   listen(draw);
   addEventListener("keydown", pressed);

@@ -8,6 +8,7 @@ import { count, number, shown, signed } from "./format.js";
 import { question } from "./question.js";
 import { sources } from "./sources.js";
 import { adjust, address } from "./state.js";
+import { about } from "./stores.js";
 
 function text(answer, teacher) {
   const ratios = answer.ratios[teacher] ? numbers(answer.ratios[teacher]) : null;
@@ -46,8 +47,7 @@ function trend(rows) {
     chart(lines("reward"), { title: "Reward", x: "version" }), chart(lines("length"), { title: "Length", unit: "tokens", x: "version" }));
 }
 
-export async function promptPage(main, { id, params }, { stores, signal }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function promptPage(main, { id, params }, { store, signal }) {
   const asked = { store: params.store || 0, prompt: id, group: params.group || "", stage: params.stage || "", offset: params.offset || 0 };
   const found = await once("prompt", asked, store.digest);
   // A group is named after its prompt and iteration, which several stages may share.
@@ -56,7 +56,7 @@ export async function promptPage(main, { id, params }, { stores, signal }) {
   const teachers = [...new Set(found.answers.flatMap((a) => Object.keys(a.ratios)))];
   const teacher = teachers.includes(params.teacher) ? params.teacher : teachers[0];
   // B may be another store's answer, which can bear the same uid: its own address says so, and no radio button is set.
-  const other = params.other && stores[Number(params.other)] !== store ? params.other : "";
+  const other = params.other && params.other !== (params.store || "0") ? params.other : "";
   // The first and the last that a policy wrote, where it wrote two.
   const written = found.answers.filter((a) => a.row.policy !== "reference"), pair = written.length > 1 ? written : found.answers;
   const picked = { a: params.a || pair[0]?.row.uid, b: other ? params.b : params.b || pair[pair.length - 1]?.row.uid };
@@ -82,7 +82,7 @@ export async function promptPage(main, { id, params }, { stores, signal }) {
   if (picked.a && picked.b && (other || picked.a !== picked.b)) {
     const titles = other ? {
       a: `A, ${store.name}`,
-      b: ["B, ", h("a", { href: address("sample", picked.b, { store: other }) }, stores[Number(other)].name)],
+      b: ["B, ", h("a", { href: address("sample", picked.b, { store: other }) }, (await about(other)).name)],
     } : { a: "A", b: "B" };
     ask("difference", { store: params.store || 0, other: other || params.store || 0, a: picked.a, b: picked.b }, { signal })
       .then((d) => put(difference, h("h2", {}, "A and B, token by token"), sideBySide(d, titles)), (e) => { if (e.name !== "AbortError") put(difference, h("p", { class: "empty" }, e.message)); });

@@ -97,8 +97,7 @@ function heldOut(evals) {
     chart(lines(rows, "reward", "low", "high"), { title: `Held-out mean reward of ${policy}`, unit: "95 % intervals", x: "version" })]);
 }
 
-export async function runPage(main, { params }, { stores }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function runPage(main, { params }, { store }) {
   const run = await once("run", { store: params.store || 0 }, store.digest);
   const stages = [...new Set([...run.rollouts.map((r) => r.stage), ...run.steps.map((s) => s.stage)])];
   const last = run.rollouts.length ? run.rollouts[run.rollouts.length - 1].stage : stages[stages.length - 1];

@@ -63,8 +63,7 @@ async function neighbour(params, step, signal) {
   return found.rows.length ? address("sample", found.rows[0][found.columns.indexOf("uid")], { ...contextOf(params), at: at + step, s: params.s, teacher: params.teacher }) : null;
 }
 
-export async function samplePage(main, { id, params }, { stores, signal: stop }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function samplePage(main, { id, params }, { store, signal: stop }) {
   const sample = await once("sample", { store: params.store || 0, uid: id }, store.digest);
   const head = h("header", { class: "row" }, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"));
   const tabs = h("nav", { class: "row", "aria-label": "About this sample" },

@@ -7,6 +7,7 @@ import { histogram } from "./histogram.js";
 import { searchPanel } from "./search.js";
 import { curlOf, quote } from "./sources.js";
 import { adjust, address, asSql, conditions, go, whereOf, withCondition } from "./state.js";
+import { parts } from "./stores.js";
 
 const PAGE = 50;
 const TEXT_AT = 2; // prompt and answer stand behind this many columns
@@ -34,7 +35,7 @@ async function showLabels(place, params) {
 }
 
 function filterBar(store, params, sql) {
-  const where = whereOf(params);
+  const where = whereOf(params), { snapshot } = parts(params.store);
   const box = h("textarea", {
     id: "where", rows: 1, spellcheck: "false", "aria-label": "Filter as SQL", placeholder: "all samples; or an SQL condition: reward < 1 and response_len > 100",
     disabled: isStatic(), onkeydown: (e) => {
@@ -60,9 +61,9 @@ function filterBar(store, params, sql) {
       where ? h("button", { class: "quiet", onclick: () => adjust({ w: "", f: "", page: "", at: "" }) }, "clear") : null),
     h("div", { class: "row chips" }, chips, chips.length ? h("span", { class: "bar-rule" }) : null, flags, labels),
     isStatic() ? null : h("details", {}, h("summary", {}, "SQL and curl of this table"),
-      h("pre", { class: "sql" }, sql() || "The statement comes when the metadata of all samples has been read."),
+      h("pre", { class: "sql" }, sql()),
       h("div", { class: "row" }, copier(sql, "copy SQL"),
-        copier(() => `mopd query ${quote(store.uri)} ${quote(sql())}`, "copy as mopd query"),
+        copier(() => `mopd query ${quote(store.uri)} ${store.tags.includes(snapshot) ? `--snapshot ${snapshot} ` : ""}${quote(sql())}`, "copy as mopd query"),
         copier(() => curlOf("samples", { store: params.store || 0, where, order: params.order || "", limit: PAGE }), "copy as curl"),
         h("button", { class: "quiet", type: "button", onclick: () => go("sql", "", { store: params.store, q: sql() }) }, "edit as a query"))));
 }
@@ -94,8 +95,7 @@ export function contextOf(params) {
   return { store, f, w, order, cols };
 }
 
-export async function samplesPage(main, { params }, { stores, signal }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function samplesPage(main, { params }, { store, signal }) {
   const columns = chosenColumns(store, params), where = whereOf(params);
   const page = Number(params.page || 0);
   const asked = { store: params.store || 0, where, order: params.order || "", f: params.f || "[]" };
@@ -118,15 +118,12 @@ export async function samplesPage(main, { params }, { stores, signal }) {
   ).toSpliced(TEXT_AT, 0, h("td", { class: "word text" }), h("td", { class: "word text" })))));
   // What speaks of a sample's place among others comes when the server has read all of them.
   const complete = async () => {
-    const again = await ask("samples", { ...asked, limit: PAGE, offset: page * PAGE }, { signal });
+    const again = await ask("samples", { ...asked, limit: PAGE, offset: page * PAGE, whole: 1 }, { signal });
     again.rows.forEach((values, i) => {
       const row = Object.fromEntries(again.columns.map((c, n) => [c, values[n]]));
       if (!rows[i] || row.uid !== rows[i].uid) return;
       body.children[i].querySelectorAll("[data-c]").forEach((node) => put(node, cellOf(row, i, node.dataset.c)));
     });
-    const statement = main.querySelector(".filters .sql");
-    if (statement) statement.textContent = again.sql;
-    found.sql = again.sql;
   };
   const mark = (i) => {
     if (!rows.length) return;

@@ -6,8 +6,7 @@ import { cell, count, short } from "./format.js";
 import { adjust, address } from "./state.js";
 import { curlOf } from "./sources.js";
 
-export async function sqlPage(main, { params }, { stores, signal }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function sqlPage(main, { params }, { store, signal }) {
   const q = params.q || "select domain, count(*) as samples from samples group by domain order by domain";
   const box = h("textarea", { class: "query", spellcheck: "false", rows: Math.min(24, q.split("\n").length + 1), "aria-label": "SQL", onkeydown: (e) => {
     if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) { e.preventDefault(); adjust({ q: box.value }); }

@@ -33,8 +33,7 @@ function rankRow(rank, i, heaviest) {
       h("i", { style: { width: `${(100 * rank.work) / heaviest}%`, backgroundColor: "var(--series-0)" } })), h("small", {}, percent(rank.work, 0)));
 }
 
-export async function stepPage(main, { id, params }, { stores }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function stepPage(main, { id, params }, { store }) {
   const n = Number(params.n || 0), asked = { store: params.store || 0, stage: id, step: n, ranks: params.ranks || 0 };
   const found = await once("step", asked, store.digest);
   const by = COLOURS.some(([key]) => key === params.by) ? params.by : "domain";

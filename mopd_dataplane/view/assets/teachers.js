@@ -6,8 +6,7 @@ import { count, number, percent, signed, size } from "./format.js";
 import { sources } from "./sources.js";
 import { address } from "./state.js";
 
-export async function teachersPage(main, { params }, { stores }) {
-  const store = stores[Number(params.store || 0)] || stores[0];
+export async function teachersPage(main, { params }, { store }) {
   const found = await once("teachers", { store: params.store || 0 }, store.digest);
   const f = (r) => JSON.stringify([{ c: "domain", in: [r.domain] }]);
   const examples = (r, kind) => ((found.examples[`${r.teacher}/${r.domain}`] || {})[kind] || []).map((e) => [

@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ def test_query_limit_says_what_is_not_shown(demo_store: Store) -> None:
     assert "96 rows; the first 2 are shown" in result.stderr
     assert len(answered("query", demo_store.uri, "select uid from samples", "--json")) == 96
     assert len(answered("query", demo_store.uri, "select uid from samples", "--json", "--limit", "3")) == 3
+
+
+def test_query_reads_a_pinned_snapshot(make_store: Callable[..., Store], tmp_path: Path) -> None:
+    store = make_store(tmp_path / "pinned", prompts=1)
+    store.snapshot(tag="before")
+    uid = store.samples()["uid"][0].as_py()
+    store.add_rewards([{"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 9.0}])
+    sql = "select count(*) as n from rewards where reward = 9"
+    assert answered("query", store.uri, sql, "--json") == [{"n": 1}]
+    assert answered("query", store.uri, sql, "--json", "--snapshot", "before") == [{"n": 0}]
+    refused = mopd("query", store.uri, sql, "--snapshot", "befor")
+    assert refused.exit_code == 2
+    assert "before" in refused.stderr
 
 
 def test_query_shows_model_text_harmlessly(demo_store: Store) -> None:

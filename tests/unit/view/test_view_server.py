@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,47 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
+from viewing import BASE, BEARER, PORT, TOKEN, client_of, get, rows_of, some_uid, unpack
 
 from mopd_dataplane import Store
-from mopd_dataplane.bench.crowd import process_tree
-from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.job.sections import Wal
 from mopd_dataplane.rollout.log.log_records import Open, Step
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.view.app import build_app
-from mopd_dataplane.view.glance import OF_MANY
 from mopd_dataplane.view.stores import Shown, ShownStores
-
-PORT = 8123
-TOKEN = "secret"
-BASE = f"http://127.0.0.1:{PORT}"
-BEARER = {"authorization": f"Bearer {TOKEN}"}
-
-
-def client_of(store: Store, **headers: str) -> TestClient:
-    app = build_app(ShownStores([Shown(store)]), token=TOKEN, port=PORT)
-    return TestClient(app, base_url=BASE, headers=headers, follow_redirects=False)
-
-
-@pytest.fixture(scope="module")
-def page(demo_store: Store) -> TestClient:
-    return client_of(demo_store, **BEARER)
-
-
-def get(page: TestClient, name: str, **params: Any) -> Any:
-    answer = page.get(f"/api/{name}", params=params)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
-
-
-def unpack(packed: dict[str, str]) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(packed["data"]), packed["kind"])
-
 
 # -- who gets an answer ------------------------------------------------------------------------------------------------
 
@@ -121,147 +87,7 @@ def test_labels_are_kept_and_taken_back(make_store: Callable[..., Store], tmp_pa
         assert page.post("/api/labels", json=wrong).status_code in (400, 404)
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_agrees_with_its_own_statement(page: TestClient, demo_store: Store) -> None:
-    found = get(page, "samples", where="reward = 1 and response_len > 20", order="-kl", limit=500)
-    again = demo_store.sql(found["sql"]).to_pylist()
-    assert 0 < found["total"] == len(again) < demo_store.samples().num_rows
-    assert [row["uid"] for row in rows_of(found)] == [row["uid"] for row in again]
-    kls = [row["kl"] for row in rows_of(found)]
-    assert kls == sorted(kls, reverse=True)
-
-
-def test_pages_follow_each_other_without_gap_or_overlap(page: TestClient) -> None:
-    whole = [row["uid"] for row in rows_of(get(page, "samples", order="domain", limit=500))]
-    pages = [rows_of(get(page, "samples", order="domain", limit=7, offset=7 * n)) for n in range(len(whole) // 7 + 1)]
-    assert [row["uid"] for part in pages for row in part] == whole
-
-
-def test_the_first_page_does_not_wait_for_the_index(demo_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(demo_store)
-    page = TestClient(build_app(ShownStores([shown]), token=TOKEN, port=PORT), base_url=BASE, headers=BEARER)
-    with monkeypatch.context() as patch:
-        patch.setattr("mopd_dataplane.view.stores.Index", None)
-        described, first = get(page, "stores"), get(page, "samples", limit=7, offset=3)
-        uid = first["rows"][0][0]
-        excerpts = get(page, "excerpts", uids=",".join(row[0] for row in first["rows"]))
-        sample = get(page, "sample", uid=uid)
-        assert page.get("/api/sample", params={"uid": "nobody"}).status_code == 404
-    assert first["whole"] is False
-    assert get(page, "histograms", columns="kl")["kl"]["bins"]
-    again = get(page, "samples", limit=7, offset=3)
-    assert again["whole"] is True
-    assert get(page, "stores") == described
-    waiting = {name for name in first["columns"] if all(row[name] is None for row in rows_of(first))}
-    for early, late in zip(rows_of(first), rows_of(again), strict=True):
-        assert {k: v for k, v in early.items() if k not in OF_MANY} == {
-            k: v for k, v in late.items() if k not in OF_MANY
-        }
-    assert waiting >= OF_MANY, "what needs all samples is not guessed from some"
-    assert get(page, "excerpts", uids=",".join(row[0] for row in first["rows"])) == excerpts
-    late = get(page, "sample", uid=uid)
-    assert {k: v for k, v in sample.items() if k != "row"} == {k: v for k, v in late.items() if k != "row"}
-
-
-def test_columns_of_scores_and_rewards_are_those_of_the_tables(page: TestClient, demo_store: Store) -> None:
-    row = rows_of(get(page, "samples", where="reward is not null", order="-kl", limit=1))[0]
-    scores = demo_store.table("scores", filter=f"uid = '{row['uid']}' and kind = 'logprob'").to_pylist()
-    assert row["kl"] == pytest.approx(scores[0]["mean_reverse_kl"])
-    assert row[f"kl_{scores[0]['teacher']}"] == pytest.approx(row["kl"])
-    assert row["reward"] == demo_store.table("rewards", filter=f"uid = '{row['uid']}'")["reward"][0].as_py()
-
-
-def test_histograms_count_every_sample_and_every_match(page: TestClient) -> None:
-    where = "domain = 'chain_sum'"
-    found = get(page, "histograms", where=where, columns="response_len,domain,reward,kl,interrupted,created_at")
-    total = get(page, "samples", limit=1)["total"]
-    matching = get(page, "samples", limit=1, where=where)["total"]
-    for name, histogram in found.items():
-        assert sum(bar["all"] for bar in histogram["bins"]) == total, name
-        assert sum(bar["here"] for bar in histogram["bins"]) == matching, name
-    assert {bar["value"]: bar["here"] for bar in found["domain"]["bins"] if bar["here"]} == {"chain_sum": matching}
-
-
-def test_a_bar_of_a_histogram_filters_to_its_count(page: TestClient) -> None:
-    found = get(page, "histograms", columns="response_len")["response_len"]
-    at = max(range(1, len(found["bins"]) - 1), key=lambda i: found["bins"][i]["all"])
-    low, high = found["low"] + at * found["width"], found["low"] + (at + 1) * found["width"]
-    there = get(page, "samples", where=f"response_len >= {low} and response_len < {high}", limit=1)
-    assert there["total"] == found["bins"][at]["all"] > 0
-
-
-@pytest.mark.parametrize(
-    "where",
-    [
-        "1; drop table rollouts",
-        "nonsense(",
-        "uid in (select content from read_text('/etc/hostname'))",
-        "1 = (select count(*) from read_csv('/etc/passwd'))",
-        "1) ; select (1",
-    ],
-)
-def test_a_filter_reads_nothing_but_the_rollouts(page: TestClient, where: str) -> None:
-    answer = page.get("/api/samples", params={"where": where, "limit": "1"})
-    assert answer.status_code == 400
-    assert answer.json()["kind"] == "QueryError"
-    assert get(page, "samples", limit=1)["total"] > 0, "the table is still there"
-
-
-def test_a_filter_that_runs_away_is_stopped(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mopd_dataplane.view.index.QUERY_S", 0.3)
-    where = "(select count(*) from range(1000000) a, range(1000000) b where a.range * b.range % 7 = 3) > 0"
-    answer = page.get("/api/samples", params={"where": where, "limit": "1"})
-    assert answer.json()["kind"] == "DeadlineError"
-
-
-@pytest.mark.parametrize("order", ["nosuch", "-nosuch", 'uid" desc; --'])
-def test_sorting_names_a_column(page: TestClient, order: str) -> None:
-    answer = page.get("/api/samples", params={"order": order, "limit": "1"})
-    assert answer.status_code == 404
-    assert "known:" in answer.json()["error"]
-
-
-def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
-    found = get(page, "sql", q="select domain, count(*) as n from samples group by 1 order by 1")
-    assert found["rows"] == [list(row.values()) for row in demo_store.sql(
-        "select domain, count(*) as n from samples group by 1 order by 1").to_pylist()]  # fmt: skip
-    refused = page.get("/api/sql", params={"q": "copy samples to '/tmp/stolen.csv'"})
-    assert refused.json()["kind"] == "QueryError"
-
-
-@pytest.mark.parametrize(
-    ("greedy", "said"),
-    [
-        ("select repeat('x', 1000000000)", "MB of memory"),  # one value, which no bound of DuckDB's stops
-        ("select repeat('x', 40000) from range(1000)", "32 MB are shown"),
-    ],
-)
-def test_a_statement_that_takes_too_much_is_ended_and_the_server_stands(
-    page: TestClient, greedy: str, said: str
-) -> None:
-    before = process_tree([os.getpid()])
-    refused = page.get("/api/sql", params={"q": greedy})
-    assert refused.status_code == 400
-    assert said in refused.json()["error"]
-    assert process_tree([os.getpid()]) == before, "nothing of it is left"
-    assert get(page, "sql", q="select 1 as one")["rows"] == [[1]]
-
-
-def test_a_server_that_ends_makes_no_table_any_more(demo_store: Store) -> None:
-    shown = Shown(demo_store)
-    shown.end()
-    shown.prepare()
-    with pytest.raises(ResourceError, match="ending"):
-        shown.index()
-
-
 # -- one sample --------------------------------------------------------------------------------------------------------
-
-
-def some_uid(page: TestClient, where: str = "kl is not null") -> str:
-    return str(rows_of(get(page, "samples", where=where, limit=1))[0]["uid"])
 
 
 def test_a_sample_is_what_the_store_holds(page: TestClient, demo_store: Store) -> None:
@@ -390,18 +216,7 @@ def test_answers_of_two_stores_are_aligned_each_from_its_own(
     assert page.get("/api/difference", params={"other": "2", "a": "x", "b": "x"}).status_code == 404
 
 
-# -- a store that grows, or is damaged ---------------------------------------------------------------------------------
-
-
-def test_a_growing_store_is_followed(make_store: Callable[..., Store], tmp_path: Path) -> None:
-    store = make_store(tmp_path / "grows", prompts=1)
-    shown = Shown(store, follow=True)
-    before = shown.index()
-    store.add_rewards([{"uid": before.page("", "", 0, 1)["rows"][0][0], "sample_row": 0, "verifier": "second",
-                        "verifier_version": "1", "reward": 7.0}])  # fmt: skip
-    assert shown.refresh().snapshot.digest != before.snapshot.digest
-    assert max(row["reward"] for row in shown.refresh().rows("select reward from rollouts")) > 1
-    assert before.page("", "", 0, 1)["total"] > 0, "an older index still answers"
+# -- a store that is damaged, or being written -------------------------------------------------------------------------
 
 
 def test_a_signal_that_is_gone_is_named_beside_what_is_readable(
