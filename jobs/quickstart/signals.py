@@ -1,7 +1,7 @@
 """Sampled token, top-k or full vocabulary: what each signal's gradient is worth, on a finished quickstart.
 
     python jobs/quickstart/signals.py [--store runs/quickstart] [--samples 2048] [--batch 64] [--forms baselines]
-                                      [--mixed DOMAIN …]
+                                      [--mixed DOMAIN …] [--out FILE]
 
 Takes the first answers of the stage `student`, written by the base, and the specialists that scored them. Every form of
 the loss gives a gradient of all weights of the base for each batch. Against the full vocabulary's mean gradient G:
@@ -10,17 +10,21 @@ the loss gives a gradient of all weights of the base for each batch. Against the
     noise   sqrt(mean over batches of |gradient - the form's own mean|^2) / |G|; of this, what full vocabulary has comes
             from the choice of samples, the rest from the form
     cosine  between the form's mean gradient and G
+    apart   noise of the form's difference to the full vocabulary's gradient of the same batch
 
-Prints a Markdown table with the bytes a token takes in the store, and the time of one forward and backward pass.
+Prints a Markdown table with the bytes a token takes in the store, and the time of one forward and backward pass; --out
+writes the same to a JSON file, with commit, settings, sampler and host.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +34,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from mopd_dataplane import open_store
+from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.job.job import Job, load_job
 from mopd_dataplane.models.hf import hidden_states, lm_head, load_model
+from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.store.dataset import Store
 
 JOB = Path(__file__).parent
+STAGES = ("base", "speller", "sorter", "walker", "student")
+"""What the figures depend on."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,25 @@ def measure(
     return found, width, rows
 
 
+def summary(found: dict[str, Comparison], forms: Forms, width: int, vocabulary: int) -> list[dict[str, Any]]:
+    """One row a form; the first form is the exact one. apart: noise of the difference to exact on the same batches."""
+    exact = next(iter(found.values())).own
+    length = float(exact.mean.norm())
+    return [
+        {
+            "signal": name,
+            "bytes": forms[name][1](width, vocabulary),
+            "bias": round(float(comparison.apart.mean.norm()) / length, 4),
+            "chance": round(comparison.apart.spread / comparison.apart.batches**0.5 / length, 4),
+            "noise": round(comparison.own.spread / length, 3),
+            "apart": round(comparison.apart.spread / length, 3),
+            "cosine": round(float(comparison.own.mean @ exact.mean) / (length * float(comparison.own.mean.norm())), 4),
+            "time": round(float(np.median(comparison.own.seconds) / np.median(exact.seconds)), 3),
+        }
+        for name, comparison in found.items()
+    ]
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -226,28 +253,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--forms", choices=["signals", "baselines"], default="signals")
     parser.add_argument("--mixed", nargs="+", default=[], metavar="DOMAIN", help="batches of equal parts of these")
+    parser.add_argument("--out", type=Path, help="JSON file that is written too")
     options = parser.parse_args()
     forms = BASELINES if options.forms == "baselines" else FORMS
     torch.set_num_threads(1)
-    found, width, rows = measure(open_store(options.store), forms, options.samples, options.batch, options.mixed)
-    exact = next(iter(found.values())).own
-    length = float(exact.mean.norm())
-    print(f"{exact.batches} batches of {options.batch} answers; logits would take {4 * rows} bytes a token")
-    print(
-        "| signal | bytes/token | bias | by chance | noise | cosine | time, full = 1 |\n|---|---|---|---|---|---|---|"
-    )
-    for name, comparison in found.items():
-        own, apart = comparison.own, comparison.apart
-        cells = [
-            name,
-            str(forms[name][1](width, rows)),
-            f"{float(apart.mean.norm()) / length:.3f}",
-            f"{apart.spread / apart.batches**0.5 / length:.3f}",
-            f"{own.spread / length:.2f}",
-            f"{float(own.mean @ exact.mean) / (length * float(own.mean.norm())):.3f}",
-            f"{np.median(own.seconds) / np.median(exact.seconds):.2f}",
-        ]
-        print(f"| {' | '.join(cells)} |")
+    found, width, vocabulary = measure(open_store(options.store), forms, options.samples, options.batch, options.mixed)
+    rows = summary(found, forms, width, vocabulary)
+    count = next(iter(found.values())).own.batches
+    print(f"{count} batches of {options.batch} answers; logits would take {4 * vocabulary} bytes a token")
+    print("| signal | bytes/token | bias | by chance | noise | apart | cosine | time, full = 1 |")
+    print("|---" * len(rows[0]) + "|")
+    for row in rows:
+        print(f"| {' | '.join(str(cell) for cell in row.values())} |")
+    if options.out:
+        said = {"forms": options.forms, "mixed": options.mixed, "batches": count, "answers": options.batch}
+        said |= {"rows": rows, **provenance(load_job(JOB), stages=STAGES)}
+        publish_file(options.out, (json.dumps(said, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":
