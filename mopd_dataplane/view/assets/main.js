@@ -61,7 +61,7 @@ function showKeys() {
 // Which snapshot of the store the page shows.
 function snapshots(store, params) {
   const { place, snapshot } = parts(params.store), newest = stores[Number(place)] || stores[0];
-  const tags = (store || newest).tags;
+  const tags = (store || newest).tags.toSorted((a, b) => a.localeCompare(b, undefined, { numeric: true }));
   const others = [...(snapshot && !tags.includes(snapshot) ? [snapshot] : newest.follow && !snapshot ? [newest.digest] : []), ...tags];
   if (isStatic() || !others.length) return null;
   return select("snapshot", snapshot, [["", "newest"], ...others.map((name) => [name, name === newest.digest ? `${name}, as shown` : name])],
