@@ -15,6 +15,7 @@ from mopd_dataplane.errors import InputError
 
 EXPORTED = 200
 """Samples of an export, unless the command line says how many."""
+NEWEST = "-created_at"
 
 
 def view(
@@ -33,7 +34,9 @@ def view(
     order: Annotated[
         str,
         typer.Option(
-            "--order", metavar="COLUMN", help="Order in which an export takes samples; -COLUMN is descending."
+            "--order",
+            metavar="COLUMN",
+            help="Order in which an export takes samples, -COLUMN descending; default: newest first.",
         ),
     ] = "",
     limit: Annotated[
@@ -81,7 +84,7 @@ def view(
     if sample is not None:
         done = export_sample(shown, export, find_sample(opened[0], sample)[0])
     else:
-        done = export_folder(shown, export, where=where, order=order, limit=limit or EXPORTED)
+        done = export_folder(shown, export, where=where, order=order or NEWEST, limit=limit or EXPORTED)
     if as_json:
         print_json(done)
     else:

@@ -206,8 +206,13 @@ def _sample(shown: Shown, asked: dict[str, str]) -> Any:
     row = index.row(asked.get("uid", ""))
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
-    view["labels"] = labels.of_sample(shown.store, row["uid"])
-    return view
+    return view | {"labels": labels.of_sample(shown.store, row["uid"]), "whole": index.whole}
+
+
+def _row(shown: Shown, asked: dict[str, str]) -> Any:
+    """A sample's row of the table with the columns that compare it with others."""
+    uid = asked.get("uid", "")
+    return shown.index().rows_of([uid], whole=True)[uid]
 
 
 def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
@@ -280,8 +285,8 @@ def _step(shown: Shown, asked: dict[str, str]) -> Any:
 
 
 ANSWERS: dict[str, Answer] = {
-    "samples": _page, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample, "candidates": _candidates,
-    "student": _student,
+    "samples": _page, "row": _row, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample,
+    "candidates": _candidates, "student": _student,
     "prompt": _prompt, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
     "step": _step, "pulse": lambda shown, asked: shown.pulse(),
     "stages": lambda shown, asked: shown.stages(),

@@ -78,6 +78,11 @@ class Index:
         """Seconds that reading columns has taken."""
         return self._rollouts.spent
 
+    @property
+    def whole(self) -> bool:
+        """Whether the columns are there that compare a sample with others."""
+        return self._rollouts.has(OF_MANY)
+
     def fill(self, aside: Callable[[], None] = lambda: None) -> None:
         """Have all columns, those of histograms that a page begins with first.
 
@@ -181,7 +186,7 @@ class Index:
         rows = self._rows_at(wanted, whole=whole)
         return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit),
                 "rows": [[row[name] for name in self.columns] for row in rows],
-                "whole": self._rollouts.has(OF_MANY)}  # fmt: skip
+                "whole": self.whole}  # fmt: skip
 
     def found(self, condition: str, order: str, offset: int, limit: int) -> list[dict[str, Any]]:
         """Whole rows of samples. condition, order: SQL of ours."""
@@ -200,7 +205,7 @@ class Index:
             held: list[dict[str, Any]] = self.take(wanted, sorted(self._rollouts.names)).to_pylist()
             return held
         rows = self._glance.rows(wanted)
-        if not self._rollouts.has(OF_MANY):
+        if not self.whole:
             return [row | dict.fromkeys(OF_MANY) for row in rows]
         compared = self.take(wanted, sorted(OF_MANY)).to_pylist()
         return [row | more for row, more in zip(rows, compared, strict=True)]

@@ -458,6 +458,18 @@ def test_a_snapshot_is_in_the_address(browser: Browser, make_store: Callable[...
         expect(page.get_by_role("alert")).to_contain_text("no store 7")
 
 
+def test_a_sample_of_a_snapshot_is_compared_with_others(
+    browser: Browser, make_store: Callable[..., Store], tmp_path: Path
+) -> None:
+    store = make_store(tmp_path / "pinned", prompts=1)
+    store.snapshot(tag="before")
+    uid = store.sql("select uid from samples join rewards using (uid) limit 1")["uid"][0].as_py()
+    store.add_rewards([{"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 9.0}])
+    with viewing(store.uri) as address, opened(browser, address, []) as page:
+        page.goto(page.url.split("#")[0] + f"#/sample/{uid}?store=0%40before&s=advantage")
+        expect(page.get_by_label("signal")).to_have_value("advantage")
+
+
 def test_a_followed_store_can_be_held(browser: Browser, make_store: Callable[..., Store], tmp_path: Path) -> None:
     store = make_store(tmp_path / "held", prompts=1)
     with viewing(store.uri, "--follow") as address:

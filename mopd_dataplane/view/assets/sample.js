@@ -11,7 +11,7 @@ import { question } from "./question.js";
 import { contextOf } from "./samples.js";
 import { tracksOf, nextSurprise, signalsOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
-import { adjust, address, whereOf } from "./state.js";
+import { adjust, address, redraw, whereOf } from "./state.js";
 import { Strip } from "./strip.js";
 
 function facts(row, params) {
@@ -63,9 +63,21 @@ async function neighbour(params, step, signal) {
   return found.rows.length ? address("sample", found.rows[0][found.columns.indexOf("uid")], { ...contextOf(params), at: at + step, s: params.s, teacher: params.teacher }) : null;
 }
 
+// What compares the sample with others comes later where the server has not read all of them.
+function complete(sample, params, signal, then) {
+  if (sample.whole !== false) return;
+  ask("row", { store: params.store || 0, uid: sample.uid }, { signal }).then((row) => {
+    Object.assign(sample.row, row);
+    sample.whole = true;
+    then();
+  }).catch((error) => { if (error.name !== "AbortError") say(error.message); });
+}
+
 export async function samplePage(main, { id, params }, { store, signal: stop }) {
   const sample = await once("sample", { store: params.store || 0, uid: id }, store.digest);
-  const head = h("header", { class: "row" }, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"));
+  const head = h("header", { class: "row" });
+  const title = () => put(head, h("h1", {}, "Sample ", h("code", {}, id.slice(0, 10))), flagsOf(sample.row, store), copier(id, "copy uid"));
+  title();
   const tabs = h("nav", { class: "row", "aria-label": "About this sample" },
     h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id, stage: sample.row.stage }) }, "group"),
     h("a", { href: address("life", id, { ...contextOf(params), at: params.at }) }, "life"),
@@ -73,6 +85,7 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   const prompt = question(sample.prompt, sample.prompt_pieces || sample.prompt.text);
   if (sample.damage) {
     put(main, head, tabs, facts(sample.row, params), prompt, h("p", { class: "damage", role: "alert" }, `The tokens cannot be read: ${sample.damage}`));
+    complete(sample, params, stop, title);
     return { keys: {} };
   }
   const data = unpack(sample), tracks = tracksOf(data);
@@ -115,6 +128,11 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   put(main, head, tabs, facts(data.row, params), missing(data), prompt, controls, help,
     h("div", { class: "reader" }, h("div", { class: "reading" }, tracks.length ? trackNames(tracks) : null, strip.root, plot), aside),
     isStatic() ? null : labelPanel(store, id, sample.labels, params), sources("sample", { store: params.store || 0, uid: id }, statement(id), params));
+  complete(sample, params, stop, () => {
+    title();
+    signals = signalsOf(data, teacher);
+    if (params.s && params.s !== signal.key && signals.some((s) => s.key === params.s)) redraw(); else control();
+  });
   draw();
   strip.layout();
   choose(at, { quiet: true });

@@ -141,7 +141,7 @@ export async function samplesPage(main, { params }, { store, signal }) {
     h("button", { disabled: page === 0, onclick: () => turn(page - 1) }, "← previous"),
     h("span", {}, `page ${count(page + 1)} of ${count(pages)}`),
     h("button", { disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "next →"),
-    select("sort", params.order || "", [["", "as committed"], ...store.columns.flatMap((c) => [[`-${c.name}`, `${c.name} ▼`], [c.name, `${c.name} ▲`]])],
+    select("sort", params.order || "", [["", isStatic() ? "as exported" : "as committed"], ...store.columns.flatMap((c) => [[`-${c.name}`, `${c.name} ▼`], [c.name, `${c.name} ▲`]])],
       (order) => adjust({ order, page: "" })), columnPicker(store, columns));
   put(main, h("h1", { class: "unseen" }, "Samples"), filterBar(store, params, () => found.sql),
     isStatic() ? null : searchPanel(store, params, where), pager,

@@ -26,6 +26,11 @@ export function adjust(changes, { keep = false } = {}) {
   else location.hash = next;
 }
 
+// Draw this view again.
+export function redraw() {
+  onChange({ still: true });
+}
+
 export function listen(callback) {
   onChange = callback;
   addEventListener("hashchange", () => onChange());
