@@ -79,7 +79,9 @@ discriminator = {{ batch_pairs = 4 }}
 reverse_kl = true
 """
 READ_BACK = {
-    "rollout/engines/decoder.py:logits": "tokens are drawn on the CPU",
+    "rollout/engines/device_sampling.py:draw": "sums of groups, and one group's logits",
+    "rollout/engines/device_sampling.py:logprobs": "a log-prob a token",
+    "rollout/engines/hf.py:step": "a flag a row",
     "score/signal_kinds.py:split": "what is stored",
     "score/signal_kinds.py:check_finite": "a flag a sample",
     "train/token_stats.py:write": "statistics of one sample in eight, a file of several steps",
@@ -92,9 +94,8 @@ READ_BACK = {
     "models/hf.py:hidden_states": "transformers looks whether position ids are packed",
     "score/discriminator.py:forward": "transformers looks whether position ids are packed",
     "train/student.py:packs_apart": "one flag when a model is loaded",
-    "train/loop.py:_clip": "the gradient norm",
+    "train/optimizer.py:clip_gradients": "the gradient norm",
     "train/loop.py:over_ranks": "the step's figures",
-    "train/loop.py:step": "the optimizer's own step counts",
     "train/run.py:full_weights": "a policy version",
     "train/checkpoint.py:<dictcomp>": "a checkpoint",
 }
@@ -118,4 +119,4 @@ def test_a_job_runs_on_its_accelerator_in_every_process(tmp_path: Path, write_jo
     for file in said.iterdir():
         copies.update(json.loads(file.read_text()))
     assert copies.keys() <= READ_BACK.keys(), {name: n for name, n in copies.items() if name not in READ_BACK}
-    assert copies.keys() >= MUST | {"run/steps/evaluate.py:_reverse_kl", "rollout/engines/decoder.py:logits"}
+    assert copies.keys() >= MUST | {"run/steps/evaluate.py:_reverse_kl", "rollout/engines/device_sampling.py:draw"}

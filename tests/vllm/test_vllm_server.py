@@ -88,7 +88,7 @@ def test_a_server_without_the_sampler_is_found_out(plain_server: Server, models:
 
 def test_a_plain_server_draws_by_seed(plain_server: Server, models: tuple[Path, Path]) -> None:
     engine = ServerEngine(models[0], url=plain_server.url, slots=4, noise="seeded")
-    assert not engine.position_keyed
+    assert not engine.samplers
     requests = make_requests(8)
     answers = decode(engine, requests)
     assert {uid: answer[0] for uid, answer in decode(engine, requests).items()} == {
