@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,12 +11,11 @@ from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
 from mopd_dataplane.query.text import visible
-from mopd_dataplane.view import labels, life, packs, prompt, run_page, teachers_page, typed_query
+from mopd_dataplane.view import bundle, labels, life, packs, prompt, run_page, teachers_page, typed_query
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
 from mopd_dataplane.view.plain import to_json
@@ -26,7 +24,6 @@ from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.stores import Shown, ShownStores
 from mopd_dataplane.view.topk import candidates
 
-ASSETS = Path(__file__).parent / "assets"
 MOST_ROWS = 500
 STATUS = {UnknownNameError: 404, InputError: 400}
 
@@ -36,7 +33,7 @@ Answer = Callable[[Shown, dict[str, str]], Any]
 def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
     """The server's application. token: what every request must show; port: the one it listens on."""
     routes = [
-        Route("/", lambda request: FileResponse(ASSETS / "index.html")),
+        Route("/", lambda request: FileResponse(bundle.ASSETS / "index.html")),
         Route("/api/stores", _all(stores)),
         *(Route(f"/api/{name}", _answering(stores, answer)) for name, answer in ANSWERS.items()),
         Route("/api/search", _searching(stores)),
@@ -44,7 +41,8 @@ def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
         Route("/api/compare", _over_two(stores, _compare)),
         Route("/api/difference", _over_two(stores, _difference)),
         Route("/api/labels", _labelling(stores), methods=["POST"]),
-        Mount("/assets", StaticFiles(directory=ASSETS)),
+        Route("/page.js", lambda request: Response(bundle.script(), media_type="text/javascript")),
+        Route("/page.css", lambda request: Response(bundle.style(), media_type="text/css")),
     ]
     return Starlette(routes=routes, middleware=[Middleware(Guard, token=token, port=port)])
 

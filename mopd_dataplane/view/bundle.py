@@ -1,4 +1,4 @@
-"""The page as one script and one style sheet, for an export: browsers load no modules from disk.
+"""The page as one script and one style sheet: a browser loads no modules from disk, and asks a server once.
 
 The modules of assets/ keep to one form of import and export, so a module becomes a function that returns what it
 exports, and an import becomes names taken from that.

@@ -25,7 +25,7 @@ from mopd_dataplane.view.stores import Shown, ShownStores
 
 def test_without_the_token_nothing_is_answered(demo_store: Store) -> None:
     page = client_of(demo_store)
-    for path in ("/", "/api/stores", "/assets/main.js", "/?token=wrong", "/api/samples?token=secret"):
+    for path in ("/", "/api/stores", "/page.js", "/?token=wrong", "/api/samples?token=secret"):
         assert page.get(path).status_code == 401, path
 
 
@@ -54,7 +54,7 @@ def test_other_pages_are_refused_even_with_the_token(demo_store: Store, headers:
 
 
 def test_every_answer_carries_a_policy_without_inline_script(page: TestClient) -> None:
-    for path in ("/", "/api/stores", "/assets/main.js", "/api/sample?uid=0", "/nowhere"):
+    for path in ("/", "/api/stores", "/page.js", "/api/sample?uid=0", "/nowhere"):
         policy = page.get(path).headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
