@@ -33,7 +33,7 @@ from mopd_dataplane.run.provenance import settings_digest
 
 JOBS = Path(__file__).parent
 ROOT = JOBS.parent
-PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md")
+PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md", "docs/objectives.md")
 COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run_near.py"}
 """Jobs that compare arms, and the script beside each that says which."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
@@ -267,6 +267,47 @@ def near() -> str:
     return "\n".join(lines) + "\n"
 
 
+def gradients(forms: str) -> list[Result]:
+    """What jobs/quickstart/signals.py measured of some forms, by file name."""
+    files = sorted((JOBS / "quickstart" / "gradients").glob("*.json"))
+    return [found for found in (json.loads(file.read_text()) for file in files) if found["forms"] == forms]
+
+
+def noise() -> str:
+    """Ways to use a sampled token: the noise of their gradients, and where their mean leads."""
+    (found,) = (r for r in gradients("baselines") if not r["mixed"])
+    head = ("advantage of a sampled token", "noise", "noise that exact does not have", "cosine of the mean with exact")
+    lines = [_row(*head, "bias", "by chance"), _row(*["---"] * 6)]
+    for row in found["rows"]:
+        cells = [f"{row['apart']:.1f}" if row["apart"] else "–", f"{row['cosine']:.2f}"]
+        cells += [f"{row['bias']:.2f}", f"{row['chance']:.2f}"]
+        lines.append(_row(row["signal"], f"{row['noise']:.1f}", *cells))
+    said = f"{found['batches']} batches of {found['answers']} answers. {_source(found)}"
+    return "\n".join([*lines, "", *textwrap.wrap(said, 120, break_on_hyphens=False)]) + "\n"
+
+
+def noise_mixed() -> str:
+    """Noise of exact and sampled gradients by the domains, and so the teachers, of a batch."""
+    every = sorted((r for r in gradients("baselines") if r["mixed"]), key=lambda r: (len(r["mixed"]), r["mixed"]))
+    lines = [_row("domains in a batch", "batches", "exact", "log-ratio", "ratio"), _row(*["---"] * 5)]
+    for found in every:
+        exact, drawn = (row["noise"] for row in found["rows"][:2])
+        cells = (f"{exact:.1f}", f"{drawn:.1f}", f"{drawn / exact:.1f}")
+        lines.append(_row(", ".join(found["mixed"]), str(found["batches"]), *cells))
+    return "\n".join([*lines, "", *textwrap.wrap(_source(every[0]), 120, break_on_hyphens=False)]) + "\n"
+
+
+def signals() -> str:
+    """Every form of the signal: bytes a token, and its gradient beside the exact one's."""
+    (found,) = gradients("signals")
+    columns = {"bytes": "d", "bias": ".3f", "chance": ".3f", "noise": ".2f", "cosine": ".3f", "time": ".2f"}
+    head = ("signal", "bytes/token", "bias", "by chance", "noise", "cosine", "time, full = 1")
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for row in found["rows"]:
+        lines.append(_row(row["signal"], *(format(row[name], form) for name, form in columns.items())))
+    return "\n".join([*lines, "", *textwrap.wrap(_source(found), 120, break_on_hyphens=False)]) + "\n"
+
+
 def bought() -> str:
     """An SVG: accuracy against the tokens the student learnt from, mean over the seeds that all arms have."""
     run = _module(JOBS / "alternatives" / "run.py")
@@ -297,7 +338,7 @@ def _mean(values: Iterable[float]) -> float:
 PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2_mopd,
+    "near": near, "smollm2-mopd": smollm2_mopd, "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
 }  # fmt: skip
 
 
@@ -314,6 +355,11 @@ def stale() -> Iterator[str]:
     for folder in sorted(JOBS.glob("*/results")):
         for result in results(folder.parent.name):
             yield from _stale_result(folder.parent.name, result)
+    stages = _module(JOBS / "quickstart" / "signals.py").STAGES
+    now = settings_digest(load_job(JOBS / "quickstart"), stages)
+    for result in (*gradients("signals"), *gradients("baselines")):
+        if (result["settings"], result["sampler"]) != (now, SAMPLER):
+            yield "jobs/quickstart/gradients: job or sampler have changed; run jobs/quickstart/signals.py again"
 
 
 def _stale_result(job: str, result: Result) -> Iterator[str]:

@@ -93,6 +93,13 @@ def test_a_result_of_other_settings_or_another_sampler_is_noticed(
     assert all(job in problem and "run it again" in problem for problem in said)
 
 
+def test_gradients_of_another_job_are_noticed(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {forms: figures.gradients(forms) for forms in ("signals", "baselines")}
+    found["signals"][0]["settings"] = "0" * 16
+    monkeypatch.setattr(figures, "gradients", found.__getitem__)
+    assert sum("gradients" in problem for problem in figures.stale()) == 1
+
+
 def test_a_digest_follows_what_the_job_says_and_nothing_else() -> None:
     job = load_job(ROOT / "jobs" / "quickstart")
     same = load_job(ROOT / "jobs" / "quickstart", overrides=["seed=7", 'store="elsewhere"'])
