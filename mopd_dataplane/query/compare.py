@@ -37,7 +37,7 @@ class ComparedDomain:
 
     @property
     def verdict(self) -> str:
-        """`B better`, `A better`, or `no difference found`: whether the interval of the difference leaves 0 out."""
+        """`B better`, `A better`, or `no difference found`: what the interval says, where McNemar's test agrees."""
         found = self.accuracy or self.reward
         if found is None or not found.found:
             return "no difference found"

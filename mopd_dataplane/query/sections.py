@@ -194,7 +194,7 @@ def comparison_grid(comparison: Comparison) -> Grid:
         body.append(_plain(*cells))
     caption = (
         f"{'Tuning' if comparison.split == 'tune' else 'Held-out'} prompts, paired; 95 % intervals, of differences by "
-        "bootstrap over prompts. A difference is found where its interval leaves 0 out."
+        "bootstrap over prompts. A difference is found where its interval leaves 0 out and McNemar's p is at most 0.05."
     )
     if comparison.left_out:
         caption += f" Left out: {count(comparison.left_out)} answers to prompts that the two do not share."

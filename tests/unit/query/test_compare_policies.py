@@ -81,6 +81,15 @@ def test_rewards_that_verify_nothing_are_compared_as_rewards(tmp_path: Path) -> 
     assert row.verdict == "B better"
 
 
+def test_five_prompts_that_the_bootstrap_alone_would_believe_are_no_difference(tmp_path: Path) -> None:
+    uri = small_store(tmp_path / "a", {"s@1": 10, "s@2": 15})
+    (row,) = compare_policies(f"{uri}#s@1", f"{uri}#s@2").rows
+    assert row.accuracy is not None
+    assert row.accuracy.low > 0
+    assert row.accuracy.p == pytest.approx(2 / 2**5)
+    assert row.verdict == "no difference found"
+
+
 def test_what_is_not_there_is_named(demo_store: Store) -> None:
     with pytest.raises(UnknownNameError, match=r"'studnt' was evaluated.*student"):
         compare_policies(f"{demo_store.uri}#studnt", demo_store.uri)
