@@ -153,6 +153,21 @@ def test_each_head_stands_over_its_column(page: Page) -> None:
     assert cells[heads.index("domain")] in ("chain_sum", "spell_backward", "number_sorting")
 
 
+def test_an_address_that_was_mangled_on_its_way_still_opens(page: Page, refusals: list[str]) -> None:
+    refusals += ["400", "404"]
+    base = page.url.split("#")[0]
+    for rest in ("f=5", "f=%5Bnull%2C%7B%22c%22%3A5%7D%5D", "f=%5B%7B%22c%22", "at=x&page=y", "cols=nosuch", "q=%"):
+        page.goto(f"{base}#/samples?{rest}")
+        expect(page.locator("#matching")).to_be_visible()
+        ready(page)
+    page.keyboard.press("Enter")
+    expect(page.locator(".strip .t.chosen")).to_be_visible()
+    page.goto(page.url.split("?")[0] + "?t=x&s=nosuch&teacher=nobody")
+    expect(page.locator(".strip .t.chosen")).to_be_visible()
+    page.goto(base + "#/sample/%E0%A4%A")
+    expect(page.get_by_role("alert")).to_contain_text("no sample")
+
+
 def test_the_filter_is_sql_that_can_be_edited(page: Page, store: Store, refusals: list[str]) -> None:
     refusals.append("400")
     page.keyboard.press("f")

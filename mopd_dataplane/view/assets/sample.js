@@ -11,7 +11,7 @@ import { question } from "./question.js";
 import { contextOf } from "./samples.js";
 import { tracksOf, nextSurprise, signalsOf, unpack } from "./signals.js";
 import { literal, sources } from "./sources.js";
-import { adjust, address, redraw, whereOf } from "./state.js";
+import { adjust, address, redraw, whereOf, whole } from "./state.js";
 import { Strip } from "./strip.js";
 
 function facts(row, params) {
@@ -57,8 +57,8 @@ where uid = ${literal(uid)}`;
 }
 
 async function neighbour(params, step, signal) {
-  const at = Number(params.at);
-  if (params.at === undefined || params.at === "" || at + step < 0) return null;
+  const at = whole(params.at);
+  if (!params.at || at + step < 0) return null;
   const found = await ask("samples", { store: params.store || 0, where: whereOf(params), f: params.f || "[]", order: params.order || "", limit: 1, offset: at + step }, { signal });
   return found.rows.length ? address("sample", found.rows[0][found.columns.indexOf("uid")], { ...contextOf(params), at: at + step, s: params.s, teacher: params.teacher }) : null;
 }
@@ -81,7 +81,7 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   const tabs = h("nav", { class: "row", "aria-label": "About this sample" },
     h("a", { href: address("prompt", sample.row.prompt_id, { store: params.store, group: sample.row.group_id, stage: sample.row.stage }) }, "group"),
     h("a", { href: address("life", id, { ...contextOf(params), at: params.at }) }, "life"),
-    h("a", { href: address("samples", "", { ...contextOf(params), at: params.at, page: Math.floor(Number(params.at || 0) / 50) || "" }) }, "back to the table"));
+    h("a", { href: address("samples", "", { ...contextOf(params), at: params.at, page: Math.floor(whole(params.at) / 50) || "" }) }, "back to the table"));
   const prompt = question(sample.prompt, sample.prompt_pieces || sample.prompt.text);
   if (sample.damage) {
     put(main, head, tabs, facts(sample.row, params), prompt, h("p", { class: "damage", role: "alert" }, `The tokens cannot be read: ${sample.damage}`));
@@ -93,7 +93,7 @@ export async function samplePage(main, { id, params }, { store, signal: stop }) 
   let teacher = scorers.find((t) => t.name === params.teacher) || scorers[0] || null;
   let signals = signalsOf(data, teacher);
   let signal = signals.find((s) => s.key === params.s) || signals[0];
-  let at = Math.min(data.length - 1, Math.max(0, Number(params.t || 0)));
+  let at = Math.min(data.length - 1, Math.max(0, whole(params.t)));
   const aside = h("aside", { class: "card", "aria-label": "Token", "aria-live": "polite" });
   const controls = h("div", { class: "row controls" }), plot = h("div", {});
   const strip = new Strip({ data, signal, tracks, selected: at, onselect: (i) => choose(i) });

@@ -6,7 +6,7 @@ import { cell, count, short } from "./format.js";
 import { histogram } from "./histogram.js";
 import { searchPanel } from "./search.js";
 import { curlOf, quote } from "./sources.js";
-import { adjust, address, asSql, conditions, go, whereOf, withCondition } from "./state.js";
+import { adjust, address, asSql, conditions, go, whereOf, whole, withCondition } from "./state.js";
 import { parts } from "./stores.js";
 
 const PAGE = 50;
@@ -15,7 +15,8 @@ const FIRST = ["uid", "domain", "stage", "iteration", "policy_version_first", "r
 const THEN = ["mean_logprob", "finish_reason"];
 
 function chosenColumns(store, params) {
-  if (params.cols) return params.cols.split(",").filter((c) => store.columns.some((k) => k.name === c));
+  const chosen = (params.cols || "").split(",").filter((c) => store.columns.some((k) => k.name === c));
+  if (chosen.length) return chosen;
   const own = store.columns.map((c) => c.name).filter((n) => n.startsWith("kl_") && n !== "kl_spread").slice(0, 4);
   return [...FIRST, ...own, ...THEN].filter((c) => store.columns.some((k) => k.name === c));
 }
@@ -97,13 +98,13 @@ export function contextOf(params) {
 
 export async function samplesPage(main, { params }, { store, signal }) {
   const columns = chosenColumns(store, params), where = whereOf(params);
-  const page = Number(params.page || 0);
+  const page = whole(params.page);
   const asked = { store: params.store || 0, where, order: params.order || "", f: params.f || "[]" };
   const found = await ask("samples", { ...asked, limit: PAGE, offset: page * PAGE }, { signal });
   const rows = found.rows.map((row) => Object.fromEntries(found.columns.map((c, i) => [c, row[i]])));
   const body = h("tbody", {});
   const grid = h("table", { class: "rollouts", "aria-label": "Samples" }, head(store, params, columns, null), body);
-  let cursor = Math.min(rows.length - 1, Math.max(0, Number(params.at || 0) - page * PAGE));
+  let cursor = Math.min(rows.length - 1, Math.max(0, whole(params.at) - page * PAGE));
   const open = (i) => address("sample", rows[i].uid, { ...contextOf(params), at: page * PAGE + i });
   const kinds = Object.fromEntries(store.columns.map((c) => [c.name, c.kind]));
   const cellOf = (row, i, name) => {

@@ -2,9 +2,18 @@
 
 let onChange = () => {};
 
+function decoded(text) {
+  try { return decodeURIComponent(text); } catch { return text; }
+}
+
+// A whole number of the address; 0 for what is none.
+export function whole(text) {
+  return /^\d{1,9}$/.test(text || "") ? Number(text) : 0;
+}
+
 export function read() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const [view, ...rest] = path.split("/").map(decodeURIComponent);
+  const [view, ...rest] = path.split("/").map(decoded);
   return { view: view || "samples", id: rest.join("/"), params: Object.fromEntries(new URLSearchParams(query || "")) };
 }
 
@@ -38,8 +47,11 @@ export function listen(callback) {
 
 // -- filters: conditions that bars and flags make, and SQL that a person typed ------------------------------------------
 
+// Those of the address that are conditions; one may have been cut short on its way.
 export function conditions(params) {
-  try { return JSON.parse(params.f || "[]"); } catch { return []; }
+  let found = [];
+  try { found = JSON.parse(params.f || "[]"); } catch { return []; }
+  return Array.isArray(found) ? found.filter((c) => typeof c?.c === "string" && (c.in === undefined || Array.isArray(c.in))) : [];
 }
 
 const name = (column) => (/^[a-z_][a-z0-9_]*$/.test(column) ? column : `"${column.replace(/"/g, '""')}"`);

@@ -4,7 +4,7 @@ import { once } from "./api.js";
 import { h, put, select } from "./dom.js";
 import { count, number, percent, seconds } from "./format.js";
 import { sources } from "./sources.js";
-import { adjust, address } from "./state.js";
+import { adjust, address, whole } from "./state.js";
 
 const RANKS = [1, 2, 4, 8, 16, 32, 64];
 const COLOURS = [["domain", "domain"], ["teacher", "teacher of the pack"], ["trained", "share of trained tokens"]];
@@ -34,7 +34,7 @@ function rankRow(rank, i, heaviest) {
 }
 
 export async function stepPage(main, { id, params }, { store }) {
-  const n = Number(params.n || 0), asked = { store: params.store || 0, stage: id, step: n, ranks: params.ranks || 0 };
+  const n = whole(params.n), asked = { store: params.store || 0, stage: id, step: n, ranks: params.ranks || 0 };
   const found = await once("step", asked, store.digest);
   const by = COLOURS.some(([key]) => key === params.by) ? params.by : "domain";
   const colours = hue(found, by);
