@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mopd_dataplane.bench.write import bench_sample
 from mopd_dataplane.store import fragments, table
 from mopd_dataplane.store.dataset import Store
@@ -74,19 +76,27 @@ def _point(store: Store, times: list[float]) -> dict[str, float]:
         began = time.perf_counter()
         Store.open(store.uri).dataset("samples").count_rows()
         openings.append(time.perf_counter() - began)
-    files = [file for name in ("samples", "tokens") for file in (Path(store.uri) / name).rglob("*") if file.is_file()]
+    files, size = np.sum([_on_disk(Path(store.uri) / name) for name in ("samples", "tokens")], axis=0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "commit_ms": 1e3 * statistics.median(times),
         "open_ms": 1e3 * statistics.median(openings),
         "resident_mib": pages * os.sysconf("SC_PAGESIZE") / (1 << 20),
-        "files": len(files),
-        "disk_mib": sum(file.stat().st_size for file in files) / (1 << 20),
+        "files": int(files),
+        "disk_mib": float(size) / (1 << 20),
     }
 
 
 def _size(store: Store, name: str) -> dict[str, float]:
     root = Path(store.uri) / name
-    files = [file for file in root.rglob("*") if file.is_file()]
-    arrow = store.dataset(name).to_table().nbytes
-    return {"disk_by_arrow": sum(file.stat().st_size for file in files) / arrow, "files": len(files)}
+    files, size = _on_disk(root)
+    return {"disk_by_arrow": size / store.dataset(name).to_table().nbytes, "files": files}
+
+
+def _on_disk(root: Path) -> tuple[int, int]:
+    """Files under a folder and their bytes, one after the other: a list of them would count as memory of the writer."""
+    files = size = 0
+    for entry in os.scandir(root):
+        inside = _on_disk(Path(entry.path)) if entry.is_dir() else (1, entry.stat().st_size)
+        files, size = files + inside[0], size + inside[1]
+    return files, size

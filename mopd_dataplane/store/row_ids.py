@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError
 
-FRAGMENTS = 1 << 12
+FRAGMENTS = 512
 """Fragments whose runs are remembered: those of the newest versions, since a table is kept at about a hundred files."""
 
 Rows = NDArray[np.int64]
