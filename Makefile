@@ -31,7 +31,7 @@ run-sampled: $(INSTALLED)  ## the quickstart with sampled-token reverse KL
 	$(BIN)/mopd run jobs/quickstart --set 'stages.student.objective="sampled"' --set stages.student.iterations=24 \
 	  --store runs/quickstart-sampled
 
-seeds: $(INSTALLED)  ## the quickstart over three seeds and both objectives
+seeds: $(INSTALLED)  ## the quickstart over three seeds and its objectives
 	$(BIN)/python jobs/quickstart/seeds.py
 
 recipes: $(INSTALLED)  ## every published recipe, an hour on 2 cores; docs/recipes.md is of SEEDS="0 1 2"

@@ -1,6 +1,6 @@
-"""The quickstart over several seeds and both objectives, as figures that pages can quote.
+"""The quickstart over several seeds and its objectives, as figures that pages can quote.
 
-    python jobs/quickstart/seeds.py [--seeds 0 1 2] [--objectives full-vocab sampled]
+    python jobs/quickstart/seeds.py [--seeds 0 1 2] [--objectives full-vocab sampled sampled-baseline]
     python jobs/quickstart/seeds.py --store runs/quickstart      the figures of a finished `make run`
 
 Writes results/<objective>-<seed>.json, and does nothing where that exists; an interrupted run goes on in its store,
@@ -25,25 +25,43 @@ from mopd_dataplane.run.provenance import provenance
 
 JOB = Path(__file__).parent
 RESULTS = JOB / "results"
+SAMPLED = 'stages.student.objective="sampled"'
+OBJECTIVES = {
+    "full-vocab": [],
+    "sampled": [SAMPLED],
+    "sampled-baseline": [SAMPLED, 'objectives.sampled.policy_gradient.baseline="hidden"'],
+}
+"""Name in the results -> what is set in the job."""
 
 
 def run(objective: str, seed: int) -> Path:
     """The store of a finished run."""
     store = Path(f"runs/quickstart-{objective}-{seed}")
     command = [sys.executable, "-m", "mopd_dataplane", "run", str(JOB), "--seed", str(seed), "--store", str(store)]
-    subprocess.run([*command, "--set", f'stages.student.objective="{objective}"'], check=True)
+    subprocess.run([*command, *(word for key in OBJECTIVES[objective] for word in ("--set", key))], check=True)
     return store
 
 
 def job_of(objective: str, seed: int) -> Job:
     """The job with one objective for its student."""
-    return load_job(JOB, overrides=[f"seed={seed}", f'stages.student.objective="{objective}"'])
+    return load_job(JOB, overrides=[f"seed={seed}", *OBJECTIVES[objective]])
+
+
+def objective_of(made: Job) -> str:
+    """The name here of what a job's student learns by. Raises ValueError for another objective."""
+    chosen = made.stage("student").objective
+    for name in OBJECTIVES:
+        job = job_of(name, made.seed)
+        if job.stage("student").objective == chosen and job.objectives[chosen] == made.objectives[chosen]:
+            return name
+    raise ValueError(f"the student's objective is none of {', '.join(OBJECTIVES)}")
 
 
 def figures(store: Path) -> dict[str, Any]:
     """What a store's held-out answers were, and where they come from."""
     made = load_job(store / "job.json")
-    job = job_of(made.stage("student").objective, made.seed)
+    objective = objective_of(made)
+    job = job_of(objective, made.seed)
     measures = measure(open_store(str(store)))
     policies = {
         policy: {"version": version, "domains": _domains(measures, policy, version)}
@@ -57,7 +75,7 @@ def figures(store: Path) -> dict[str, Any]:
             found["teachers"][row["domain"]] = teachers[row["teacher"]]
     seconds = sum(row["seconds"] for row in measures.times)
     return {
-        "job": job.name, "objective": job.stage("student").objective, "seed": job.seed,
+        "job": job.name, "objective": objective, "seed": job.seed,
         "split": measures.held_out.split, "policies": policies, "taught": taught, "seconds": round(seconds),
         **provenance(job, stages=[stage.name for stage in job.stages]),
     }  # fmt: skip
@@ -79,7 +97,7 @@ def main() -> None:
     """Run what is missing and write its figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--objectives", nargs="+", default=["full-vocab", "sampled"])
+    parser.add_argument("--objectives", nargs="+", choices=OBJECTIVES, default=list(OBJECTIVES))
     parser.add_argument("--store", type=Path, help="of a finished run; runs nothing")
     options = parser.parse_args()
     if options.store is not None:
