@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -81,7 +82,23 @@ def check_trimmed() -> None:
     assert before - resident() > freed * 8 // 10
 
 
-@pytest.mark.parametrize("words", ["check", "check_kept", "check_returned", "check_trimmed"])
+def check_thread_trimmed() -> None:
+    """In a process of its own: what a thread that goes on living freed at the end of its heap."""
+    np.ones(NBYTES // 3, dtype=np.uint8)  # freed, so that glibc takes smaller blocks from heaps and keeps twice as much
+
+    before = resident()
+
+    def kept() -> int:
+        np.ones(NBYTES // 4, dtype=np.uint8)
+        return resident() - before
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(kept).result() > NBYTES // 5, "glibc by itself keeps it"
+        trim_heap()
+        assert thread.submit(kept).result() < NBYTES // 20
+
+
+@pytest.mark.parametrize("words", ["check", "check_kept", "check_returned", "check_trimmed", "check_thread_trimmed"])
 def test_freed_memory_is_used_again_and_given_back_unless_it_is_to_stay(words: str) -> None:
     environment = os.environ | {"NUMPY_MADVISE_HUGEPAGE": "0"}
     subprocess.run([sys.executable, __file__, words], check=True, env=environment, timeout=120)
