@@ -98,6 +98,29 @@ def quickstart_seeds(objective: str = "full-vocab") -> str:
     return "\n".join([*lines, "", *textwrap.wrap(" ".join(said), 120, break_on_hyphens=False)]) + "\n"
 
 
+def quickstart_sampled() -> str:
+    """The student taught by every token's whole distribution, and by one draw with and without a baseline, by seed."""
+    forms = ("full-vocab", "no-baseline", "sampled")
+    found = {(r["objective"], r["seed"]): r for r in results("quickstart")}
+    head = ("seed", "domain", "base", "exact", "sampled, no baseline", "sampled, baseline")
+    lines = [_row(*head, "baseline − none, points", "p"), _row(*["---"] * (len(head) + 2))]
+    for seed in (0, 1, 2):
+        runs = [found[form, seed] for form in forms if (form, seed) in found]
+        if len(runs) < len(forms):
+            lines.append(_row(str(seed), *["not run"] * (len(head) + 1)))
+            continue
+        ends = [right(runs[0]["policies"]["base"]["domains"])]
+        ends += [right(r["policies"]["student"]["domains"]) for r in runs]
+        for domain in (*sorted(ends[0]), "mean"):
+            parts = ends if domain == "mean" else [{domain: end[domain]} for end in ends]
+            apart = compare(*parts[-2:], binary=True)
+            cells = [_percent(mean_share(part) if domain == "mean" else share(part[domain])) for part in parts]
+            cells += [f"{100 * apart.value:+.1f} ({100 * apart.low:+.1f} to {100 * apart.high:+.1f})", f"{apart.p:.2g}"]
+            lines.append(_row(str(seed), domain, *cells))
+    said = [f"Seed {seed}, {form}: {_source(r)}" for (form, seed), r in sorted(found.items()) if form in forms[1:]]
+    return "\n".join([*lines, "", *textwrap.wrap(" ".join(said), 120, break_on_hyphens=False)]) + "\n"
+
+
 def _recovered(policies: dict[str, Right], student: str, taught: dict[str, Any], columns: list[str]) -> list[str]:
     """One cell a policy: under each teacher its domain's recovery, under the student that of the mean."""
     cells = dict.fromkeys(columns, "")
@@ -337,7 +360,8 @@ def _mean(values: Iterable[float]) -> float:
 
 PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
 FIGURES: dict[str, Callable[[], str]] = {
-    "quickstart": quickstart, "quickstart-seeds": quickstart_seeds, "alternatives": alternatives, "claims": claims,
+    "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
+    "quickstart-sampled": quickstart_sampled, "alternatives": alternatives, "claims": claims,
     "near": near, "smollm2-mopd": smollm2_mopd, "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
 }  # fmt: skip
 

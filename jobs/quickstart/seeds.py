@@ -1,6 +1,6 @@
 """The quickstart over several seeds and its objectives, as figures that pages can quote.
 
-    python jobs/quickstart/seeds.py [--seeds 0 1 2] [--objectives full-vocab sampled sampled-baseline]
+    python jobs/quickstart/seeds.py [--seeds 0 1 2] [--objectives full-vocab sampled no-baseline]
     python jobs/quickstart/seeds.py --store runs/quickstart      the figures of a finished `make run`
 
 Writes results/<objective>-<seed>.json, and does nothing where that exists; an interrupted run goes on in its store,
@@ -29,7 +29,7 @@ SAMPLED = 'stages.student.objective="sampled"'
 OBJECTIVES = {
     "full-vocab": [],
     "sampled": [SAMPLED],
-    "sampled-baseline": [SAMPLED, 'objectives.sampled.policy_gradient.baseline="hidden"'],
+    "no-baseline": [SAMPLED, 'objectives.sampled.policy_gradient.baseline="none"'],
 }
 """Name in the results -> what is set in the job."""
 

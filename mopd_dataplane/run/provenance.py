@@ -39,7 +39,8 @@ def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
-    """16 hex digits over what a job file says that figures depend on; not where its store is, nor its seed.
+    """16 hex digits over what a job file says that figures depend on: not where its store is, nor its seed,
+    nor objectives that no stage has.
 
     Keys that the file leaves to their defaults are not counted, so that a new one changes no digest. A prompt source
     that is a module of the job's own folder counts with its text.
@@ -48,8 +49,8 @@ def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
     content = job.model_dump(mode="json", exclude=aside, exclude_unset=True)
     if stages:
         content["stages"] = [stage for stage in content["stages"] if stage["name"] in stages]
-        named = {stage.get("objective") for stage in content["stages"]}
-        content["objectives"] = {name: value for name, value in content.get("objectives", {}).items() if name in named}
+    named = {stage.get("objective") for stage in content["stages"]}
+    content["objectives"] = {name: value for name, value in content.get("objectives", {}).items() if name in named}
     if own := _own_sources(job):
         content["sources"] = own
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
