@@ -17,7 +17,7 @@ from typing import Any
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.rollout.engines.sampling import SAMPLER
 
-RESULTS = ":(top,exclude)jobs/*/results"
+RESULTS = ":(top,exclude)jobs/*/results/*"
 """Files of figures: writing one does not change what it was measured with."""
 PACKAGES = ("mopd-dataplane", "torch", "transformers", "tokenizers", "pylance", "numpy", "reasoning-gym")
 
