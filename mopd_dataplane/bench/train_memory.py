@@ -3,8 +3,8 @@
     python -m mopd_dataplane.bench.train_memory MODEL DTYPE RANK OPTION     what measure() starts, once for each row
 
 Two optimizer steps of the project's own trainer on a few tokens, so that activations are next to nothing. Peak memory
-is the largest resident size of the process during them, looked at every few milliseconds, less the size that it had
-before the weights were read; what a process loads once is loaded by a tiny model first.
+is the largest resident size of the process during them, as the kernel keeps it, less the size that it had before the
+weights were read; what a process loads once is loaded by a tiny model first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,11 +75,11 @@ def _measured(model: Path, dtype: str, rank: int, option: str) -> dict[str, Any]
         of_family(FAMILIES["smollm2"], Path(tiny), seed=0, dtype="float32")
         _steps(_trainer(Path(tiny), dtype, train))
     gc.collect()
-    before = _resident_bytes()
+    before = resident_bytes()
     trainer = _trainer(model, dtype, train)
-    with _Peak() as peak:
-        _steps(trainer)
-    held = peak.bytes - before
+    forget_peak()
+    _steps(trainer)
+    held = peak_bytes() - before
     adapter = sum(weight.numel() for weight in trained_tensors(trainer.student.model).values()) if rank else 0
     parameters = sum(weight.numel() for weight in trainer.student.parameters()) - adapter
     computed = sum(training_bytes(parameters, train, dtype=dtype, adapter=adapter))
@@ -114,29 +113,19 @@ def _steps(trainer: Trainer) -> None:
         trainer.step(random_batch(1, list(TOKENS), 8), window, step)
 
 
-class _Peak:
-    """Largest resident size of this process while a block runs."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._over = threading.Event()
-        self._watch = threading.Thread(target=self._look, daemon=True)
-
-    def _look(self) -> None:
-        while not self._over.wait(0.003):
-            self.bytes = max(self.bytes, _resident_bytes())
-
-    def __enter__(self) -> _Peak:
-        self._watch.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._watch.join(timeout=10)
-        self.bytes = max(self.bytes, _resident_bytes())
+def forget_peak() -> None:
+    """Let the kernel's largest resident size of this process begin at what is resident."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
-def _resident_bytes() -> int:
+def peak_bytes() -> int:
+    """Largest resident size of this process since it was forgotten."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
+
+
+def resident_bytes() -> int:
+    """Resident size of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from mopd_dataplane.bench import train_memory
 from mopd_dataplane.cli.app import app
 from mopd_dataplane.job.sections import Student
 from mopd_dataplane.models.families import FAMILIES, family_of
@@ -117,6 +119,15 @@ def test_adapters_refuses_what_is_no_base_before_anything_starts(tmp_path: Path)
     assert (result.exit_code, "is an adapter" in result.output) == (2, True)
 
 
+def test_memory_that_is_held_for_a_moment_is_in_the_peak_and_not_in_the_next_one() -> None:
+    before, size = train_memory.resident_bytes(), 64 << 20
+    train_memory.forget_peak()
+    np.ones(size, np.uint8)
+    assert train_memory.peak_bytes() > before + size / 2
+    train_memory.forget_peak()
+    assert train_memory.peak_bytes() < before + size / 2
+
+
 @pytest.mark.slow
 def test_what_a_trainer_holds_is_what_is_computed(tmp_path: Path) -> None:
     """A random model of SmolLM2-135M's shape; the rest is a dense gradient of the embedding, and activations."""
@@ -134,4 +145,6 @@ def test_what_a_trainer_holds_is_what_is_computed(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert {row["parameters"] for row in rows} == {134_515_008}
     for row in rows:
-        assert 0.98 < row["peak_over_computed"] < 1.1, row
+        # blocks of the head in float32 are a twentieth of the least that is held, and what the allocator keeps of them
+        most = 1.15 if (row["dtype"], row["rank"]) == ("bfloat16", 32) else 1.1
+        assert 0.98 < row["peak_over_computed"] < most, row
