@@ -161,7 +161,9 @@ class OpenFiles:
 
     def ask(self, number: int, position: int, nbytes: int) -> None:
         """Have the kernel read a range that will be read soon. Raises OSError."""
-        os.posix_fadvise(self.fd(number), position, nbytes, os.POSIX_FADV_WILLNEED)
+        fd, end = self.fd(number), position + nbytes
+        for start in range(position, end, ASK_BYTES):
+            os.posix_fadvise(fd, start, min(ASK_BYTES, end - start), os.POSIX_FADV_WILLNEED)
 
     def _damage(self, number: int, position: int, nbytes: int, why: str | None) -> DamagedError:
         place = f"{self._paths[number]}, {nbytes:,} bytes from byte {position:,}"
@@ -234,8 +236,7 @@ class FileLists:
         apart = np.flatnonzero((numbers[1:] != numbers[:-1]) | (starts[1:] > ends[:-1] + GAP_BYTES))
         firsts, lasts = np.append(0, apart + 1), np.append(apart, len(here) - 1)
         for number, start, end in zip(numbers[firsts].tolist(), starts[firsts].tolist(), ends[lasts], strict=True):
-            for position in range(start, end, ASK_BYTES):
-                self._files.ask(number, position, min(ASK_BYTES, end - position))
+            self._files.ask(number, start, end - start)
 
     def array(self, place: int) -> NDArray[Any] | None:
         """See Lists."""
