@@ -9,9 +9,9 @@ from contextlib import contextmanager
 TRIM_THRESHOLD, MMAP_THRESHOLD, MMAP_MAX = -1, -3, -4
 """Parameters of glibc's mallopt."""
 RETURNED_BYTES = 1 << 20
-"""Size of an array from which on freed_memory_returned has it returned."""
+"""Size of a freed array, or of what is free at the end of a heap, from which on it is returned."""
 USUAL_MAPPINGS = 65_536
-USUAL_TRIM_BYTES = 64 << 20
+KEPT_BYTES = 64 << 20
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
     A plan of millions of samples takes and frees arrays of tens of megabytes, and so does a large commit, in Lance.
     glibc returns each to the kernel immediately, which clears every page before it is used again: a sixth of the
     planner's time. Without glibc nothing changes.
-    return_it: False keeps up to USUAL_TRIM_BYTES at the end, for the next block.
+    return_it: False keeps up to KEPT_BYTES at the end, for the next block.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -33,9 +33,10 @@ def freed_memory_kept(*, return_it: bool = True) -> Iterator[None]:
         yield
     finally:
         libc.mallopt(MMAP_MAX, USUAL_MAPPINGS)
-        libc.mallopt(TRIM_THRESHOLD, USUAL_TRIM_BYTES)
         if return_it:
             trim_heap()
+        else:
+            libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def freed_memory_returned() -> None:

@@ -39,8 +39,7 @@ def provenance(job: Job, *, stages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def settings_digest(job: Job, stages: Sequence[str] = ()) -> str:
-    """16 hex digits over what a job file says that figures depend on: not where its store is, nor its seed,
-    nor objectives that no stage has.
+    """16 hex digits over what a job file says that figures depend on: not its store, its seed, or unused objectives.
 
     Keys that the file leaves to their defaults are not counted, so that a new one changes no digest. A prompt source
     that is a module of the job's own folder counts with its text.

@@ -369,3 +369,16 @@ def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch
         found = reader.lists(np.array(rows), np.full(len(rows), 25), ["tokens"], verify=False)
         kinds.append(type(found["tokens"]))
     assert kinds == [HeldLists, FileLists, FileLists]
+
+
+def test_a_long_range_is_read_ahead_in_requests_that_the_kernel_takes_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, start, nbytes, advice: asked.append((start, start + nbytes)))
+    files = lists_module.OpenFiles()
+    (tmp_path / "file").touch()
+    first, last = 7, 7 + 2 * lists_module.ASK_BYTES + 5
+    files.ask(files.add(tmp_path / "file"), first, last - first)
+    assert [first, *(end for _, end in asked)] == [*(start for start, _ in asked), last], "without a gap"
+    assert max(end - start for start, end in asked) <= lists_module.ASK_BYTES
