@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import numpy as np
 import pytest
-from commandline import command
+from browsing import matching, opened, ready, viewing
 from hostile import NAME, make_hostile
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from mopd_dataplane import Signal, Store
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-LONGEST_MS = 20_000
-"""Of one wait; a busy machine may need it."""
-
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.fail(f"this test needs a browser: one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)")
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +49,6 @@ def store(make_store: Callable[..., Store], tmp_path_factory: pytest.TempPathFac
     return store
 
 
-@contextmanager
-def viewing(*arguments: str) -> Iterator[str]:
-    """Address of a server that is given these stores and options."""
-    server = subprocess.Popen(command("view", *arguments, "--port", "0"), stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        yield server.stdout.readline().strip()
-    finally:
-        server.terminate()
-        assert server.wait(timeout=20) in (0, 130)
-
-
 @pytest.fixture(scope="module")
 def address(store: Store) -> Iterator[str]:
     with viewing(store.uri) as address:
@@ -94,35 +65,6 @@ def refusals() -> list[str]:
 def page(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page]:
     with opened(browser, address, refusals) as page:
         yield page
-
-
-@contextmanager
-def opened(browser: Browser, address: str, refusals: list[str]) -> Iterator[Page]:
-    """The opened page; at the end, nothing went wrong in it and nothing was asked of another machine."""
-    context = browser.new_context(viewport={"width": 1400, "height": 950})
-    context.set_default_timeout(LONGEST_MS)
-    expect.set_options(timeout=LONGEST_MS)
-    page = context.new_page()
-    trouble: list[str] = []
-    asked: list[str] = []
-    page.on("console", lambda message: trouble.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: trouble.append(str(error.stack)))
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("dialog", lambda dialog: trouble.append(f"a dialog: {dialog.message}"))
-    page.goto(address)
-    ready(page)
-    yield page
-    context.close()
-    assert [text for text in trouble if not any(f"a status of {code}" in text for code in refusals)] == []
-    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {urlsplit(address).netloc}
-
-
-def ready(page: Page) -> None:
-    page.wait_for_selector("main:not([aria-busy]) h1", state="attached")
-
-
-def matching(page: Page) -> int:
-    return int(page.locator("#matching").inner_text().split(" of ")[0].replace(",", ""))
 
 
 def test_the_token_leaves_the_address(page: Page) -> None:
@@ -401,110 +343,6 @@ def test_hostile_names_and_texts_are_text_on_every_page(browser: Browser, tmp_pa
             assert steering.findall(text) == [], f"{view} lets through what reorders or steers"
             assert page.locator("img, script:not([src])").count() == 0, f"{view} has markup of a model"
             assert page.evaluate("document.documentElement.scrollWidth") <= 1400, f"{view} is wider than the window"
-
-
-def test_a_growing_store_shows_what_is_added(
-    browser: Browser, make_store: Callable[..., Store], tmp_path: Path
-) -> None:
-    store = make_store(tmp_path / "grows", prompts=1)
-    with viewing(store.uri, "--follow") as address:
-        context = browser.new_context()
-        page = context.new_page()
-        page.set_default_timeout(LONGEST_MS)
-        page.goto(address + "#/samples?w=reward%20%3E%205")
-        expect(page.locator("#matching")).to_contain_text("0 of 12")
-        expect(page.locator("#live-mark")).to_contain_text("live")
-        uid = store.sql("select uid from samples limit 1")["uid"][0].as_py()
-        store.add_rewards([
-            {"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 99.0}
-        ])  # fmt: skip
-        expect(page.locator("#matching")).to_contain_text("1 of 12")
-        context.close()
-
-
-def test_a_snapshot_is_in_the_address(browser: Browser, make_store: Callable[..., Store], tmp_path: Path) -> None:
-    store = make_store(tmp_path / "pinned", prompts=1)
-    store.snapshot(tag="before")
-    uid = store.sql("select uid from samples limit 1")["uid"][0].as_py()
-    store.add_rewards([
-        {"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 99.0}
-    ])  # fmt: skip
-    filtered = "#/samples?w=reward%20%3E%205"
-    with viewing(store.uri) as address, opened(browser, address, ["404"]) as page:
-        base = page.url.split("#")[0]
-        page.goto(base + filtered)
-        expect(page.locator("#matching")).to_contain_text("1 of 12")
-        page.get_by_label("snapshot").select_option("before")
-        expect(page.locator("#matching")).to_contain_text("0 of 12")
-        kept = page.url
-        assert "store=0%40before" in kept
-        page.reload()
-        expect(page.locator("#matching")).to_contain_text("0 of 12")
-        expect(page.get_by_label("snapshot")).to_have_value("before")
-        page.go_back()
-        expect(page.locator("#matching")).to_contain_text("1 of 12")
-        expect(page.get_by_label("snapshot")).to_have_value("")
-        page.go_forward()
-        expect(page.locator("#matching")).to_contain_text("0 of 12")
-        page.keyboard.press("c")
-        expect(page.locator("#matching")).to_contain_text("12 of 12")
-        ready(page)
-        page.keyboard.press("Enter")
-        expect(page.locator(".strip .t").first).to_be_visible()
-        for key, heading in (
-            ("g", "Group"),
-            ("2", "pinned @ before"),
-            ("3", "Teachers"),
-            ("4", "Compare"),
-            ("5", "SQL"),
-        ):
-            page.keyboard.press(key)
-            expect(page.locator("h1")).to_contain_text(heading)
-            ready(page)
-            assert "store=0%40before" in page.url, heading
-        page.locator("#query, textarea").first.fill("select count(*) as high from rewards where reward > 5")
-        page.keyboard.press("Control+Enter")
-        expect(page.locator("tbody td, tbody th").first).to_have_text("0")
-        page.goto(base + "#/samples?store=0%40nosuch")
-        expect(page.get_by_role("alert")).to_contain_text("before")
-        page.get_by_label("snapshot").select_option("")
-        expect(page.locator("#matching")).to_contain_text("12 of 12")
-        page.goto(base + "#/samples?store=7")
-        expect(page.get_by_role("alert")).to_contain_text("no store 7")
-
-
-def test_a_sample_of_a_snapshot_is_compared_with_others(
-    browser: Browser, make_store: Callable[..., Store], tmp_path: Path
-) -> None:
-    store = make_store(tmp_path / "pinned", prompts=1)
-    store.snapshot(tag="before")
-    uid = store.sql("select uid from samples join rewards using (uid) limit 1")["uid"][0].as_py()
-    store.add_rewards([{"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 9.0}])
-    with viewing(store.uri) as address, opened(browser, address, []) as page:
-        page.goto(page.url.split("#")[0] + f"#/sample/{uid}?store=0%40before&s=advantage")
-        expect(page.get_by_label("signal")).to_have_value("advantage")
-
-
-def test_a_followed_store_can_be_held(browser: Browser, make_store: Callable[..., Store], tmp_path: Path) -> None:
-    store = make_store(tmp_path / "held", prompts=1)
-    with viewing(store.uri, "--follow") as address:
-        context = browser.new_context()
-        page = context.new_page()
-        page.set_default_timeout(LONGEST_MS)
-        page.goto(address + "#/samples?w=reward%20%3E%205")
-        expect(page.locator("#live-mark")).to_contain_text("live")
-        page.get_by_label("snapshot").select_option(index=1)
-        expect(page.locator("#live-mark")).to_have_text("")
-        uid = store.sql("select uid from samples limit 1")["uid"][0].as_py()
-        store.add_rewards([
-            {"uid": uid, "sample_row": 0, "verifier": "second", "verifier_version": "1", "reward": 99.0}
-        ])  # fmt: skip
-        other = context.new_page()
-        other.goto(page.url.split("#")[0] + "#/samples?w=reward%20%3E%205")
-        expect(other.locator("#matching")).to_contain_text("1 of 12")
-        page.reload()
-        expect(page.locator("#matching")).to_contain_text("0 of 12")
-        context.close()
 
 
 def test_an_export_opens_from_disk(browser: Browser, store: Store, tmp_path: Path) -> None:

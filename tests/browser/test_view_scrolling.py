@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from commandline import command
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from mopd_dataplane import Store
 from mopd_dataplane.bench.synthetic import make_store
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TOKENS = 32_768
 TURNS, PIXELS = 150, 240
 """Turns of the wheel, and how far each scrolls."""
@@ -32,17 +29,6 @@ WORK = frozenset({
 """Events of scripting, style and layout, as Chrome's performance panel groups them."""
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.fail(f"this test needs a browser: one of {', '.join(BROWSERS)} (Debian: apt-get install chromium)")
-    with sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
