@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pictures import curves_picture
 
 from mopd_dataplane.job.job import load_job
-from mopd_dataplane.query.statistics import Estimate, compare, mean_share, recover, share
+from mopd_dataplane.query.statistics import Difference, Estimate, compare, mean_share, recover, share
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER
 from mopd_dataplane.run.provenance import settings_digest
 
@@ -48,8 +48,9 @@ def results(job: str) -> list[Result]:
 
 
 def right(domains: dict[str, dict[str, Any]]) -> Right:
-    """What was right, from the strings of a result."""
-    return {domain: np.array([int(digit) for digit in said["correct"]]) for domain, said in domains.items()}
+    """What was right, from the strings of a result; domains whose reward does not say so are left out."""
+    said = {domain: answers["correct"] for domain, answers in domains.items()}
+    return {domain: np.array([int(digit) for digit in digits]) for domain, digits in said.items() if digits}
 
 
 def quickstart(objective: str = "full-vocab", seed: int = 0) -> str:
@@ -73,7 +74,7 @@ def quickstart(objective: str = "full-vocab", seed: int = 0) -> str:
         lines.append(_row(domain, *rewards))
     prompts = {len(values) for values in next(iter(policies.values())).values()}
     said = f"Seed {seed}, {'/'.join(map(str, sorted(prompts)))} held-out prompts a domain ({found['split']} split), "
-    lines += ["", *textwrap.wrap(f"{said}95 % intervals. {_source(found)}", 120, break_on_hyphens=False)]
+    lines += ["", *textwrap.wrap(f"{said}95 % intervals. {source(found)}", 120, break_on_hyphens=False)]
     return "\n".join(lines) + "\n"
 
 
@@ -94,7 +95,7 @@ def quickstart_seeds(objective: str = "full-vocab") -> str:
         base, end = (_percent(mean_share(policies[name])) for name in (taught["base"], student))
         lines.append(_row(str(seed), "mean", base, "", end, _recovered(policies, student, taught, [student])[0]))
     said = ["200 held-out prompts a domain (eval split), 95 % intervals over prompts."]
-    said += [f"Seed {seed}: {_source(result)}" for seed, result in sorted(by_seed.items())]
+    said += [f"Seed {seed}: {source(result)}" for seed, result in sorted(by_seed.items())]
     return "\n".join([*lines, "", *textwrap.wrap(" ".join(said), 120, break_on_hyphens=False)]) + "\n"
 
 
@@ -115,9 +116,9 @@ def quickstart_sampled() -> str:
             parts = ends if domain == "mean" else [{domain: end[domain]} for end in ends]
             apart = compare(*parts[-2:], binary=True)
             cells = [_percent(mean_share(part) if domain == "mean" else share(part[domain])) for part in parts]
-            cells += [f"{100 * apart.value:+.1f} ({100 * apart.low:+.1f} to {100 * apart.high:+.1f})", f"{apart.p:.2g}"]
+            cells += [points(apart), f"{apart.p:.2g}"]
             lines.append(_row(str(seed), domain, *cells))
-    said = [f"Seed {seed}, {form}: {_source(r)}" for (form, seed), r in sorted(found.items()) if form in forms[1:]]
+    said = [f"Seed {seed}, {form}: {source(r)}" for (form, seed), r in sorted(found.items()) if form in forms[1:]]
     return "\n".join([*lines, "", *textwrap.wrap(" ".join(said), 120, break_on_hyphens=False)]) + "\n"
 
 
@@ -160,8 +161,8 @@ def alternatives() -> str:
             lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
             continue
         ends = _ends(found)
-        cells = [_over_seeds([{d: end[d]} for end in ends.values()]) for d in domains]
-        cells += [_over_seeds(list(ends.values())), _apart(ends, rival) if name != "mopd-exact" else ""]
+        cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in domains]
+        cells += [over_seeds(list(ends.values())), _apart(ends, rival) if name != "mopd-exact" else ""]
         lines.append(_row(name, says, *cells, *_cost(found), ", ".join(map(str, sorted(ends)))))
     return "\n".join(lines) + "\n"
 
@@ -181,11 +182,11 @@ def smollm2_mopd() -> str:
         if not found:
             lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
             continue
-        cells = [_over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught]
-        cells += [_over_seeds(list(own[name].values())), _apart(own[name], own["mopd-exact"])]
+        cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in taught]
+        cells += [over_seeds(list(own[name].values())), _apart(own[name], own["mopd-exact"])]
         cells[-1] = "" if name == "mopd-exact" else cells[-1]
         cells += ["" if name in ("base", *run.SPECIALISTS) else _recovered_in_all(own, routing, name)]
-        cells += [_over_seeds([{"capital": end["capital"]} for end in ends[name].values()]), *_cost(found)]
+        cells += [over_seeds([{"capital": end["capital"]} for end in ends[name].values()]), *_cost(found)]
         minutes = f"{_mean(r['seconds'] for r in found) / 60:.0f}"
         lines.append(_row(name, says, *cells, minutes, ", ".join(map(str, sorted(ends[name])))))
     apart: dict[str, float] = next(
@@ -225,7 +226,7 @@ def _cost(found: list[Result]) -> tuple[str, str]:
     return f"{student:,.0f}", f"{every:,.0f}"
 
 
-def _over_seeds(ends: list[Right]) -> str:
+def over_seeds(ends: list[Right]) -> str:
     """One seed: the share with its interval over prompts. Several: the mean, and the lowest and highest seed."""
     if len(ends) == 1:
         return _percent(mean_share(ends[0]) if len(ends[0]) > 1 else share(next(iter(ends[0].values()))))
@@ -239,7 +240,12 @@ def _apart(ends: dict[int, Right], rival: dict[int, Right]) -> str:
     if not shared:
         return "not run"
     pairs = [compare(rival[seed], ends[seed], binary=True) for seed in shared]
-    return "; ".join(f"{100 * p.value:+.1f} ({100 * p.low:+.1f} to {100 * p.high:+.1f})" for p in pairs)
+    return "; ".join(map(points, pairs))
+
+
+def points(apart: Difference) -> str:
+    """Points of accuracy that one policy is above another, with the 95 % interval."""
+    return f"{100 * apart.value:+.1f} ({100 * apart.low:+.1f} to {100 * apart.high:+.1f})"
 
 
 def claims() -> str:
@@ -255,8 +261,8 @@ def claims() -> str:
         if not found[name]:
             lines.append(_row(name, run.ARMS[name].says, *["not run"] * (len(head) - 2)))
             continue
-        cells = [_over_seeds([{d: end[d]} for end in ends[name].values()]) for d in domains]
-        cells += [_over_seeds(list(ends[name].values()))]
+        cells = [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in domains]
+        cells += [over_seeds(list(ends[name].values()))]
         cells += [_apart(ends[name], ends["mopd-exact"]) if name != "mopd-exact" else ""]
         cells += [f"{np.mean([r['tokens']['student'] for r in found[name]]):,.0f}"]
         lines.append(_row(name, run.ARMS[name].says, *cells, ", ".join(map(str, sorted(ends[name])))))
@@ -284,8 +290,8 @@ def near() -> str:
         cells += [f"{rate * searched['setting']:g}" if searched else ""]
         sorting, base = ({s: {"number_sorting": end["number_sorting"]} for s, end in ends[n].items()}
                          for n in (name, "base"))  # fmt: skip
-        cells += [_over_seeds(list(sorting.values())), _apart(sorting, base) if name != "base" else ""]
-        cells += [_over_seeds([{d: end[d]} for end in ends[name].values()]) for d in rest]
+        cells += [over_seeds(list(sorting.values())), _apart(sorting, base) if name != "base" else ""]
+        cells += [over_seeds([{d: end[d]} for end in ends[name].values()]) for d in rest]
         lines.append(_row(name, says, *cells, ", ".join(map(str, sorted(ends[name])))))
     return "\n".join(lines) + "\n"
 
@@ -305,7 +311,7 @@ def noise() -> str:
         cells = [f"{row['apart']:.1f}" if row["apart"] else "–", f"{row['cosine']:.2f}"]
         cells += [f"{row['bias']:.2f}", f"{row['chance']:.2f}"]
         lines.append(_row(row["signal"], f"{row['noise']:.1f}", *cells))
-    said = f"{found['batches']} batches of {found['answers']} answers. {_source(found)}"
+    said = f"{found['batches']} batches of {found['answers']} answers. {source(found)}"
     return "\n".join([*lines, "", *textwrap.wrap(said, 120, break_on_hyphens=False)]) + "\n"
 
 
@@ -317,7 +323,7 @@ def noise_mixed() -> str:
         exact, drawn = (row["noise"] for row in found["rows"][:2])
         cells = (f"{exact:.1f}", f"{drawn:.1f}", f"{drawn / exact:.1f}")
         lines.append(_row(", ".join(found["mixed"]), str(found["batches"]), *cells))
-    return "\n".join([*lines, "", *textwrap.wrap(_source(every[0]), 120, break_on_hyphens=False)]) + "\n"
+    return "\n".join([*lines, "", *textwrap.wrap(source(every[0]), 120, break_on_hyphens=False)]) + "\n"
 
 
 def signals() -> str:
@@ -328,7 +334,7 @@ def signals() -> str:
     lines = [_row(*head), _row(*["---"] * len(head))]
     for row in found["rows"]:
         lines.append(_row(row["signal"], *(format(row[name], form) for name, form in columns.items())))
-    return "\n".join([*lines, "", *textwrap.wrap(_source(found), 120, break_on_hyphens=False)]) + "\n"
+    return "\n".join([*lines, "", *textwrap.wrap(source(found), 120, break_on_hyphens=False)]) + "\n"
 
 
 def bought() -> str:
@@ -442,7 +448,8 @@ def _row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _source(found: Result) -> str:
+def source(found: Result) -> str:
+    """Where a result comes from: commit, settings, sampler, date and machine."""
     host = found["host"]
     drawn = found["sampler"] + ("" if found["sampler"] == SAMPLER else f" (new samples: {SAMPLER})")
     return (
