@@ -4,21 +4,19 @@ p, computed here from the strings of right and wrong, and looked up in the page'
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from right_answers import Answers, gain, nearest, p, right, tenths, whole
 
 ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs" / "evidence.md").read_text().split())
 SORTING, SPELLING, SPIRALS = "number_sorting", "spell_backward", "spiral_matrix"
 ALL = (SORTING, SPELLING, SPIRALS)
 TAUGHT = ("date", "json", "larger")
-Answers = dict[str, str]
-"""Domain -> a 0 or 1 for every prompt."""
 
 
 @cache
@@ -26,40 +24,6 @@ def answers(job: str, arm: str, seed: int = 0) -> Answers:
     """Of an arm's last policy."""
     result = json.loads((ROOT / "jobs" / job / "results" / f"{arm}-{seed}.json").read_text())
     return {domain: said["correct"] for domain, said in result["curve"][-1]["right"].items()}
-
-
-def right(of: Answers, *domains: str) -> float:
-    """Mean over domains of what is right, in per cent."""
-    return float(np.mean([100 * of[domain].count("1") / len(of[domain]) for domain in domains]))
-
-
-def gain(a: Answers, b: Answers, *domains: str) -> float:
-    """Points that `a` is above `b`."""
-    return right(a, *domains) - right(b, *domains)
-
-
-def p(a: Answers, b: Answers, *domains: str) -> float:
-    """McNemar's exact test, two-sided."""
-    pairs = [pair for domain in domains for pair in zip(a[domain], b[domain], strict=True)]
-    only = sorted((pairs.count(("1", "0")), pairs.count(("0", "1"))))
-    return float(min(1.0, 2 * sum(math.comb(sum(only), k) for k in range(only[0] + 1)) / 2 ** sum(only)))
-
-
-def nearest(value: float) -> int:
-    """The whole number nearest to it, without its sign; halves up, whatever the last bit of a sum says."""
-    return math.floor(round(abs(value), 6) + 0.5)
-
-
-def whole(values: list[float]) -> str:
-    """`17, 21 and 32`."""
-    *first, last = (str(nearest(value)) for value in values)
-    return f"{', '.join(first)} and {last}"
-
-
-def tenths(values: list[float]) -> str:
-    """`1.0, 1.5 and 5.5`."""
-    *first, last = (f"{abs(value):.1f}" for value in values)
-    return f"{', '.join(first)} and {last}"
 
 
 def arm(name: str, seed: int = 0) -> Answers:
