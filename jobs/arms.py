@@ -23,7 +23,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ FACTORS = (0.5, 1.0, 2.0)
 """Of the learning rate that job.toml gives; the same search for every arm that trains."""
 DISTANCE_PROMPTS = 100
 """Training prompts of a domain whose answers say how far its teacher is from the base."""
+MOVED_PROMPTS = 50
+"""The same of how far an arm has moved from its start: every arm that trains is asked."""
 Merge = Callable[[Path, Sequence[Path], float, Path], None]
 
 
@@ -106,7 +108,10 @@ class Comparison:
         """What of `shared` an arm cannot do without."""
         if name in self.specialists:
             return self.lineage(name)
-        return self.shared if self.arms[name].teachers else self.lineage(BASE)
+        if self.arms[name].teachers:
+            return self.shared
+        begins = {stage for trained in self.arms[name].run for stage in self.lineage(trained)}
+        return tuple(stage for stage in self.shared if stage in {*self.lineage(BASE), *begins})
 
     def rates(self, arm: Arm, setting: float) -> list[str]:
         """Overrides that put the rates of an arm's stages to a setting."""
@@ -167,7 +172,7 @@ class Experiment:
                     tried[setting] = mean_right(grade(run, stage, self._policy(run, setting), "tune"))
         best = max(tried, key=lambda setting: tried[setting])
         store = self._train(best, shared)
-        distance = self._distance(best, store)
+        distance, moved = self._distance(best, store), self._moved(best, store)
         with self._run(best, store) as (run, stage):
             curve = [
                 {"tokens": tokens, "right": grade(run, stage, folder, "eval")}
@@ -177,7 +182,7 @@ class Experiment:
             return {
                 "arm": self.name, "says": self.arm.says, "seed": self.seed, "split": "eval", "setting": best,
                 "chosen_on": "tune", "tried": search if len(settings) > 1 else [], "tokens": self._costs(run),
-                "teacher_distance": distance, "curve": curve, "seconds": round(time.time() - began),
+                "teacher_distance": distance, "moved": moved, "curve": curve, "seconds": round(time.time() - began),
                 **provenance(run.job, stages=(*self.comparison.shared, *self.arm.run)),
             }  # fmt: skip
 
@@ -261,15 +266,14 @@ class Experiment:
     def _costs(self, run: Run) -> dict[str, int]:
         """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote."""
         student = sum(sum(trained_tokens(run, stage).values()) for stage in self.arm.stages)
-        if not self.arm.teachers:
-            return {"student": student, "specialists": 0, "teachers": 0}
-        specialists = self.comparison.specialists
+        base, specialists = self.comparison.lineage(BASE), self.comparison.specialists
         routes = [run.job.stage(stage).routing or run.job.routing for stage in self.arm.stages]
         used = {teacher for stage, route in zip(self.arm.stages, routes, strict=True)
                 for domain, teacher in route.items() if domain in run.job.domains_of(run.job.stage(stage))}  # fmt: skip
         trained = (self.name,) if self.name in specialists else sorted(used) or specialists
-        base = self.comparison.lineage(BASE)
-        own = [stage for name in trained for stage in self.comparison.lineage(name) if stage not in base]
+        trained = trained if self.arm.teachers else ()
+        begins = {stage for name in self.arm.run for stage in self.comparison.lineage(name)} - {*self.arm.run}
+        own = {stage for name in trained for stage in self.comparison.lineage(name)} | begins
         teachers = 0
         for stage in self.arm.stages:
             scored = run.store.sql(
@@ -281,7 +285,7 @@ class Experiment:
                 f"in ({', '.join(repr(s) for s in specialists)})"
             )
             teachers += scored["n"][0].as_py() + wrote["n"][0].as_py()
-        spent = sum(sum(trained_tokens(run, stage).values()) for stage in own)
+        spent = sum(sum(trained_tokens(run, stage).values()) for stage in own.difference(base))
         return {"student": student, "specialists": spent, "teachers": teachers}
 
     def _distance(self, setting: float, store: Path) -> dict[str, float]:
@@ -291,25 +295,44 @@ class Experiment:
         with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
             folder = self._last(run, BASE)
             return {
-                domain: round(reverse_kl(run, stage, folder, self._last(run, teacher), domain), 4)
+                domain: apart(run, stage, folder, self._last(run, teacher), domain).kl
                 for domain, teacher in sorted(run.job.routing.items())
             }
 
+    def _moved(self, setting: float, store: Path) -> dict[str, dict[str, float]]:
+        """Domain -> how far the arm's policy is from the one that its first stage starts from, and its entropy."""
+        first = self.name if self.name in self.comparison.specialists else "".join(self.arm.run[:1])
+        if not first:
+            return {}
+        with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
+            folder, start = self._policy(run, setting), self._last(run, run.job.stage(first).start)
+            return {
+                domain: apart(run, stage, folder, start, domain, prompts=MOVED_PROMPTS)._asdict()
+                for domain in sorted(run.job.routing)
+            }
 
-def reverse_kl(run: Run, stage: Stage, folder: Path, teacher: Path, domain: str) -> float:
-    """Exact reverse KL of a policy to another, mean over the tokens of its answers to a domain's training prompts."""
-    prompts = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:DISTANCE_PROMPTS]
-    student_model, teacher_model, found = load_model(folder), load_model(teacher), []
-    for prompt, given in zip(prompts, answer(run, stage, folder, 1, prompts), strict=True):
+
+class Apart(NamedTuple):
+    """What a policy's own answers say of it, mean over their tokens, in nat."""
+
+    kl: float
+    """Exact reverse KL to another policy."""
+    entropy: float
+
+
+def apart(run: Run, stage: Stage, folder: Path, other: Path, domain: str, *, prompts: int = DISTANCE_PROMPTS) -> Apart:
+    """A policy beside another, on its answers to a domain's first training prompts."""
+    asking = sorted(run.store.prompts(split="train", domains=[domain]), key=_order)[:prompts]
+    model, beside, found = load_model(folder), load_model(other), []
+    for prompt, given in zip(asking, answer(run, stage, folder, 1, asking), strict=True):
         asked = render(prompt.asked, run.tokenizer, template=run.job.student.prompt_template)
         ids, written = torch.tensor([[*asked, *given.ids]]), torch.tensor(given.mask, dtype=torch.bool)
         with torch.inference_mode():
-            logits = (
-                model(ids).logits[0, len(asked) - 1 : -1][written].double() for model in (student_model, teacher_model)
-            )
-            own, other = (part.log_softmax(-1) for part in logits)
-        found.append((own.exp() * (own - other)).sum(-1))
-    return float(torch.cat(found).mean())
+            logits = (one(ids).logits[0, len(asked) - 1 : -1][written].double() for one in (model, beside))
+            own, theirs = (part.log_softmax(-1) for part in logits)
+        found.append(torch.stack([(own.exp() * (own - theirs)).sum(-1), -(own.exp() * own).sum(-1)]))
+    kl, entropy = torch.cat(found, 1).mean(1).tolist()
+    return Apart(round(kl, 4), round(entropy, 4))
 
 
 def trained_tokens(run: Run, stage: str) -> dict[int, int]:

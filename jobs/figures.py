@@ -34,7 +34,8 @@ from mopd_dataplane.run.provenance import settings_digest
 JOBS = Path(__file__).parent
 ROOT = JOBS.parent
 PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md", "docs/objectives.md")
-COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run_near.py"}
+COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run_near.py",
+               "conflict": "run_conflict.py"}  # fmt: skip
 """Jobs that compare arms, and the script beside each that says which."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 Result = dict[str, Any]
@@ -296,6 +297,36 @@ def near() -> str:
     return "\n".join(lines) + "\n"
 
 
+def conflict() -> str:
+    """Every arm of two skills in conflict: accuracy in both and in nobody's, how far it moved, its entropy and cost."""
+    run = _module(JOBS / "conflict" / "run_conflict.py")
+    by_arm = _by_arm("conflict", run.ARMS)
+    head = ("arm", "what it does", *run.SPECIALISTS, "mean of both", "capital (nobody's)", "KL to its start",
+            "entropy", "student tokens", "all tokens", "minutes", "seeds")  # fmt: skip
+    lines = [_row(*head), _row(*["---"] * len(head))]
+    for name, found in by_arm.items():
+        says = run.ARMS[name].says
+        if not found:
+            lines.append(_row(name, says, *["not run"] * (len(head) - 2)))
+            continue
+        ends = _ends(found)
+        cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in run.SPECIALISTS]
+        cells += [over_seeds([{d: end[d] for d in run.SPECIALISTS} for end in ends.values()])]
+        cells += [over_seeds([{"capital": end["capital"]} for end in ends.values()])]
+        cells += [_in_both(found, "kl"), _in_both(found, "entropy"), *_cost(found)]
+        minutes = f"{_mean(r['seconds'] for r in found) / 60:.0f}"
+        lines.append(_row(name, says, *cells, minutes, ", ".join(map(str, sorted(ends)))))
+    return "\n".join(lines) + "\n"
+
+
+def _in_both(found: list[Result], what: str) -> str:
+    """Nat per token of an arm's own answers, a mean over domains; over seeds the mean, lowest and highest."""
+    values = [_mean(domain[what] for domain in result["moved"].values()) for result in found if result["moved"]]
+    if len(values) < 2:
+        return "".join(f"{value:.2f}" for value in values)
+    return f"{_mean(values):.2f} ({min(values):.2f} … {max(values):.2f})"
+
+
 def gradients(forms: str) -> list[Result]:
     """What jobs/quickstart/signals.py measured of some forms, by file name."""
     files = sorted((JOBS / "quickstart" / "gradients").glob("*.json"))
@@ -368,7 +399,8 @@ PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2_mopd, "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
+    "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict,
+    "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
 }  # fmt: skip
 
 
