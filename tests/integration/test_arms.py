@@ -35,8 +35,27 @@ def test_an_arm_waits_for_what_it_starts_from_and_no_more(arms: ModuleType) -> N
     assert comparison.needs("mopd-exact") == comparison.shared
 
 
+@pytest.mark.slow
+def test_an_arm_without_teachers_waits_for_the_specialist_that_it_starts_from(arms: ModuleType) -> None:
+    known = {"base": arms.Arm("base", teachers=False), "cascade": arms.Arm("later", ("cascade",), teachers=False)}
+    comparison = arms.Comparison(JOBS / "conflict", known, ("larger", "smaller"))
+    assert comparison.shared == ("base", "larger", "smaller")
+    assert comparison.needs("cascade") == ("base", "larger")
+
+
+LATER = """
+[[stages]]
+name = "later"
+start = "date"
+data = "reference"
+domains = ["json"]
+examples = 12
+objective = "sft"
+"""
+
+
 def small_job(folder: Path) -> Path:
-    """The job with a tiny student, few prompts and one iteration; its folder."""
+    """The job with a tiny student, few prompts, one iteration, and a stage on top of a specialist; its folder."""
     model = folder / "model"
     model.mkdir(parents=True)
     of_family(FAMILIES["smollm2"], model, seed=0, dtype="float32")
@@ -55,7 +74,7 @@ def small_job(folder: Path) -> Path:
         assert found, pattern
     job = folder / "small"
     job.mkdir()
-    (job / "job.toml").write_text(said)
+    (job / "job.toml").write_text(said + LATER)
     return job
 
 
@@ -66,12 +85,17 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     job = small_job(tmp_path)
     known = {"base": arms.Arm("base", teachers=False), **{name: arms.Arm(name) for name in SPECIALISTS}}
     known["mopd-exact"] = arms.Arm("exact", ("mopd-exact",))
+    known["later"] = arms.Arm("one domain after another", ("later",), teachers=False)
     comparison = arms.Comparison(job, known, SPECIALISTS, points=1)
     words = ["--stores", str(tmp_path / "stores"), "--results", str(tmp_path / "results")]
-    for name in ("base", "mopd-exact"):
+    for name in ("base", "later", "mopd-exact"):
         monkeypatch.setattr("sys.argv", ["run.py", name, "0", *words])
         arms.main(comparison)
-    said = {name: json.loads((tmp_path / "results" / f"{name}-0.json").read_text()) for name in ("base", "mopd-exact")}
+    said = {
+        name: json.loads((tmp_path / "results" / f"{name}-0.json").read_text())
+        for name in known
+        if name not in SPECIALISTS
+    }
     for found in said.values():
         right = found["curve"][-1]["right"]
         assert {domain: len(one["correct"]) for domain, one in right.items()} == dict.fromkeys(
@@ -82,6 +106,13 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     assert 6 <= spent["student"] == spent["teachers"] <= 6 * 4
     assert spent["specialists"] > 0
     assert said["mopd-exact"]["teacher_distance"].keys() == set(SPECIALISTS)
+    later = said["later"]["tokens"]
+    assert 0 < later["specialists"] < spent["specialists"], "of the one that it starts from"
+    assert (later["teachers"], later["student"] > 0) == (0, True)
+    assert said["base"]["moved"] == {}
+    for name in ("later", "mopd-exact"):
+        assert said[name]["moved"].keys() == set(SPECIALISTS)
+        assert all(found["kl"] > 0 and found["entropy"] > 0 for found in said[name]["moved"].values())
     capsys.readouterr()
     arms.main(comparison)
     assert "is there" in capsys.readouterr().out
