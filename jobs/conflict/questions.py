@@ -1,5 +1,5 @@
 """Prompts of the job, drawn from a seed: two tasks whose questions differ in one word and whose answers are opposite,
-and capitals, which nobody is trained on.
+and capitals, on which only the base is trained.
 
 Each function is a prompt source (`mopd_dataplane/prompts.py`): rows with the messages that the model reads and the one
 answer that is right.

@@ -14,7 +14,7 @@ from arms import Arm, Comparison, main
 
 SPECIALISTS = ("larger", "smaller")
 ARMS = {
-    "base": Arm("SmolLM2-135M-Instruct after 48 examples of both questions", teachers=False),
+    "base": Arm("SmolLM2-135M-Instruct after 24 examples of each question, and 24 capitals", teachers=False),
     "larger": Arm("specialist: GRPO on 192 answers"),
     "smaller": Arm("specialist: GRPO on 192 answers"),
     "grpo": Arm("GRPO on both rewards together, 384 answers", ("grpo",), teachers=False),

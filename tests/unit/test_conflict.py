@@ -33,9 +33,9 @@ def test_the_right_answer_to_one_question_is_the_wrong_one_to_the_other(split: s
 @pytest.mark.parametrize("domain", JOB.domains)
 def test_evaluation_asks_what_training_did_not(domain: str) -> None:
     held_out = questions(domain, "eval").keys()
-    assert len(held_out) >= (130 if domain == "capital" else 300)
+    assert len(held_out) >= (110 if domain == "capital" else 300)
     assert not held_out & questions(domain, "train").keys()
 
 
-def test_nobody_is_trained_on_capitals() -> None:
-    assert all("capital" not in JOB.domains_of(stage) for stage in JOB.stages)
+def test_nobody_but_the_base_is_trained_on_capitals() -> None:
+    assert [stage.name for stage in JOB.stages if "capital" in JOB.domains_of(stage)] == ["base"]
