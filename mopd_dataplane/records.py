@@ -151,7 +151,7 @@ class Sample:
     @property
     def loss_tokens(self) -> int:
         """M."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
 
 @dataclass(kw_only=True, slots=True)

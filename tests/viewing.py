@@ -10,7 +10,8 @@ from starlette.testclient import TestClient
 
 from mopd_dataplane import Store
 from mopd_dataplane.view.app import build_app
-from mopd_dataplane.view.stores import Shown, ShownStores
+from mopd_dataplane.view.shown import Shown
+from mopd_dataplane.view.stores import ShownStores
 
 PORT = 8123
 TOKEN = "secret"

@@ -78,7 +78,7 @@ def view(
 
     from mopd_dataplane.query.lineage import find_sample
     from mopd_dataplane.view.export import export_folder, export_sample
-    from mopd_dataplane.view.stores import Shown
+    from mopd_dataplane.view.shown import Shown
 
     shown = Shown(opened[0], tokenizer=tokenizer)
     if sample is not None:

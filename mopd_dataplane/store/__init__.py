@@ -19,6 +19,7 @@ barrier.py         a commit is durable only after its files are synced
 merge_check.py     comparison of what a merge has copied, before it is committed
 fragments.py       merging of small files, so that a table has few
 arrow_rows.py      records <-> Arrow rows
+repetition.py      how much of a response repeats itself
 sample_values.py   refusal of values that no sample can have, before any cast
 payload.py         writing payload once
 commit.py          samples: payload first, metadata last

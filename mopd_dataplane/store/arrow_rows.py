@@ -16,6 +16,7 @@ from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.errors import InputError, MismatchError, nearest
 from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, value
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
+from mopd_dataplane.store.repetition import repetition
 from mopd_dataplane.store.sample_values import check_values, whole_numbers
 from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
 
@@ -26,14 +27,6 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
     "trained": lambda sample: (sample.loss_tokens, "loss tokens"),
 }
 """Places of a sample along an axis, and what they are called."""
-
-
-RUN = 4
-"""Tokens of a run that counts as repeated: two pairs."""
-SLOTS, MOST_SLOTS = 16, 1 << 20
-"""Slots a run has when equal ones are looked for: enough that two different runs seldom share one. And most slots."""
-FEW_RUNS = 64
-"""Runs that are sorted rather than given slots once more."""
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -174,10 +167,16 @@ def token_rows(samples: Sequence[Sample]) -> pa.Table:
     return pa.table(columns, schema=TOKENS.schema)
 
 
-def sample_rows(records: Iterable[dict[str, Any]], payload_rows: NDArray[np.int64], crcs: Sequence[int]) -> pa.Table:
-    """Rows of `samples`: everything but the payload (sample_record), and where the payload lies."""
-    placed = zip(records, payload_rows.tolist(), crcs, strict=True)
-    return to_rows(SAMPLES, [record | {"payload_row": row, "payload_crc": crc} for record, row, crc in placed])
+def sample_rows(samples: Sequence[Sample], crcs: Sequence[int]) -> pa.Table:
+    """Rows of `samples`: everything but the payload, and 0 for where it lies; see placed_rows."""
+    said = zip(samples, crcs, strict=True)
+    return to_rows(SAMPLES, [sample_record(sample) | {"payload_row": 0, "payload_crc": crc} for sample, crc in said])
+
+
+def placed_rows(rows: pa.Table, payload_rows: NDArray[np.int64]) -> pa.Table:
+    """Rows of `samples` that say where their payload lies. payload_rows: [n] row ids in `tokens`."""
+    place = rows.schema.get_field_index("payload_row")
+    return rows.set_column(place, rows.schema.field(place), pa.array(payload_rows))
 
 
 def sample_record(sample: Sample) -> dict[str, Any]:
@@ -211,46 +210,6 @@ def _recorded_sizes(sample: Sample) -> dict[str, int | None]:
         if field.count:
             sizes[field.count] = None if array is None else len(array)
     return sizes
-
-
-def repetition(response: NDArray[np.int32]) -> float:
-    """Share of the runs of four tokens that occurred before: 0 where none did, near 1 for a response that loops.
-
-    >>> repetition(np.array([5, 6, 5, 6, 5, 6, 5], np.int32))
-    0.5
-    """
-    runs = len(response) - RUN + 1
-    if runs < 1:
-        return 0.0
-    ids = np.asarray(response).astype(np.uint64)
-    pairs = ids[:-1] << np.uint64(32)
-    pairs |= ids[1:]
-    with np.errstate(over="ignore"):  # 64 bits of hash: two different runs that agree are not worth telling apart
-        hashes = pairs[: -RUN // 2] * np.uint64(0x9E3779B97F4A7C15)
-        hashes ^= hashes >> np.uint64(29)
-        hashes += pairs[RUN // 2 :]
-        hashes *= np.uint64(0xBF58476D1CE4E5B9)  # the upper bits, which say the slot, depend on all of them
-    return _repeated(hashes) / runs
-
-
-def _repeated(hashes: NDArray[np.uint64]) -> int:
-    """How many have an equal one before them, without a sort.
-
-    Each is put into the slot that its upper bits say, where the last one stays. One that finds an equal there is a
-    repeat; one that finds another is looked at again, with the few others of its kind.
-    """
-    bits = min(SLOTS * len(hashes), MOST_SLOTS - 1).bit_length()
-    slots, found = np.empty(1 << bits, np.int32), 0
-    while len(hashes) > FEW_RUNS:
-        slot, number = (hashes >> np.uint64(64 - bits)).view(np.int64), np.arange(len(hashes), dtype=np.int32)
-        slots[slot] = number
-        last = slots.take(slot)
-        others = np.flatnonzero(last != number)
-        rest = hashes[others]
-        equal = rest == hashes[last[others]]
-        found += int(np.count_nonzero(equal))
-        hashes = rest[~equal]
-    return found + len(hashes) - len(np.unique(hashes))
 
 
 def plan_record(plan: PlanWindow) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.memory import freed_memory_kept
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.arrow_rows import check_sample, sample_crc, sample_record, sample_rows, token_rows
+from mopd_dataplane.store.arrow_rows import check_sample, placed_rows, sample_crc, sample_rows, token_rows
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.reading import token_crcs
 from mopd_dataplane.store.sample_values import other_content
@@ -64,7 +64,7 @@ def commit_samples(
     memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
     with memory, ThreadPoolExecutor(1, "metadata") as beside:  # Lance and the disk are waited for meanwhile
         crcs = partial(beside.submit(lambda: list(map(sample_crc, batch))).result, CHECKSUMS_S)
-        records = beside.submit(lambda: list(map(sample_record, batch)))
+        rows = beside.submit(lambda: sample_rows(batch, crcs()))
         found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
         dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
         absent = np.flatnonzero(found < 0).tolist()
@@ -79,7 +79,7 @@ def commit_samples(
         )
         tokens.make_durable(with_payload)
     fault_point("commit.payload.durable")
-    done = samples.insert(sample_rows(records.result(timeout=0), payload_rows, crcs()))
+    done = samples.insert(placed_rows(rows.result(timeout=0), payload_rows))
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}

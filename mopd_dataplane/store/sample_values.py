@@ -39,7 +39,11 @@ def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[
         raise MismatchError(
             f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); whole numbers are needed"
         )
-    if array.min() < low or array.max() > high:
+    if low == 0 and array.dtype.kind == "i":  # one pass: read as unsigned, what is negative is above every other value
+        outside = array.view(f"u{array.itemsize}").max() > min(high, np.iinfo(array.dtype).max)
+    else:
+        outside = array.min() < low or array.max() > high
+    if outside:
         place = int(np.argmax((array < low) | (array > high)))
         raise MismatchError(f"{what} holds {array.flat[place]} at place {place}; allowed: {low} to {high}")
     return array

@@ -21,7 +21,8 @@ from mopd_dataplane.view.guard import Guard
 from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_rows
 from mopd_dataplane.view.search import Search
-from mopd_dataplane.view.stores import Shown, ShownStores
+from mopd_dataplane.view.shown import Shown
+from mopd_dataplane.view.stores import ShownStores
 from mopd_dataplane.view.topk import candidates
 
 MOST_ROWS = 500

@@ -20,7 +20,7 @@ from mopd_dataplane.view import bundle, life, prompt, run_page, teachers_page
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import Payload, describe, excerpts, read_payload, read_teachers, score_rows
-from mopd_dataplane.view.stores import Shown
+from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.topk import candidates
 
 MARK = "mopd-view.json"

@@ -17,7 +17,8 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.view.app import build_app
 from mopd_dataplane.view.guard import new_token
-from mopd_dataplane.view.stores import Shown, ShownStores
+from mopd_dataplane.view.shown import Shown
+from mopd_dataplane.view.stores import ShownStores
 
 LOOPBACK = "127.0.0.1"
 ENDING_S = 30.0

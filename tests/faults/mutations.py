@@ -117,7 +117,7 @@ MUTATIONS = [
     Mutation("metadata before payload", "store/commit.py",
              "        payload_rows[absent], with_payload = place_payload(",
              "        payload_rows[absent] = tokens.open().count_rows() + np.arange(len(absent))\n"
-             "        early = sample_rows(map(sample_record, batch), payload_rows, crcs())\n"
+             "        early = placed_rows(rows.result(), payload_rows)\n"
              "        samples.make_durable(samples.insert(early).dataset)\n"
              "        payload_rows[absent], with_payload = place_payload(", "8"),
     Mutation("skip the store's barrier", "store/table.py", "            self.barrier.sync_version(dataset)",

@@ -10,7 +10,7 @@ import pytest
 from mopd_dataplane import open_store
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.view.sample import read_payload
-from mopd_dataplane.view.stores import Shown
+from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.student import version_at
 
 

@@ -10,8 +10,10 @@ from store_builders import sample
 
 from mopd_dataplane.errors import EngineError, MismatchError, MopdError
 from mopd_dataplane.records import Sample
-from mopd_dataplane.store.arrow_rows import check_sample, repetition
+from mopd_dataplane.store.arrow_rows import check_sample
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.repetition import repetition
+from mopd_dataplane.store.sample_values import whole_numbers
 
 GOOD = sample(0, response=4)
 BAD: list[tuple[str, Any, str]] = [
@@ -85,3 +87,20 @@ def test_repetition_counts_runs_of_four_that_came_before(length: int, largest: i
     response = np.random.default_rng(length).integers(0, largest, length).astype(np.int32)
     runs = [tuple(response[start : start + 4].tolist()) for start in range(length - 3)]
     assert repetition(response) == ((len(runs) - len(set(runs))) / len(runs) if runs else 0.0)
+
+
+def test_repetition_of_a_loop_and_of_a_view() -> None:
+    loop = np.tile(np.arange(7, dtype=np.int32), 1_000)
+    assert repetition(loop) == (len(loop) - 3 - 7) / (len(loop) - 3)
+    assert repetition(np.repeat(loop, 2)[::2]) == repetition(loop)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "int64", "uint64"])
+@pytest.mark.parametrize("high", [1, 200, 2**31 - 1])
+def test_whole_numbers_are_refused_on_both_sides_in_every_width(dtype: str, high: int) -> None:
+    inside = min(high, int(np.iinfo(dtype).max))
+    assert whole_numbers(np.array([0, inside], dtype), 0, high, "x").tolist() == [0, inside]
+    outside = [high + 1] * (high < np.iinfo(dtype).max) + [-1, int(np.iinfo(dtype).min)] * (np.iinfo(dtype).min < 0)
+    for value in outside:
+        with pytest.raises(MismatchError, match=f"x holds {value} at place 1; allowed: 0 to {high}"):
+            whole_numbers(np.array([0, value, 1], dtype), 0, high, "x")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from objectives import Case
 
 from mopd_dataplane.job.sections import Student as StudentSettings
 from mopd_dataplane.models.initial_weights import make_student
@@ -146,3 +147,8 @@ def batch() -> Callable[..., MemoryBatch]:
 @pytest.fixture(scope="session")
 def source() -> type[MemorySource]:
     return MemorySource
+
+
+@pytest.fixture
+def case(pack: Callable[..., Pack]) -> Case:
+    return Case(pack)

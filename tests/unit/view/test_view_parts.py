@@ -18,7 +18,7 @@ from mopd_dataplane.errors import DamagedError, InputError
 from mopd_dataplane.view import bundle
 from mopd_dataplane.view.export import export_folder, export_sample
 from mopd_dataplane.view.prompt import difference
-from mopd_dataplane.view.stores import Shown
+from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.topk import decode_row, head_logits
 
 

@@ -18,7 +18,8 @@ from mopd_dataplane.rollout.log.log_records import Open, Step
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.view.app import build_app
-from mopd_dataplane.view.stores import Shown, ShownStores
+from mopd_dataplane.view.shown import Shown
+from mopd_dataplane.view.stores import ShownStores
 
 # -- who gets an answer ------------------------------------------------------------------------------------------------
 

@@ -9,14 +9,15 @@ import pytest
 from viewing import BEARER, client_of, get, rows_of
 
 from mopd_dataplane import Store
-from mopd_dataplane.view.stores import Shown, ShownStores
+from mopd_dataplane.view.shown import Shown
+from mopd_dataplane.view.stores import ShownStores
 
 
 def test_a_growing_store_is_followed(
     make_store: Callable[..., Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(tmp_path / "grows", prompts=1)
-    monkeypatch.setattr("mopd_dataplane.view.stores.SHORTEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("mopd_dataplane.view.shown.SHORTEST_PAUSE_S", 0.0)
     shown = Shown(store, follow=True)
     before = shown.index()
     store.add_rewards([{"uid": before.page("", "", 0, 1)["rows"][0][0], "sample_row": 0, "verifier": "second",

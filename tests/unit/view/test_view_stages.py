@@ -19,7 +19,8 @@ from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.labels import Labelled
 from mopd_dataplane.view.prompt import answers
 from mopd_dataplane.view.sample import PROMPT_CHARACTERS, prompt_shown, score_rows
-from mopd_dataplane.view.stores import Shown, ShownStores
+from mopd_dataplane.view.shown import Shown
+from mopd_dataplane.view.stores import ShownStores
 from mopd_dataplane.view.topk import candidates
 
 GROUP = "p#0"

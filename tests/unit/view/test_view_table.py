@@ -15,7 +15,7 @@ from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.view.derived import Part
 from mopd_dataplane.view.glance import OF_MANY
 from mopd_dataplane.view.rollouts import Rollouts
-from mopd_dataplane.view.stores import Shown
+from mopd_dataplane.view.shown import Shown
 
 
 def test_a_page_agrees_with_its_own_statement(page: TestClient, demo_store: Store) -> None:

@@ -1,0 +1,73 @@
+"""How much of a response repeats itself: a column of `samples`, counted in every commit, so it must cost little."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+RUN = 4
+"""Tokens of a run that counts as repeated."""
+SLOTS, MOST_SLOTS = 16, 1 << 20
+"""Slots a run has when equal ones are looked for: enough that two different runs seldom share one. And most slots."""
+MIX_32 = tuple(np.uint32(factor) for factor in (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D))
+MIX_64 = np.uint64(0x9E3779B97F4A7C15)
+"""Odd factors with well mixed bits."""
+
+
+def repetition(response: NDArray[np.int32]) -> float:
+    """Share of the runs of four tokens that occurred before: 0 where none did, near 1 for a response that loops.
+
+    response: [R] token ids.
+
+    >>> repetition(np.array([5, 6, 5, 6, 5, 6, 5], np.int32))
+    0.5
+    """
+    runs = len(response) - RUN + 1
+    if runs < 1:
+        return 0.0
+    ids = np.ascontiguousarray(response, np.int32).view(np.uint32)
+    return _repeated(ids, runs) / runs
+
+
+def _repeated(ids: NDArray[np.uint32], runs: int) -> int:
+    """How many runs have an equal one before them.
+
+    A sort of all would take twice as long. So each run is put into a slot, where the last one stays: one that equals it
+    is a repeat. What shares a slot with another run is little, and is sorted.
+    """
+    bits = min(SLOTS * runs, MOST_SLOTS - 1).bit_length()
+    slot, number = _slots(ids, bits), np.arange(runs, dtype=np.int32)
+    slots = np.empty(1 << bits, np.int32)
+    slots[slot] = number
+    last = slots.take(slot)
+    others = np.flatnonzero(last != number)
+    there = last.take(others)
+    equal = ids.take(others) == ids.take(there)
+    for place in range(1, RUN):
+        equal &= ids[place:].take(others) == ids[place:].take(there)
+    rest = others[~equal]
+    return len(others) - len(rest) + _repeated_by_sort(ids, rest)
+
+
+def _slots(ids: NDArray[np.uint32], bits: int) -> NDArray[np.intp]:
+    """[runs] slot of each run: upper bits of a hash, which depend on all its tokens. Arrays wrap without a warning."""
+    pairs = ids[:-1] * MIX_32[0]
+    pairs += ids[1:]
+    hashes = pairs[: -RUN // 2] * MIX_32[1]
+    hashes += pairs[RUN // 2 :]
+    hashes *= MIX_32[2]
+    hashes >>= np.uint32(32 - bits)
+    return hashes.astype(np.intp)
+
+
+def _repeated_by_sort(ids: NDArray[np.uint32], places: NDArray[np.intp]) -> int:
+    """How many of the runs at these places equal one before them, by 64 bits of hash: a chance that is left alone."""
+    first, second = (
+        ids[place:].take(places).astype(np.uint64) << np.uint64(32) | ids[place + 1 :].take(places)
+        for place in (0, RUN // 2)
+    )
+    hashes = first * MIX_64
+    hashes ^= hashes >> np.uint64(29)
+    hashes += second
+    hashes.sort()
+    return int(np.count_nonzero(hashes[1:] == hashes[:-1]))

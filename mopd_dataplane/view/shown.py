@@ -1,0 +1,179 @@
+"""A store that a server shows, or a snapshot of one, with its index and its tokenizer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.errors import MopdError, ResourceError
+from mopd_dataplane.query.job import remembered_job
+from mopd_dataplane.store import snapshot as snapshots
+from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
+from mopd_dataplane.tables import TABLES
+from mopd_dataplane.view.asked import Asked
+from mopd_dataplane.view.columns import FLAGS
+from mopd_dataplane.view.index import Index
+from mopd_dataplane.view.labels import Labelled
+from mopd_dataplane.view.live import live_samples
+from mopd_dataplane.view.student import Student
+
+if TYPE_CHECKING:
+    from mopd_dataplane.records import Snapshot
+    from mopd_dataplane.store.dataset import Store
+
+PAUSE = 8
+"""Times the building of an index that passes before the next one, so that a growing store leaves time to answer."""
+SHORTEST_PAUSE_S = 1.0
+KEPT_ANSWERS = 32
+KEPT_DIGESTS = 1000
+"""Snapshots of a growing store that can be asked for again."""
+
+
+class Shown:
+    """A store with its index. Threads may ask at the same time; all answers of one index are of one snapshot."""
+
+    def __init__(
+        self, store: Store, *, tokenizer: Path | None = None, follow: bool = False, snapshot: Snapshot | None = None
+    ) -> None:
+        """snapshot: what is shown; else the newest of the first question, or with `follow` of each."""
+        self.store = store
+        self.follow = follow and snapshot is None
+        self._pinned = snapshot
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self._index: Index | None = None
+        self._decoder: Decoder | Numbers | None = None
+        self._next_look = 0.0
+        self._ending = False
+        self._answers: dict[tuple[Any, ...], Any] = {}
+        self._seen: OrderedDict[str, Snapshot] = OrderedDict()
+        self._asked = Asked()
+        self.labelled = Labelled(store)
+        self.student = Student(store)
+
+    @property
+    def name(self) -> str:
+        """Name of the job, or of the store's folder."""
+        return str(remembered_job(self.store).get("name") or str(self.store.uri).rstrip("/").rpartition("/")[2])
+
+    @property
+    def decoder(self) -> Decoder | Numbers:
+        """The tokenizer; looked for again while a job has not written one yet."""
+        if self._decoder is None or (self.follow and isinstance(self._decoder, Numbers)):
+            self._decoder = find_decoder(self.store, self._tokenizer)
+        return self._decoder
+
+    def index(self) -> Index:
+        """The newest index; with `follow` a newer snapshot is read when the last one has served for a while."""
+        held = self._index
+        if held is not None and (not self.follow or time.monotonic() < self._next_look):
+            return held
+        if held is not None and self._lock.locked():
+            return held  # another thread is at it
+        with self._lock:
+            held = self._index
+            if held is None or (self.follow and time.monotonic() >= self._next_look):
+                self._going()
+                snapshot = self._pinned or self.store.snapshot()
+                if held is None or snapshot.versions != held.snapshot.versions:
+                    self._next_look = time.monotonic() + PAUSE * (held.spent if held is not None else 0.0)
+                    if held is not None:
+                        held.rest()
+                    self.labelled.changed()
+                    held, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
+                    self._index = held
+                    self._seen[snapshot.digest] = snapshot
+                    if len(self._seen) > KEPT_DIGESTS:
+                        self._seen.popitem(last=False)
+                self._next_look = max(self._next_look, time.monotonic() + SHORTEST_PAUSE_S)
+            return held
+
+    def _going(self) -> None:
+        if self._ending:
+            raise ResourceError("the server is ending")
+
+    def end(self) -> None:
+        """Read no columns any more; what is being read is given up. A thread in Lance would outlive the process."""
+        self._ending = True
+
+    def prepare(self) -> None:
+        """Read all columns before anyone asks for them. What is wrong with a store is said to whoever asks."""
+        with suppress(MopdError, OSError):
+            self.index().fill(self._asked.aside)
+
+    def asked(self) -> AbstractContextManager[None]:
+        """While this is held, `prepare` steps aside."""
+        return self._asked.asking()
+
+    def at(self, snapshot: Snapshot) -> Shown:
+        """This store as it was, with the labels of today."""
+        shown = Shown(self.store, tokenizer=self._tokenizer, snapshot=snapshot)
+        shown.labelled = self.labelled
+        return shown
+
+    def seen(self, digest: str) -> Snapshot | None:
+        """The snapshot of that digest, if it was shown lately."""
+        return self._seen.get(digest)
+
+    def stands_at(self, snapshot: Snapshot) -> bool:
+        """Whether it shows this snapshot until the end."""
+        held = self._index
+        return not self.follow and held is not None and held.snapshot.digest == snapshot.digest
+
+    @property
+    def rows(self) -> int:
+        """Rows of its index; 0 where there is none."""
+        held = self._index
+        return held.total if held is not None else 0
+
+    def forget(self) -> None:
+        """Give the index up; who asks next makes it again."""
+        with self._lock:
+            if self._index is not None:
+                self._index.rest()
+            self._index, self._answers = None, {}
+
+    def remembered(self, key: tuple[Any, ...], make: Any) -> Any:
+        """An expensive answer of this index, computed once."""
+        index = self.index()
+        place = (index.snapshot.digest, *key)
+        if place not in self._answers:
+            answers = self._answers
+            if len(answers) >= KEPT_ANSWERS:
+                answers.clear()
+            answers[place] = make(index)
+        return self._answers[place]
+
+    def describe(self) -> dict[str, Any]:
+        """Answer to the page's first request: name, snapshot, tables, columns, teachers, flags."""
+        index = self.index()
+        rows = {
+            name: self.store.dataset(name, index.snapshot).count_rows()
+            for name in index.snapshot.versions
+            if name in TABLES
+        }
+        return {
+            "name": self.name, "uri": str(self.store.uri), "digest": index.snapshot.digest, "rows": rows,
+            "tags": snapshots.tags(self.store),
+            "columns": [vars(column) for column in index.columns.values()], "teachers": index.teachers,
+            "flags": [name for name in FLAGS if name in index.columns], "samples": index.total,
+            "follow": self.follow,
+        }  # fmt: skip
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Stages in order of their first sample: `stage`, `samples`, and `last`, its last iteration."""
+        return self.index().rows(
+            "select stage, count(*) as samples, max(iteration) as last from rollouts group by stage "
+            "order by min(sample_row)"
+        )
+
+    def pulse(self) -> dict[str, Any]:
+        """Whether something is new: digest and rows of the newest index, the longest samples of those that are still in
+        the token log (`live`), and how many are (`writing`)."""
+        index = self.index()
+        live, writing = live_samples(self.store, self.decoder)
+        return {"digest": index.snapshot.digest, "samples": index.total, "live": live, "writing": writing}
