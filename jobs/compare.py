@@ -5,7 +5,7 @@
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
 them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt. The
-page shows what is there: accuracy from those files, and for recipes without one the mean rewards of mean_rewards.json.
+page shows what is there, and jobs/recipe_tables.py makes its tables.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from figures import results
 from pictures import stages_picture
+from recipe_tables import BySeed, accuracies, tables
 
-from mopd_dataplane import open_store
+from mopd_dataplane import Store, open_store
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.job.job import Job, load_job
+from mopd_dataplane.job.job import load_job
 from mopd_dataplane.query.answers import held_out
-from mopd_dataplane.query.statistics import Estimate, mean_share, over_runs, share
 from mopd_dataplane.run.provenance import provenance
 
 JOBS = Path(__file__).parent
@@ -45,17 +45,33 @@ SHARED = ("base", "speller", "sorter", "walker")
 """Stages of the quickstart that recipes start from and are taught by."""
 OWN_FIGURES = ("quickstart", "alternatives", "smollm2-mopd", "near")
 """Jobs whose results jobs/figures.py shows."""
-MOST_COLUMNS = 5
-"""Of more domains only the mean is shown."""
 HEAD = """
-Accuracy is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of one seed
-with its 95 % interval over prompts, of several with Student's over seeds. Where no such file is there it says `not
-run`, and the table holds **mean rewards** (`jobs/mean_rewards.json`: {where}; mean ± half of Student's 95 % interval
-over seeds, then every seed). A mean reward is not accuracy: reasoning-gym pays partial credit for spelling (a mean of
-0.74 can be a third of the words right) and full reward for sorted numbers that are off by one, so that a difference
-here may have the other sign in accuracy. Below the tables the paragraph that begins with accuracy is of accuracy; all
-else is mean rewards, in per cent of the full reward. Prompts for the figures are those on which settings were looked
-at; small models and tasks: directions, not records."""
+Accuracy is the share of held-out answers that are entirely right, from `jobs/<recipe>/results/<seed>.json`: of several
+seeds the mean and, in brackets, the lowest and the highest, of one seed its 95 % interval over prompts. Differences are
+in points of accuracy, paired by prompt, with their 95 % interval over prompts and McNemar's p; of comparisons in which
+nothing differs one in twenty has a p below 0.05. A seed is another run from the beginning, base and specialists
+included, and answers the same prompts. Where a mean reward stands beside accuracy, it pays partial credit: letters in
+the right place. Settings were chosen while looking at these prompts, so that figures are optimistic; small models and
+tasks: directions, not records. Processor times are of commit 1a01221, 2026-11-21 and 22, on 2 cores that other work
+used at the same time."""
+TRAINED = """
+    select stage, count(*) as steps, sum(staleness_mean * samples) / sum(samples) as staleness,
+           max(staleness_max) as oldest, sum((extra->>'$.dropped')::double * loss_tokens) / sum(loss_tokens) as dropped,
+           sum((extra->>'$.logprob_gap')::double * loss_tokens) / sum(loss_tokens) as logprob_gap
+    from steps group by stage"""
+SAMPLED = """
+    select stage, count(*) as samples, sum((policy_version_first <> policy_version_last)::int)::bigint as mixed
+    from samples where policy <> 'reference' group by stage"""
+OVERLAP = """
+    select stage, avg((extra->>'$.overlap_mass')::double) as overlap_mass
+    from steps group by stage, "window" having count(extra->>'$.overlap_mass') > 0 order by stage, "window"
+"""
+REWARDS = """
+    select stage, avg(reward)::double as rewards from samples join rewards using (uid)
+    where verifier <> 'discriminator' and policy <> 'reference' group by stage, iteration order by stage, iteration"""
+DISCRIMINATOR = """
+    select stage, value as discriminator from events
+    where kind = 'discriminator' and detail->>'$.measure' = 'accuracy' order by stage, iteration"""
 Result = dict[str, Any]
 
 
@@ -99,7 +115,8 @@ def run(recipe: str, seed: int) -> None:
 def figures(recipe: str, seed: int, store: Path) -> Result:
     """What every stage of a finished run made of every held-out prompt at its end."""
     job = load_job(JOBS / recipe)
-    found = held_out(open_store(str(store)))
+    opened = open_store(str(store))
+    found = held_out(opened)
     stages = {}
     for stage in job.stages:
         answers = found.newest(stage.name)
@@ -112,59 +129,37 @@ def figures(recipe: str, seed: int, store: Path) -> Result:
                 for domain in answers.prompts
                 if domain in answers.reward
             }
-    return {"job": recipe, "seed": seed, "split": found.split, "stages": stages, **provenance(job)}
+    said = {"job": recipe, "seed": seed, "split": found.split, "stages": stages, "training": training(opened)}
+    return {**said, **provenance(job)}
 
 
-def results(recipe: str) -> dict[int, Result]:
-    """Committed results by seed."""
-    return {int(file.stem): json.loads(file.read_text()) for file in sorted((JOBS / recipe).glob("results/*.json"))}
+def training(store: Store) -> dict[str, Any]:
+    """Stage -> what its steps and samples were like; lists have a value for every window or iteration.
+
+    Of the recipe's own stages: the quickstart's are the same in every recipe.
+    """
+    found: dict[str, Any] = {}
+    for query in (TRAINED, SAMPLED):
+        for row in store.sql(query).to_pylist():
+            numbers = {k: round(v, 4) for k, v in row.items() if k != "stage" and v is not None}
+            found.setdefault(row["stage"], {}).update(numbers)
+    for query in (OVERLAP, REWARDS, DISCRIMINATOR):
+        for row in store.sql(query).to_pylist():
+            ((name, value),) = ((k, v) for k, v in row.items() if k != "stage")
+            found[row["stage"]].setdefault(name, []).append(round(value, 4))
+    return {stage: said for stage, said in found.items() if stage not in SHARED}
 
 
-def accuracy_table(by_seed: dict[int, Result]) -> Iterable[str]:
-    """Markdown rows: share that is entirely right at the end of every stage, with its interval."""
-    stages = list(dict.fromkeys(stage for result in by_seed.values() for stage in result["stages"]))
-    every = {domain for r in by_seed.values() for said in r["stages"].values() for domain in _right(said)}
-    columns = [*sorted(every), "mean"] if 1 < len(every) <= MOST_COLUMNS else ["mean"]
-    yield f"| entirely right | {' | '.join(columns)} |"
-    yield "|---" * (1 + len(columns)) + "|"
-    for stage in stages:
-        ends = [_right(result["stages"][stage]) for result in by_seed.values() if stage in result["stages"]]
-        parts = {c: [end if c == "mean" else {c: end[c]} for end in ends if c == "mean" or c in end] for c in columns}
-        cells = [_cell(parts[column]) for column in columns]
-        yield f"| {stage} | {' | '.join(cells)} |"
-
-
-def _right(domains: dict[str, dict[str, Any]]) -> dict[str, np.ndarray]:
-    return {d: np.array([int(one) for one in said["correct"]]) for d, said in domains.items() if said["correct"]}
-
-
-def _cell(ends: list[dict[str, np.ndarray]]) -> str:
-    """Of one seed the interval is over prompts, of several over seeds."""
-    if not ends or not all(ends):
-        return "–"
-    if len(ends) > 1:
-        return _percent(over_runs([float(np.mean([v.mean() for v in end.values()])) for end in ends]))
-    return _percent(mean_share(ends[0]) if len(ends[0]) > 1 else share(next(iter(ends[0].values()))))
-
-
-def reward_table(stages: dict[str, dict[str, list[float]]]) -> Iterable[str]:
-    """Markdown rows: mean reward at the end of every stage, mean over seeds with its interval, and every seed."""
-    columns = list(next(iter(stages.values())))
-    yield f"| mean reward | {' | '.join(columns)} |"
-    yield "|---" * (1 + len(columns)) + "|"
-    for stage, rewards in stages.items():
-        cells = []
-        for column in columns:
-            found = over_runs(rewards[column])
-            each = " / ".join(f"{value:.3f}" for value in rewards[column])
-            cells.append(f"{found.value:.3f} ± {found.half:.3f} ({each})")
-        yield f"| {stage} | {' | '.join(cells)} |"
+def by_seed(recipe: str) -> BySeed:
+    """Committed results."""
+    return {result["seed"]: result for result in results(recipe)}
 
 
 def measured(recipe: str) -> str:
-    """What the recipe's own text says came out."""
+    """What the recipe's own text says came out; its links are those of a page in docs/."""
     readme = JOBS / recipe / "README.md"
-    return readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
+    said = readme.read_text().partition("## What was measured\n")[2].strip() if readme.is_file() else ""
+    return said.replace("](../", "](../jobs/")
 
 
 def gallery(names: Iterable[str]) -> Iterable[str]:
@@ -178,45 +173,28 @@ def gallery(names: Iterable[str]) -> Iterable[str]:
 
 
 def picture(recipe: str) -> str:
-    """SVG of a recipe: accuracy where it was measured, else mean reward."""
-    by_seed, old = results(recipe), json.loads((JOBS / "mean_rewards.json").read_text())["recipes"].get(recipe, {})
-    ends: dict[str, list[float]] = {}
-    for result in by_seed.values():
-        for stage, said in result["stages"].items():
-            if right := _right(said):
-                ends.setdefault(stage, []).append(float(np.mean([v.mean() for v in right.values()])))
-    if not ends:
-        ends = {stage: np.mean(list(rewards.values()), axis=0).tolist() for stage, rewards in old.items()}
-    return stages_picture(recipe, ends, "accuracy" if by_seed else "mean reward")
+    """SVG of a recipe."""
+    return stages_picture(recipe, accuracies(by_seed(recipe)), "accuracy")
 
 
 def shown() -> list[str]:
     """Recipes of which there is something to show."""
-    old = json.loads((JOBS / "mean_rewards.json").read_text())["recipes"]
-    return [name for name in recipes() if results(name) or name in old]
+    return [name for name in recipes() if results(name)]
 
 
-def section(recipe: str, job: Job, by_seed: dict[int, Result], rewards: dict[str, dict[str, list[float]]]) -> str:
+def section(recipe: str) -> str:
     """One recipe of the page."""
-    finding = measured(recipe)
+    job = load_job(JOBS / recipe)
     said = f"{job.shows[0].upper()}{job.shows[1:]}. Follows {job.source}."
-    lines = [f"## {recipe}", "", *textwrap.wrap(said, 120, break_on_hyphens=False), ""]
+    lines = [f"## {recipe}", "", *textwrap.wrap(said, 120, break_on_hyphens=False), "", measured(recipe), ""]
     lines += [f"![{recipe}: what every stage ended with](images/recipes/{recipe}.svg)", ""]
-    lines += [*accuracy_table(by_seed), ""] if by_seed else ["Accuracy: not run.", ""]
-    lines += [*reward_table(rewards), ""] if rewards and not by_seed else []
-    return "\n".join([*lines, *([finding, ""] if finding else [])])
+    return "\n".join([*lines, *tables(recipe, by_seed(recipe)), ""])
 
 
 def page() -> str:
     """The whole page."""
-    old = json.loads((JOBS / "mean_rewards.json").read_text())
-    parts = [section(name, load_job(JOBS / name), results(name), old["recipes"].get(name, {})) for name in shown()]
-    seeds = ", ".join(map(str, old["seeds"]))
-    where = f"commit {old['commit']}, {old['date']}, seeds {seeds}, {old['host']['cores']} cores, no GPU"
-    head = " ".join(HEAD.format(where=where).split())
-    return f"# Recipes\n\n{textwrap.fill(head, 120, break_on_hyphens=False)}\n\n" + "\n".join(
-        [*gallery(shown()), "", *parts]
-    )
+    head = textwrap.fill(" ".join(HEAD.split()), 120, break_on_hyphens=False)
+    return f"# Recipes\n\n{head}\n\n" + "\n".join([*gallery(shown()), "", *map(section, shown())])
 
 
 def main() -> None:
@@ -240,10 +218,6 @@ def run_all(recipes: list[str], seeds: list[int], processes: int) -> None:
     with ThreadPoolExecutor(processes) as pool:
         list(pool.map(shared_store, seeds))
         list(pool.map(lambda work: run(*work), [(recipe, seed) for recipe in recipes for seed in seeds]))
-
-
-def _percent(found: Estimate) -> str:
-    return f"{100 * found.value:.1f} % ({100 * found.low:.0f}–{100 * found.high:.0f})"
 
 
 if __name__ == "__main__":

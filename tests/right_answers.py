@@ -4,6 +4,7 @@ sentences write them. Apart from mopd_dataplane/query/statistics.py, which the p
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -35,11 +36,15 @@ def nearest(value: float) -> int:
 
 def whole(values: list[float]) -> str:
     """`17, 21 and 32`."""
-    *first, last = (str(nearest(value)) for value in values)
-    return f"{', '.join(first)} and {last}"
+    return listed(str(nearest(value)) for value in values)
 
 
 def tenths(values: list[float]) -> str:
     """`1.0, 1.5 and 5.5`."""
-    *first, last = (f"{abs(value):.1f}" for value in values)
-    return f"{', '.join(first)} and {last}"
+    return listed(f"{abs(value):.1f}" for value in values)
+
+
+def listed(words: Iterable[str]) -> str:
+    """`a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

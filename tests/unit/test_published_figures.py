@@ -145,34 +145,3 @@ def test_a_page_that_says_accuracy_says_that_it_means_entirely_right(page: Path)
     text = page.read_text()
     if re.search("accura", text, re.IGNORECASE):
         assert MEANS_RIGHT.search(text), f"{page.name} says accuracy and never what it is the share of"
-
-
-DECIMAL = re.compile(r"(?<![\d.])\d+\.\d(?!\d)")
-OF_ACCURACY = re.compile(r"^\*\*Accuracy\*\*.*?(?=^\*\*Mean rewards\*\*|\Z)", re.DOTALL | re.MULTILINE)
-"""The paragraph of a recipe's README."""
-
-
-def shares(domains: dict[str, dict[str, object]]) -> list[float]:
-    """What is entirely right in each domain, in per cent."""
-    return [100 * said.count("1") / len(said) for said in (str(one["correct"]) for one in domains.values()) if said]
-
-
-def known_shares(result: dict[str, dict[str, dict[str, dict[str, object]]]]) -> set[str]:
-    """Every share of a recipe's result, the means over domains, and that of each domain's own specialist."""
-    stages = result["stages"]
-    found = {value for domains in stages.values() for value in shares(domains)}
-    found |= {sum(values) / len(values) for values in map(shares, stages.values()) if values}
-    own = [share for name, domains in stages.items() if name in domains for share in shares({name: domains[name]})]
-    return {f"{value:.1f}" for value in found | ({sum(own) / len(own)} if own else set())}
-
-
-@pytest.mark.parametrize("readme", sorted(ROOT.glob("jobs/*/README.md")), ids=lambda readme: readme.parent.name)
-def test_what_a_recipe_says_of_accuracy_is_in_its_results(readme: Path) -> None:
-    """Numbers in prose: a share that stands in no result is a slip, or of a run that was done again since."""
-    if said := OF_ACCURACY.search(readme.read_text()):
-        of_quickstart = json.loads((ROOT / "jobs/quickstart/results/full-vocab-0.json").read_text())["policies"]
-        known = known_shares({"stages": {name: policy["domains"] for name, policy in of_quickstart.items()}})
-        for file in readme.parent.glob("results/*.json"):
-            known |= known_shares(json.loads(file.read_text()))
-        settings = set(DECIMAL.findall((readme.parent / "job.toml").read_text()))
-        assert set(DECIMAL.findall(said[0])) - settings <= known
