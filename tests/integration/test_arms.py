@@ -112,7 +112,7 @@ def test_an_arm_is_run_once_and_its_file_says_what_became_of_every_prompt(
     assert said["base"]["moved"] == {}
     for name in ("later", "mopd-exact"):
         assert said[name]["moved"].keys() == set(SPECIALISTS)
-        assert all(found["kl"] > 0 and found["entropy"] > 0 for found in said[name]["moved"].values())
+        assert all(found["kl"] >= 0 and found["entropy"] > 0 for found in said[name]["moved"].values())
     capsys.readouterr()
     arms.main(comparison)
     assert "is there" in capsys.readouterr().out
