@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 from figures import Result, Right, over_seeds, points, right, source
@@ -170,7 +170,7 @@ def concurrency(by_seed: BySeed) -> Iterable[str]:
     """async: what came of sampling and training at the same time."""
     told = _with("training", by_seed)
     yield from _head(
-        f"mean over steps, seeds {_listed(told)}", "staleness in versions", "most", "tokens dropped by IcePop",
+        f"mean over steps, {_listed(told)}", "staleness in versions", "most", "tokens dropped by IcePop",
         "mismatch, nat a token", "answers of two versions, of all",
     )  # fmt: skip
     for stage in ("in-turn", "async-icepop", "async-tis"):
@@ -188,7 +188,7 @@ def sampled_rewards(by_seed: BySeed) -> Iterable[str]:
     told = _with("training", by_seed)
     stages = {stage: [r["training"][stage]["rewards"] for r in told.values()] for stage in ("grpo", "dapo", "dr-grpo")}
     columns = range(len(stages["grpo"][0]))
-    yield from _head(f"mean reward of samples, seeds {_listed(told)}", *(f"iteration {number}" for number in columns))
+    yield from _head(f"mean reward of samples, {_listed(told)}", *(f"iteration {number}" for number in columns))
     for stage, each in stages.items():
         yield _row(stage, *(f"{np.mean([rewards[number] for rewards in each]):.3f}" for number in columns))
 
@@ -209,7 +209,7 @@ def told_apart(by_seed: BySeed) -> Iterable[str]:
 def overlap(by_seed: BySeed) -> Iterable[str]:
     """topk: the student's probability on the tokens that are among the likeliest of both models."""
     told = _with("training", by_seed)
-    yield from _head(f"overlap mass, seeds {_listed(told)}", "first window", "last window")
+    yield from _head(f"overlap mass, {_listed(told)}", "first window", "last window")
     for stage in dict.fromkeys(stage for stage, _, _ in COMPARED["topk"]):
         each = [result["training"][stage]["overlap_mass"] for result in told.values()]
         yield _row(stage, *(_numbers([ends[place] for ends in each], ".2f") for place in (0, -1)))
@@ -237,7 +237,7 @@ def sources(by_seed: BySeed) -> str:
     runs: dict[str, list[int]] = {}
     for seed, result in by_seed.items():
         runs.setdefault(source(result), []).append(seed)
-    said += [f"{'Seed' if len(seeds) == 1 else 'Seeds'} {_listed(seeds)}: {run}" for run, seeds in runs.items()]
+    said += [f"{_listed(seeds).capitalize()}: {run}" for run, seeds in runs.items()]
     return " ".join(said)
 
 
@@ -253,8 +253,8 @@ def _numbers(values: list[float], form: str, unit: str = "") -> str:
     return f"{mean}{unit}{spread}"
 
 
-def _listed(seeds: Iterable[int]) -> str:
-    return ", ".join(map(str, seeds))
+def _listed(seeds: Collection[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
 def _head(*cells: str) -> tuple[str, str]:

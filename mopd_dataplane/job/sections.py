@@ -413,7 +413,7 @@ class Load(Section):
     cache_bytes: int | None = Field(default=None, ge=0)
     """Bound on what is kept there, 0 keeps nothing; by default a quarter of its disk's free room."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Longest wait of a rank for its next pack, and of the loader for a rank that reads one."""
+    """Longest wait for the loader to start, of a rank for its next pack, and of the loader for a rank that reads."""
 
 
 class Lora(Section):

@@ -64,12 +64,11 @@ def start_server(
     spec: LoadSpec,
     *,
     storage_options: dict[str, str] | None = None,
-    deadline_s: float = 60.0,
 ) -> LoaderProcess:
     """Start a loader and wait until it listens on `socket`.
 
     Raises what the loader raised when it could not start, EngineError when it died without a message, DeadlineError
-    when it is not ready in time.
+    when it is not ready within the longest silence that the spec allows it.
     """
     path = Path(socket)
     command = [sys.executable, "-m", "mopd_dataplane.load.server", "--store", store_uri, "--socket", str(path)]
@@ -81,14 +80,17 @@ def start_server(
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        ready = selector.select(deadline_s)
+        ready = selector.select(spec.deadline_s)
     line = process.stdout.readline() if ready else ""
     if not line:
         process.kill()
         code = process.wait(KILLED_S)
         if ready:
             raise EngineError(f"the loader ended with exit code {code} before it was ready; see its messages above")
-        raise DeadlineError(f"the loader was not ready after {deadline_s:g} s")
+        raise DeadlineError(
+            f"the loader was alive but not ready after {spec.deadline_s:g} s (load.deadline_s): a busy machine or "
+            "slow disk; raise it or run again, nothing is lost"
+        )
     message = json.loads(line)
     if "error" in message:
         process.wait(KILLED_S)

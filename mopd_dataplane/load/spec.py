@@ -43,7 +43,7 @@ class LoadSpec(Section):
     cache_bytes: int | None = Field(default=None, ge=0)
     """Bound on what is kept there, 0 keeps nothing; by default a quarter of its disk's free room."""
     deadline_s: float = Field(default=60.0, gt=0)
-    """Longest silence between the loader and a trainer."""
+    """Longest start of the loader, and silence between it and a trainer."""
     verify: bool = False
     """Check the stored checksum of every payload that is read."""
     poison: bool = False

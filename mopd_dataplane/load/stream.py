@@ -65,7 +65,7 @@ class BatchStream:
         first = int(environment.get("LOCAL_RANK", "0")) == 0
         self._loader: LoaderProcess | None = None
         if socket is None and first and not is_served(path):
-            self._loader = start_server(str(store), path, spec, deadline_s=spec.deadline_s)
+            self._loader = start_server(str(store), path, spec)
         try:
             self._client = LoaderClient(
                 path,

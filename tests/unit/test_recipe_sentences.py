@@ -286,12 +286,21 @@ def of_qwen3(r: Recipe) -> Iterator[str]:
 
 
 def of_topk(r: Recipe) -> Iterator[str]:
+    ends = {
+        form: r.training(f"topk-{form}", "overlap_mass") for form in ("truncated", "corrected", "tail", "renormalised")
+    }
+    assert all(last < first for first, *_, last in ends.pop("corrected"))
+    assert all(last > first for form in ends.values() for first, *_, last in form)
     yield f"{r.seeds}"
     yield f"{r.moved('topk-truncated', 'base', *ALL)}"
+    yield f"the bases have {r.has('base', SPIRALS)} %"
+    yield f"truncated {r.has('topk-truncated', SPIRALS)} %"
+    yield f"the tail {r.has('topk-tail', SPIRALS)} %"
+    yield f"renormalised {r.has('topk-renormalised', SPIRALS)} %"
     yield f"{r.moved('topk-tail', 'base', *ALL)}"
     yield f"{r.moved('topk-renormalised', 'base', *ALL)}"
-    yield f"Truncated against the tail: {r.moved('topk-truncated', 'topk-tail', *ALL)}"
-    yield f"against renormalised: {r.moved('topk-truncated', 'topk-renormalised', *ALL)}"
+    yield f"truncated is above the tail by {r.gained('topk-truncated', 'topk-tail', *ALL)}"
+    yield f"above renormalised by {r.gained('topk-truncated', 'topk-renormalised', *ALL)}"
     yield f"{r.moved('topk-corrected', 'base', *ALL)}"
 
 

@@ -180,6 +180,20 @@ def test_a_loader_may_open_as_many_files_as_this_machine_allows(store, tmp_path)
     assert re.search(rf"Max open files +{hard} +{hard} ", limits)
 
 
+def test_a_loader_that_starts_too_slowly_is_ended_and_the_key_named(store, tmp_path):
+    slow = SPEC.model_copy(update={"deadline_s": 0.01})
+    with pytest.raises(DeadlineError, match=r"alive but not ready after 0\.01 s \(load\.deadline_s\)"):
+        start_server(store.uri, tmp_path / "l.sock", slow)
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _command(path)]
+
+
+def _command(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def test_members_of_a_group_read_the_same_slots(loader):
     clients = [connect(loader, member=member, members=2) for member in range(2)]
     streams = [client.batches(STAGE, 0) for client in clients]
