@@ -4,8 +4,8 @@
 
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
-them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt. The
-page shows what is there, and jobs/recipe_tables.py makes its tables.
+them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt, and
+what its steps and samples were like. The page shows what is there; jobs/recipe_tables.py makes its tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STORES = Path("runs/recipes")
 PAGE = JOBS.parent / "docs" / "recipes.md"
 PICTURES = PAGE.parent / "images" / "recipes"
 TIME = re.compile(
-    r"([\d,]+(?: to [\d,]+)?) s\s+of\s+processor\s+time(?:\s+each)?(\s+beyond\s+base\s+and\s+specialists)?"
+    r"A seed takes ([\d,]+(?: to [\d,]+)? s) of processor time( beyond (?:the base|base and specialists))?"
 )
 """How the texts of the recipes say what a run took."""
 SHARED = ("base", "speller", "sorter", "walker")
@@ -96,7 +96,7 @@ def shared_store(seed: int) -> Path:
 
 
 def run(recipe: str, seed: int) -> None:
-    """Run a recipe to its end and write its figures, unless they are there."""
+    """Run a recipe to its end and write its result, unless that is there."""
     out = JOBS / recipe / "results" / f"{seed}.json"
     if out.exists():
         return
@@ -168,8 +168,8 @@ def gallery(names: Iterable[str]) -> Iterable[str]:
     yield "|---|---|---|"
     for name in names:
         took = TIME.search(measured(name))
-        cost = "not measured" if took is None else f"{took[1]} s{took[2] or ''}"
-        yield f"| [{name}](#{name}) | {load_job(JOBS / name).shows} | {' '.join(cost.split())} |"
+        cost = "not measured" if took is None else took[1] + (took[2] or "")
+        yield f"| [{name}](#{name}) | {load_job(JOBS / name).shows} | {cost} |"
 
 
 def picture(recipe: str) -> str:

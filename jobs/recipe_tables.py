@@ -223,7 +223,9 @@ MORE: dict[str, Callable[[BySeed], Iterable[str]]] = {
 
 def tables(recipe: str, by_seed: BySeed) -> Iterable[str]:
     """All tables of a recipe, and where they come from."""
-    yield from (*accuracy(recipe, by_seed), "", *differences(recipe, by_seed), "")
+    yield from (*accuracy(recipe, by_seed), "")
+    if recipe in COMPARED:
+        yield from (*differences(recipe, by_seed), "")
     if recipe == "deepseek-v4" or (recipe in MORE and _with("training", by_seed)):
         yield from (*MORE[recipe](by_seed), "")
     yield from textwrap.wrap(sources(by_seed), 120, break_on_hyphens=False)
