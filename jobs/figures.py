@@ -298,11 +298,14 @@ def near() -> str:
 
 
 def conflict() -> str:
-    """Every arm of two skills in conflict: accuracy in both and in nobody's, how far it moved, its entropy and cost."""
+    """Every arm of two skills in conflict: accuracy in both and in nobody's, how far it moved, its entropy and cost.
+
+    Both domains ask about the same pairs of numbers in the same order, so that a pair may have both answers right.
+    """
     run = _module(JOBS / "conflict" / "run_conflict.py")
     by_arm = _by_arm("conflict", run.ARMS)
-    head = ("arm", "what it does", *run.SPECIALISTS, "mean of both", "capital (nobody's)", "KL to its start",
-            "entropy", "student tokens", "all tokens", "minutes", "seeds")  # fmt: skip
+    head = ("arm", "what it does", *run.SPECIALISTS, "both of a pair", "capital (nobody's)", "KL to its start",
+            "entropy", "student tokens", "all tokens", "seeds")  # fmt: skip
     lines = [_row(*head), _row(*["---"] * len(head))]
     for name, found in by_arm.items():
         says = run.ARMS[name].says
@@ -311,11 +314,10 @@ def conflict() -> str:
             continue
         ends = _ends(found)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in run.SPECIALISTS]
-        cells += [over_seeds([{d: end[d] for d in run.SPECIALISTS} for end in ends.values()])]
+        cells += [over_seeds([{"both": np.minimum(*(end[d] for d in run.SPECIALISTS))} for end in ends.values()])]
         cells += [over_seeds([{"capital": end["capital"]} for end in ends.values()])]
         cells += [_in_both(found, "kl"), _in_both(found, "entropy"), *_cost(found)]
-        minutes = f"{_mean(r['seconds'] for r in found) / 60:.0f}"
-        lines.append(_row(name, says, *cells, minutes, ", ".join(map(str, sorted(ends)))))
+        lines.append(_row(name, says, *cells, ", ".join(map(str, sorted(ends)))))
     return "\n".join(lines) + "\n"
 
 

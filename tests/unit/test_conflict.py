@@ -24,9 +24,10 @@ def questions(domain: str, split: str) -> dict[str, str]:
 def test_the_right_answer_to_one_question_is_the_wrong_one_to_the_other(split: str) -> None:
     larger, smaller = questions("larger", split), questions("smaller", split)
     assert len(larger) == len(smaller) == getattr(JOB.domains["larger"], split)
-    for question, answer in larger.items():
+    for (question, answer), (opposite, other) in zip(larger.items(), smaller.items(), strict=True):
+        assert question.replace("larger", "smaller") == opposite, "the table of figures takes them as pairs, in order"
         numbers = {int(digits) for digits in re.findall(r"\d+", question)}
-        assert {int(answer), int(smaller[question.replace("larger", "smaller")])} == numbers
+        assert {int(answer), int(other)} == numbers
         assert int(answer) == max(numbers)
 
 
