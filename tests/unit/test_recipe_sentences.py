@@ -141,7 +141,12 @@ def of_coevolve(r: Recipe) -> Iterator[str]:
     yield f"{r.seeds}"
     yield f"by {r.gained('student-1-longer', 'student-1', *ALL)}"
     yield f"{r.moved('student-2', 'student-1-longer', *ALL)}"
-    yield f"at {r.has('student-2', SORTING)} %, the control at {r.has('student-1-longer', SORTING)} %"
+    yield f"the first student has {r.has('student-1', SPIRALS)} %"
+    yield f"the second {r.has('student-2', SPIRALS)} %"
+    yield f"the control {r.has('student-1-longer', SPIRALS)} %"
+    yield f"{chances(r.ps('student-2', 'student-1-longer', SPIRALS))}"
+    yield f"the second stands at {r.has('student-2', SORTING)} %"
+    yield f"the control at {r.has('student-1-longer', SORTING)} %"
     yield f"{chances(r.ps('student-2', 'student-1-longer', SORTING))}"
     yield f"gains {r.gained('sorter-2', 'student-1', SORTING)} of sorting"
     yield f"{least(*loses)}"
@@ -260,8 +265,8 @@ def of_opd(r: Recipe) -> Iterator[str]:
     yield f"the discount {r.moved('discounted', 'base', SORTING)}"
     yield f"four are {r.moved('four-answers', 'one-answer', SORTING)}"
     yield f"the discount {r.moved('discounted', 'one-answer', SORTING)}"
-    yield f"{r.moved('one-answer', 'base', SPIRALS)} of the spirals"
-    yield f"{r.moved('one-answer', 'base', SPELLING)} of spelling"
+    yield f"the spirals by {r.moved('one-answer', 'base', SPIRALS)}"
+    yield f"spelling by {r.moved('one-answer', 'base', SPELLING)}"
 
 
 def of_opsd(r: Recipe) -> Iterator[str]:
@@ -350,11 +355,13 @@ def test_a_text_says_what_the_answers_say(name: str) -> None:
 
 def quoted() -> Iterator[str]:
     """What docs/evidence.md says of recipes."""
+    grown = Recipe("coevolve")
+    yield f"gains {grown.gained('sorter-2', 'student-1', SORTING)} of sorting"
     topk = Recipe("topk")
     falls = [topk.mean(stage, SORTING) for stage in ("base", "topk-corrected")]
     yield f"whose sorting falls from {falls[0]:.1f} to {falls[1]:.1f} % in the mean of three seeds"
 
 
-@pytest.mark.parametrize("sentence", quoted())
+@pytest.mark.parametrize("sentence", [*quoted()])
 def test_evidence_says_of_recipes_what_their_answers_say(sentence: str) -> None:
     assert sentence in " ".join((ROOT / "docs" / "evidence.md").read_text().split())
