@@ -304,8 +304,8 @@ def conflict() -> str:
     """
     run = _module(JOBS / "conflict" / "run_conflict.py")
     by_arm = _by_arm("conflict", run.ARMS)
-    head = ("arm", "what it does", *run.SPECIALISTS, "both of a pair", "capital (nobody's)", "KL to its start",
-            "entropy", "student tokens", "all tokens", "seeds")  # fmt: skip
+    head = ("arm", "what it does", *run.SPECIALISTS, "both of a pair", "neither", "capital (nobody's)",
+            "KL to its start", "entropy", "student tokens", "all tokens", "seeds")  # fmt: skip
     lines = [_row(*head), _row(*["---"] * len(head))]
     for name, found in by_arm.items():
         says = run.ARMS[name].says
@@ -314,7 +314,8 @@ def conflict() -> str:
             continue
         ends = _ends(found)
         cells = [over_seeds([{d: end[d]} for end in ends.values()]) for d in run.SPECIALISTS]
-        cells += [over_seeds([{"both": np.minimum(*(end[d] for d in run.SPECIALISTS))} for end in ends.values()])]
+        several = [np.sum([end[d] for d in run.SPECIALISTS], axis=0) for end in ends.values()]
+        cells += [over_seeds([{"pair": (count == wanted).astype(int)} for count in several]) for wanted in (2, 0)]
         cells += [over_seeds([{"capital": end["capital"]} for end in ends.values()])]
         cells += [_in_both(found, "kl"), _in_both(found, "entropy"), *_cost(found)]
         lines.append(_row(name, says, *cells, ", ".join(map(str, sorted(ends)))))
