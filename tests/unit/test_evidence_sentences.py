@@ -4,6 +4,7 @@ p, computed here from the strings of right and wrong, and looked up in the page'
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,11 +13,15 @@ import numpy as np
 import pytest
 from right_answers import Answers, gain, nearest, p, right, tenths, whole
 
+from mopd_dataplane.job.job import load_job
+from mopd_dataplane.prompts import load_prompts
+
 ROOT = Path(__file__).parents[2]
 PAGE = " ".join((ROOT / "docs" / "evidence.md").read_text().split())
 SORTING, SPELLING, SPIRALS = "number_sorting", "spell_backward", "spiral_matrix"
 ALL = (SORTING, SPELLING, SPIRALS)
 TAUGHT = ("date", "json", "larger")
+QUESTIONS = ("larger", "smaller")
 
 
 @cache
@@ -39,6 +44,19 @@ def near(name: str) -> Answers:
 def smol(name: str) -> Answers:
     """Of jobs/smollm2-mopd."""
     return answers("smollm2-mopd", name)
+
+
+def pairs(name: str, seed: int = 0) -> Answers:
+    """Of jobs/conflict, and under `both` what is right about both numbers of a pair."""
+    found = answers("conflict", name, seed)
+    both = zip(*(found[domain] for domain in QUESTIONS), strict=True)
+    return {**found, "both": "".join(str(int(one == ("1", "1"))) for one in both)}
+
+
+def in_nat(name: str, what: str) -> float:
+    """`kl` or `entropy` of an arm of jobs/conflict at seed 0, a mean over both questions."""
+    moved = json.loads((ROOT / "jobs" / "conflict" / "results" / f"{name}-0.json").read_text())["moved"]
+    return float(np.mean([moved[domain][what] for domain in QUESTIONS]))
 
 
 def of_seeds(name: str, other: str, *domains: str) -> list[float]:
@@ -121,7 +139,53 @@ def of_a_pretrained_model() -> Iterator[str]:
     yield f"({right(smol('grpo'), *TAUGHT):.0f} %, p = {p(exact, smol('grpo'), *TAUGHT):.2f})"
 
 
-SAID = [*at_equal_cost(), *claims(), *from_a_near_teacher(), *of_a_pretrained_model()]
+def of_conflicting_rewards() -> Iterator[str]:
+    """What is said below the table of jobs/conflict, and of it in the table of claims."""
+    own, lost = ([gain(pairs("larger", seed), pairs("base", seed), domain) for seed in (0, 1)] for domain in QUESTIONS)
+    again, new = ([gain(pairs("cascade", s), pairs("larger", s), domain) for s in (0, 1)] for domain in QUESTIONS)
+    yield f"a specialist gains {whole(own)} points of its own question and loses {whole(lost)} of the opposite one"
+    yield f"gains {whole(own)} points of its own question at seeds 0 and 1, and loses {whole(lost)} of the opposite one"
+    other = [nearest(gain(pairs("smaller", 1), pairs("base", 1), domain)) for domain in ("smaller", "larger")]
+    yield "that of the smaller number gains {} and loses {} at seed 1".format(*other)
+    capitals = [right(pairs(name, 1), "capital") for name in ("base", "smaller")]
+    chance = p(pairs("smaller", 1), pairs("base", 1), "capital")
+    yield f"loses capitals ({capitals[0]:.1f} to {capitals[1]:.1f} %, p = {chance:.3f})"
+    yield f"on top of it costs it {whole(again)}"
+    yield (
+        f"take {whole(again)} points of that skill away again (p < 0.001 each) and bring {nearest(new[0])} "
+        f"(p = {p(pairs('cascade'), pairs('larger'), 'smaller'):.2f}) and {nearest(new[1])} (p < 0.001) of the new one"
+    )
+    up, down = (gain(pairs("grpo"), pairs("base"), domain) for domain in QUESTIONS)
+    yield f"up by {nearest(up)} points in one question and down by {nearest(down)} in the other"
+    base, larger, smaller, mopd = map(pairs, ("base", "larger", "smaller", "mopd-exact"))
+    yield (
+        f"At seed 0 the base is right about both numbers of {right(base, 'both'):.1f} % of the pairs, "
+        f"the larger number's specialist of {right(larger, 'both'):.1f} % (p = {p(larger, base, 'both'):.3f}), "
+        "both rewards together of "
+        f"{right(pairs('grpo'), 'both'):.1f} %"
+    )
+    yield f"has {nearest(gain(smaller, base, 'smaller'))} points less than the base of the very question"
+    plain, held = pairs("cascade"), pairs("cascade-strong-kl")
+    yield (
+        f"it ends {in_nat('cascade-strong-kl', 'kl'):.2f} nat from its start where `cascade` ends "
+        f"{in_nat('cascade', 'kl'):.2f} away"
+    )
+    yield f"both numbers of {right(held, 'both'):.1f} % of the pairs (p = {p(held, plain, 'both'):.3f})"
+    yield f"({right(held, 'larger'):.1f} against {right(plain, 'larger'):.1f} %, p = {p(held, plain, 'larger'):.2f})"
+    yield f"0.04 ends {in_nat('cascade-kl', 'kl'):.2f} away"
+    wide = [in_nat(name, "entropy") for name in ("cascade-strong-entropy", "cascade", "cascade-entropy")]
+    yield "{:.2f} nat where `cascade` has {:.2f}, and with 0.01 {:.2f}".format(*wide)
+    yield f"right about both numbers of {right(mopd, 'both'):.1f} % of the pairs, the only arm above the base"
+    shares = f"{right(mopd, 'smaller'):.1f} against {right(smaller, 'smaller'):.1f} %"
+    below = nearest(gain(mopd, larger, "larger"))
+    yield f"({shares}, p = {p(mopd, smaller, 'smaller'):.2f}) and {below} points less than the larger"
+    neither = [given for given in zip(mopd["larger"], mopd["smaller"], strict=True) if given == ("0", "0")]
+    yield f"it is wrong about both numbers of {100 * len(neither) / len(mopd['larger']):.1f} %"
+
+
+SAID = [
+    *at_equal_cost(), *claims(), *from_a_near_teacher(), *of_a_pretrained_model(), *of_conflicting_rewards(),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", SAID)
@@ -138,3 +202,40 @@ def test_rewards_and_sampled_tokens_do_not_differ_from_the_base() -> None:
     ]  # fmt: skip
     assert moved == [("mopd-baseline", 2, SPIRALS), ("cascade", 2, SPELLING), ("cascade", 2, SPIRALS)]
     assert all(p(arm(name, seed), arm("base", seed), *ALL) > 0.05 for name in arms for seed in range(3))
+
+
+def test_rewards_in_conflict_move_what_the_page_says_and_not_the_capitals() -> None:
+    assert max(p(pairs("smaller", 1), pairs("base", 1), domain) for domain in QUESTIONS) < 0.001
+    for seed in (0, 1):
+        base, larger, cascade = (pairs(name, seed) for name in ("base", "larger", "cascade"))
+        assert max(p(larger, base, domain) for domain in QUESTIONS) < 0.001
+        assert p(cascade, larger, "larger") < 0.001
+    assert p(pairs("cascade", 1), pairs("larger", 1), "smaller") < 0.001
+    everywhere = [file.stem.rpartition("-") for file in (ROOT / "jobs" / "conflict" / "results").glob("*.json")]
+    fewer = [(name, s) for name, _, s in everywhere if p(pairs(name, int(s)), pairs("base", int(s)), "capital") < 0.05]
+    assert fewer == [("smaller", "1")]
+    mopd, base = pairs("mopd-exact"), pairs("base")
+    assert p(mopd, base, "both") < 0.001 < gain(mopd, base, "both")
+    above = {name for name, _, s in everywhere if s == "0" and right(pairs(name), "both") > right(base, "both")}
+    assert above == {"mopd-exact"}
+    assert p(mopd, pairs("larger"), "larger") < 0.001
+    for name in ("cascade-kl", "cascade-entropy", "cascade-strong-entropy"):
+        assert all(pairs(name)[domain] == pairs("cascade")[domain] for domain in QUESTIONS)
+
+
+def test_which_number_of_a_pair_is_named() -> None:
+    job = load_job(ROOT / "jobs" / "conflict")
+    asked = [p for p in load_prompts("larger", job.domains["larger"]) if p.split == "eval"]
+    numbers = [[int(one) for one in re.findall(r"\d+", json.loads(prompt.messages)[-1]["content"])] for prompt in asked]
+    first = {"larger": [a > b for a, b in numbers], "smaller": [a < b for a, b in numbers]}
+
+    def as_first(name: str, domain: str) -> float:
+        """Share of answers that are right where the first number is, and wrong where it is not."""
+        return float(
+            np.mean([(one == "1") == right for one, right in zip(pairs(name)[domain], first[domain], strict=True)])
+        )
+
+    assert [as_first("cascade", domain) for domain in QUESTIONS] == [1, 1]
+    assert all(as_first("smaller", domain) < 0.1 for domain in QUESTIONS)
+    assert as_first("mopd-exact", "larger") > 0.85
+    assert as_first("mopd-exact", "smaller") < 0.02
