@@ -319,6 +319,13 @@ def conflict() -> str:
         cells += [over_seeds([{"capital": end["capital"]} for end in ends.values()])]
         cells += [_in_both(found, "kl"), _in_both(found, "entropy"), *_cost(found)]
         lines.append(_row(name, says, *cells, ", ".join(map(str, sorted(ends)))))
+    apart = {r["seed"]: r["teacher_distance"] for r in by_arm["mopd-exact"]}
+    if apart:
+        said = "; ".join(
+            f"{', '.join(f'{domain} {nat:.2f}' for domain, nat in found.items())} at seed {seed}"
+            for seed, found in sorted(apart.items())
+        )
+        lines += ["", *textwrap.wrap(f"Exact reverse KL from the base to each teacher, nat per token: {said}.", 120)]
     return "\n".join(lines) + "\n"
 
 

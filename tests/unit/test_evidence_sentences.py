@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from right_answers import Answers, gain, nearest, p, right, tenths, whole
+from right_answers import Answers, gain, listed, nearest, p, right, tenths, whole
 
 from mopd_dataplane.job.job import load_job
 from mopd_dataplane.prompts import load_prompts
@@ -53,10 +53,11 @@ def pairs(name: str, seed: int = 0) -> Answers:
     return {**found, "both": "".join(str(int(one == ("1", "1"))) for one in both)}
 
 
-def in_nat(name: str, what: str) -> float:
-    """`kl` or `entropy` of an arm of jobs/conflict at seed 0, a mean over both questions."""
-    moved = json.loads((ROOT / "jobs" / "conflict" / "results" / f"{name}-0.json").read_text())["moved"]
-    return float(np.mean([moved[domain][what] for domain in QUESTIONS]))
+def nats(name: str, what: str, seeds: Sequence[int] = (0, 1)) -> str:
+    """`kl` or `entropy` of an arm of jobs/conflict by seed, a mean over both questions."""
+    files = [ROOT / "jobs" / "conflict" / "results" / f"{name}-{seed}.json" for seed in seeds]
+    moved = [json.loads(file.read_text())["moved"] for file in files]
+    return listed(f"{np.mean([one[domain][what] for domain in QUESTIONS]):.2f}" for one in moved)
 
 
 def of_seeds(name: str, other: str, *domains: str) -> list[float]:
@@ -140,51 +141,72 @@ def of_a_pretrained_model() -> Iterator[str]:
 
 
 def of_conflicting_rewards() -> Iterator[str]:
-    """What is said below the table of jobs/conflict, and of it in the table of claims."""
-    own, lost = ([gain(pairs("larger", seed), pairs("base", seed), domain) for seed in (0, 1)] for domain in QUESTIONS)
-    again, new = ([gain(pairs("cascade", s), pairs("larger", s), domain) for s in (0, 1)] for domain in QUESTIONS)
+    """What is said below the table of jobs/conflict, and of it in the table of claims; two figures are of two seeds."""
+    seeds = (0, 1)
+    own, lost = ([gain(pairs("larger", seed), pairs("base", seed), domain) for seed in seeds] for domain in QUESTIONS)
+    again, new = ([gain(pairs("cascade", s), pairs("larger", s), domain) for s in seeds] for domain in QUESTIONS)
     yield f"a specialist gains {whole(own)} points of its own question and loses {whole(lost)} of the opposite one"
-    yield f"gains {whole(own)} points of its own question at seeds 0 and 1, and loses {whole(lost)} of the opposite one"
+    yield f"on top of it costs it {whole(again)}"
+    yield f"number gains {whole(own)} points of its own question and loses {whole(lost)} of the opposite one"
     other = [nearest(gain(pairs("smaller", 1), pairs("base", 1), domain)) for domain in ("smaller", "larger")]
     yield "that of the smaller number gains {} and loses {} at seed 1".format(*other)
     capitals = [right(pairs(name, 1), "capital") for name in ("base", "smaller")]
     chance = p(pairs("smaller", 1), pairs("base", 1), "capital")
     yield f"loses capitals ({capitals[0]:.1f} to {capitals[1]:.1f} %, p = {chance:.3f})"
-    yield f"on top of it costs it {whole(again)}"
     yield (
-        f"take {whole(again)} points of that skill away again (p < 0.001 each) and bring {nearest(new[0])} "
+        f"take {whole(again)} points of it away again (p < 0.001 each) and bring {nearest(new[0])} "
         f"(p = {p(pairs('cascade'), pairs('larger'), 'smaller'):.2f}) and {nearest(new[1])} (p < 0.001) of the new one"
     )
-    up, down = (gain(pairs("grpo"), pairs("base"), domain) for domain in QUESTIONS)
-    yield f"up by {nearest(up)} points in one question and down by {nearest(down)} in the other"
-    base, larger, smaller, mopd = map(pairs, ("base", "larger", "smaller", "mopd-exact"))
+    yield f"right about both numbers of {tenths([right(pairs('base', s), 'both') for s in seeds])} % of the pairs. No"
+    less = gain(pairs("smaller"), pairs("base"), "smaller")
+    yield f"has {nearest(less)} points less than the base of the very question"
+    both = [right(pairs("grpo", s), "both") for s in seeds]
+    chance = p(pairs("grpo", 1), pairs("base", 1), "both")
+    yield f"leave {both[0]:.1f} % of the pairs at seed 0 (p < 0.001) and {both[1]:.1f} % at seed 1 (p = {chance:.2f})"
+
+
+def of_terms_against_conflict() -> Iterator[str]:
+    """The same of a KL to the start and of an entropy bonus, and of distillation."""
+    seeds = (0, 1)
+    plain, held = ([pairs(name, s) for s in seeds] for name in ("cascade", "cascade-strong-kl"))
     yield (
-        f"At seed 0 the base is right about both numbers of {right(base, 'both'):.1f} % of the pairs, "
-        f"the larger number's specialist of {right(larger, 'both'):.1f} % (p = {p(larger, base, 'both'):.3f}), "
-        "both rewards together of "
-        f"{right(pairs('grpo'), 'both'):.1f} %"
+        f"ends {nats('cascade-strong-kl', 'kl')} nat from its start where `cascade` ends {nats('cascade', 'kl')} away"
     )
-    yield f"has {nearest(gain(smaller, base, 'smaller'))} points less than the base of the very question"
-    plain, held = pairs("cascade"), pairs("cascade-strong-kl")
+    first = f"has {right(held[1], 'larger'):.1f} % of the larger numbers right where `cascade` has"
+    second = f"({right(held[1], 'smaller'):.1f} against {right(plain[1], 'smaller'):.1f} %"
     yield (
-        f"it ends {in_nat('cascade-strong-kl', 'kl'):.2f} nat from its start where `cascade` ends "
-        f"{in_nat('cascade', 'kl'):.2f} away"
+        f"{first} {right(plain[1], 'larger'):.1f} (p < 0.001), and as many of the smaller ones {second}, "
+        f"p = {p(held[1], plain[1], 'smaller'):.2f})"
     )
-    yield f"both numbers of {right(held, 'both'):.1f} % of the pairs (p = {p(held, plain, 'both'):.3f})"
-    yield f"({right(held, 'larger'):.1f} against {right(plain, 'larger'):.1f} %, p = {p(held, plain, 'larger'):.2f})"
-    yield f"0.04 ends {in_nat('cascade-kl', 'kl'):.2f} away"
-    wide = [in_nat(name, "entropy") for name in ("cascade-strong-entropy", "cascade", "cascade-entropy")]
-    yield "{:.2f} nat where `cascade` has {:.2f}, and with 0.01 {:.2f}".format(*wide)
-    yield f"right about both numbers of {right(mopd, 'both'):.1f} % of the pairs, the only arm above the base"
-    shares = f"{right(mopd, 'smaller'):.1f} against {right(smaller, 'smaller'):.1f} %"
-    below = nearest(gain(mopd, larger, "larger"))
-    yield f"({shares}, p = {p(mopd, smaller, 'smaller'):.2f}) and {below} points less than the larger"
-    neither = [given for given in zip(mopd["larger"], mopd["smaller"], strict=True) if given == ("0", "0")]
-    yield f"it is wrong about both numbers of {100 * len(neither) / len(mopd['larger']):.1f} %"
+    shares = [right(one, "larger") for one in (held[0], plain[0])]
+    yield f"({shares[0]:.1f} against {shares[1]:.1f} %, p = {p(held[0], plain[0], 'larger'):.2f})"
+    mild = pairs("cascade-kl", 1)
+    apart = max(abs(gain(mild, plain[1], domain)) for domain in QUESTIONS)
+    chances = [p(mild, plain[1], domain) for domain in QUESTIONS]
+    yield f"0.04 ends {nats('cascade-kl', 'kl')} away"
+    yield f"at seed 1 within {apart:.1f} points of each (p = {chances[0]:.2f} and {chances[1]:.2f})"
+    yield f"{nats('cascade-strong-entropy', 'entropy')} nat where `cascade` has {nats('cascade', 'entropy')}; 0.01 does"
+    yield f"({nats('cascade-entropy', 'entropy', (0,))}, seed 0)"
+    wide = pairs("cascade-strong-entropy", 1)
+    fewer = [(-gain(wide, plain[1], domain), p(wide, plain[1], domain)) for domain in QUESTIONS]
+    yield (
+        f"at seed 1 {fewer[0][0]:.1f} points of the larger numbers (p = {fewer[0][1]:.2f}) and {fewer[1][0]:.1f} of "
+        f"the smaller ones (p = {fewer[1][1]:.2f}) are lost"
+    )
+    yield f"numbers of {tenths([right(pairs('mopd-exact', s), 'both') for s in seeds])} % of the pairs, more than any"
+    teachers, student = ([[right(pairs(name or domain, s), domain) for domain in QUESTIONS] for s in seeds]
+                         for name in ("", "mopd-exact"))  # fmt: skip
+    yield (
+        f"teachers' {tenths(teachers[0])} % at seed 0 it has {tenths(student[0])}, of {tenths(teachers[1])} at seed 1 "
+        f"{tenths(student[1])}"
+    )
+    neither = list(zip(*(pairs("mopd-exact")[domain] for domain in QUESTIONS), strict=True)).count(("0", "0"))
+    yield f"wrong about both numbers of {100 * neither / len(pairs('mopd-exact')['larger']):.1f} % of the pairs"
 
 
 SAID = [
     *at_equal_cost(), *claims(), *from_a_near_teacher(), *of_a_pretrained_model(), *of_conflicting_rewards(),
+    *of_terms_against_conflict(),
 ]  # fmt: skip
 
 
@@ -205,21 +227,24 @@ def test_rewards_and_sampled_tokens_do_not_differ_from_the_base() -> None:
 
 
 def test_rewards_in_conflict_move_what_the_page_says_and_not_the_capitals() -> None:
+    everywhere = [file.stem.rpartition("-") for file in (ROOT / "jobs" / "conflict" / "results").glob("*.json")]
+    arms = [(name, int(seed)) for name, _, seed in everywhere]
+    fewer = [one for one in arms if p(pairs(*one), pairs("base", one[1]), "capital") < 0.05]
+    assert fewer == [("smaller", 1)]
     assert max(p(pairs("smaller", 1), pairs("base", 1), domain) for domain in QUESTIONS) < 0.001
     for seed in (0, 1):
-        base, larger, cascade = (pairs(name, seed) for name in ("base", "larger", "cascade"))
+        base, larger, cascade, mopd = (pairs(name, seed) for name in ("base", "larger", "cascade", "mopd-exact"))
         assert max(p(larger, base, domain) for domain in QUESTIONS) < 0.001
         assert p(cascade, larger, "larger") < 0.001
+        assert p(mopd, base, "both") < 0.001
+        others = [right(pairs(*one), "both") for one in arms if one[1] == seed and one[0] != "mopd-exact"]
+        assert right(mopd, "both") > max(others)
+        alone = [right(pairs(name, seed), "both") for name in ("larger", "smaller", "cascade")]
+        assert right(base, "both") > max(alone)
+    assert p(pairs("grpo"), pairs("base"), "both") < 0.001
     assert p(pairs("cascade", 1), pairs("larger", 1), "smaller") < 0.001
-    everywhere = [file.stem.rpartition("-") for file in (ROOT / "jobs" / "conflict" / "results").glob("*.json")]
-    fewer = [(name, s) for name, _, s in everywhere if p(pairs(name, int(s)), pairs("base", int(s)), "capital") < 0.05]
-    assert fewer == [("smaller", "1")]
-    mopd, base = pairs("mopd-exact"), pairs("base")
-    assert p(mopd, base, "both") < 0.001 < gain(mopd, base, "both")
-    above = {name for name, _, s in everywhere if s == "0" and right(pairs(name), "both") > right(base, "both")}
-    assert above == {"mopd-exact"}
-    assert p(mopd, pairs("larger"), "larger") < 0.001
-    for name in ("cascade-kl", "cascade-entropy", "cascade-strong-entropy"):
+    assert p(pairs("cascade-strong-kl", 1), pairs("cascade", 1), "larger") < 0.001
+    for name in ("cascade-kl", "cascade-strong-entropy"):
         assert all(pairs(name)[domain] == pairs("cascade")[domain] for domain in QUESTIONS)
 
 
