@@ -5,7 +5,8 @@
 Stores go to runs/recipes/<recipe>-<seed>; a finished one is not run again, an interrupted one continues. Recipes that
 start from the quickstart's base and specialists get a copy of a store in which those have run, so that each seed trains
 them once. A run that ends writes jobs/<recipe>/results/<seed>.json: what every stage made of every held-out prompt, and
-what its steps and samples were like. The page shows what is there; jobs/recipe_tables.py makes its tables.
+what its steps and samples were like. The page shows what is there: tables by jobs/recipe_tables.py, and the text of the
+README, whose numbers tests/unit/test_recipe_sentences.py puts together from the results.
 """
 
 from __future__ import annotations

@@ -192,8 +192,9 @@ def of_glm_5(r: Recipe) -> Iterator[str]:
     yield f"{r.note('cross-stage', 'general', SORTING)}"
     yield f"by {r.gained('cross-stage', 'general', *ALL)}"
     yield f"by {r.gained('cross-stage', 'reasoning-rl', *ALL)}"
+    yield f"{r.has('base', SPIRALS)} % of the spirals"
     yield f"from {r.reward('base', SPELLING):.3f} to {r.reward('reasoning-rl', SPELLING):.3f}"
-    yield f"change by {r.moved('reasoning-rl', 'base', SPELLING)}"
+    yield f"{r.moved('reasoning-rl', 'base', SPELLING)}"
 
 
 def of_grpo(r: Recipe) -> Iterator[str]:
