@@ -200,6 +200,8 @@ def of_terms_against_conflict() -> Iterator[str]:
         f"teachers' {tenths(teachers[0])} % at seed 0 it has {tenths(student[0])}, of {tenths(teachers[1])} at seed 1 "
         f"{tenths(student[1])}"
     )
+    more, less = ([gain(pairs("mopd-exact", s), pairs("base", s), domain) for s in seeds] for domain in QUESTIONS)
+    yield f"{whole(more)} points more than the base of the larger numbers, and {whole(less)} less of the smaller ones"
     neither = list(zip(*(pairs("mopd-exact")[domain] for domain in QUESTIONS), strict=True)).count(("0", "0"))
     yield f"wrong about both numbers of {100 * neither / len(pairs('mopd-exact')['larger']):.1f} % of the pairs"
 
@@ -236,7 +238,7 @@ def test_rewards_in_conflict_move_what_the_page_says_and_not_the_capitals() -> N
         base, larger, cascade, mopd = (pairs(name, seed) for name in ("base", "larger", "cascade", "mopd-exact"))
         assert max(p(larger, base, domain) for domain in QUESTIONS) < 0.001
         assert p(cascade, larger, "larger") < 0.001
-        assert p(mopd, base, "both") < 0.001
+        assert max(p(mopd, base, domain) for domain in (*QUESTIONS, "both")) < 0.001
         others = [right(pairs(*one), "both") for one in arms if one[1] == seed and one[0] != "mopd-exact"]
         assert right(mopd, "both") > max(others)
         alone = [right(pairs(name, seed), "both") for name in ("larger", "smaller", "cascade")]
