@@ -198,13 +198,18 @@ def of_glm_5(r: Recipe) -> Iterator[str]:
 
 
 def of_grpo(r: Recipe) -> Iterator[str]:
-    stages = ("base", "grpo", "dapo", "dr-grpo")
-    rewards = [f"{r.reward(stage, SPELLING):.3f}" for stage in stages]
+    trained = ("grpo", "dapo", "dr-grpo")
+    for one in r.results:
+        held_out = [one["stages"][stage][SPELLING]["reward"] for stage in ("base", *trained)]
+        assert min(held_out[1:]) > held_out[0]
+    rewards = [f"{r.reward(stage, SPELLING):.3f}" for stage in ("base", *trained)]
+    unseen = least(*(r.ps(stage, "base", SPELLING) for stage in trained))
     yield f"from {rewards[0]} to {rewards[1]} (GRPO), {rewards[2]} (DAPO) and {rewards[3]} (Dr.GRPO)"
+    yield f"{unseen}"
+    yield f"GRPO changes them by {r.moved('grpo', 'base', SPELLING)}"
     yield f"{r.seeds}"
-    yield f"GRPO {r.moved('grpo', 'base', SPELLING)}"
-    yield f"DAPO {r.moved('dapo', 'base', SPELLING)}"
-    yield f"Dr.GRPO {r.moved('dr-grpo', 'base', SPELLING)}"
+    yield f"DAPO by {r.moved('dapo', 'base', SPELLING)}"
+    yield f"Dr.GRPO by {r.moved('dr-grpo', 'base', SPELLING)}"
 
 
 def of_mimo_v2_flash(r: Recipe) -> Iterator[str]:
