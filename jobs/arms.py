@@ -39,8 +39,6 @@ from mopd_dataplane.run.provenance import provenance
 from mopd_dataplane.run.steps.evaluate import answer
 from mopd_dataplane.run.steps.reward import verify
 
-BASE = "base"
-"""Stage and arm that all others start from."""
 FACTORS = (0.5, 1.0, 2.0)
 """Of the learning rate that job.toml gives; the same search for every arm that trains."""
 DISTANCE_PROMPTS = 100
@@ -79,8 +77,10 @@ class Comparison:
     folder: Path
     """Of the job."""
     arms: dict[str, Arm]
-    """Among them `base`, and one for each specialist under its stage's name."""
+    """Among them the base, and one for each specialist under its stage's name."""
     specialists: tuple[str, ...]
+    base: str = "base"
+    """Stage and arm that all others start from."""
     points: int = 4
     """Versions of an arm that are measured, evenly spread, the last among them."""
     threads: int = 1
@@ -94,7 +94,7 @@ class Comparison:
     @property
     def shared(self) -> tuple[str, ...]:
         """Base and specialists: all stages that arms have in common, in the order of the job."""
-        wanted = {stage for name in (BASE, *self.specialists) for stage in self.lineage(name)}
+        wanted = {stage for name in (self.base, *self.specialists) for stage in self.lineage(name)}
         return tuple(stage.name for stage in self.job.stages if stage.name in wanted)
 
     def lineage(self, stage: str) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Comparison:
         if self.arms[name].teachers:
             return self.shared
         begins = {stage for trained in self.arms[name].run for stage in self.lineage(trained)}
-        return tuple(stage for stage in self.shared if stage in {*self.lineage(BASE), *begins})
+        return tuple(stage for stage in self.shared if stage in {*self.lineage(self.base), *begins})
 
     def rates(self, arm: Arm, setting: float) -> list[str]:
         """Overrides that put the rates of an arm's stages to a setting."""
@@ -239,7 +239,7 @@ class Experiment:
             folder = run.root / "merged" / f"{self.name}-{setting:g}"
             if not folder.exists():
                 specialists = [self._last(run, name) for name in self.comparison.specialists]
-                self.arm.merge(self._last(run, BASE), specialists, setting, folder)
+                self.arm.merge(self._last(run, self.comparison.base), specialists, setting, folder)
             return folder
         if self.arm.run:
             return self._last(run, self.arm.run[-1])
@@ -266,8 +266,8 @@ class Experiment:
     def _costs(self, run: Run) -> dict[str, int]:
         """Answer tokens: that the student learnt from, that specialists learnt from, and that they read or wrote."""
         student = sum(sum(trained_tokens(run, stage).values()) for stage in self.arm.stages)
-        base, specialists = self.comparison.lineage(BASE), self.comparison.specialists
-        routes = [run.job.stage(stage).routing or run.job.routing for stage in self.arm.stages]
+        base, specialists = self.comparison.lineage(self.comparison.base), self.comparison.specialists
+        routes = [by_domain(run.job.stage(stage).routing or run.job.routing) for stage in self.arm.stages]
         used = {teacher for stage, route in zip(self.arm.stages, routes, strict=True)
                 for domain, teacher in route.items() if domain in run.job.domains_of(run.job.stage(stage))}  # fmt: skip
         trained = (self.name,) if self.name in specialists else sorted(used) or specialists
@@ -293,10 +293,10 @@ class Experiment:
         if not self.arm.stages or not self.arm.teachers:
             return {}
         with self._run(setting, store, "eval.temperature=1.0") as (run, stage):
-            folder = self._last(run, BASE)
+            folder = self._last(run, self.comparison.base)
             return {
                 domain: apart(run, stage, folder, self._last(run, teacher), domain).kl
-                for domain, teacher in sorted(run.job.routing.items())
+                for domain, teacher in sorted(by_domain(run.job.routing).items())
             }
 
     def _moved(self, setting: float, store: Path) -> dict[str, dict[str, float]]:
@@ -308,8 +308,13 @@ class Experiment:
             folder, start = self._policy(run, setting), self._last(run, run.job.stage(first).start)
             return {
                 domain: apart(run, stage, folder, start, domain, prompts=MOVED_PROMPTS)._asdict()
-                for domain in sorted(run.job.routing)
+                for domain in sorted(by_domain(run.job.routing))
             }
+
+
+def by_domain(routing: dict[str, str]) -> dict[str, str]:
+    """Domain -> teacher, of a job with one teacher a domain, whatever effort mode its key names."""
+    return {domain.partition("/")[0]: teacher for domain, teacher in routing.items()}
 
 
 class Apart(NamedTuple):
