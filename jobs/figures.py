@@ -35,7 +35,7 @@ JOBS = Path(__file__).parent
 ROOT = JOBS.parent
 PAGES = ("README.md", "docs/benchmarks/quickstart.md", "docs/evidence.md", "docs/objectives.md")
 COMPARISONS = {"alternatives": "run.py", "smollm2-mopd": "run_arm.py", "near": "run_near.py",
-               "conflict": "run_conflict.py"}  # fmt: skip
+               "conflict": "run_conflict.py", "teacher-count": "run_count.py"}  # fmt: skip
 """Jobs that compare arms, and the script beside each that says which."""
 BLOCK = re.compile(r"<!-- figures: ([a-z0-9-]+) -->\n(.*?)<!-- end of figures -->", re.DOTALL)
 Result = dict[str, Any]
@@ -329,6 +329,38 @@ def conflict() -> str:
     return "\n".join(lines) + "\n"
 
 
+def teacher_count() -> str:
+    """Students of one to ten teachers, in the order in which teachers are added, each beside the student before it."""
+    run = _module(JOBS / "teacher-count" / "run_count.py")
+    by_arm = _by_arm("teacher-count", run.ARMS)
+    ends = {name: _ends(found) for name, found in by_arm.items()}
+    head = ("arm", "teachers that it adds", "mean of ten domains", "− the arm before, points", "in the domains added",
+            "− generalist where nobody teaches", "student tokens", "all tokens", "seeds")  # fmt: skip
+    lines, before, taught = [_row(*head), _row(*["---"] * len(head))], "generalist", 0
+    for name, found in by_arm.items():
+        count = run.COUNTS.get(name, 0)
+        added, untaught = run.ORDER[taught:count], run.ORDER[count:]
+        if not found:
+            lines.append(_row(name, ", ".join(added), *["not run"] * (len(head) - 2)))
+            continue
+        cells = [over_seeds(list(ends[name].values())), "", "", ""]
+        if count:
+            cells[1:3] = [
+                _apart(ends[name], ends[before]),
+                _apart(_within(ends[name], added), _within(ends[before], added)),
+            ]
+        if count and untaught:
+            cells[3] = _apart(_within(ends[name], untaught), _within(ends["generalist"], untaught))
+        lines.append(_row(name, ", ".join(added), *cells, *_cost(found), ", ".join(map(str, sorted(ends[name])))))
+        before, taught = name, count
+    return "\n".join(lines) + "\n"
+
+
+def _within(ends: dict[int, Right], domains: Iterable[str]) -> dict[int, Right]:
+    """Of some domains alone, by seed."""
+    return {seed: {domain: end[domain] for domain in domains} for seed, end in ends.items()}
+
+
 def _in_both(found: list[Result], what: str) -> str:
     """Nat per token of an arm's own answers, a mean over domains; over seeds the mean, lowest and highest."""
     values = [_mean(domain[what] for domain in result["moved"].values()) for result in found if result["moved"]]
@@ -409,7 +441,7 @@ PICTURE = ROOT / "docs" / "images" / "alternatives.svg"
 FIGURES: dict[str, Callable[[], str]] = {
     "quickstart": quickstart, "quickstart-seeds": quickstart_seeds,
     "quickstart-sampled": quickstart_sampled, "alternatives": alternatives, "claims": claims,
-    "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict,
+    "near": near, "smollm2-mopd": smollm2_mopd, "conflict": conflict, "teacher-count": teacher_count,
     "noise": noise, "noise-mixed": noise_mixed, "signals": signals,
 }  # fmt: skip
 
