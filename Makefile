@@ -84,10 +84,10 @@ test-ecosystem: $(ECOSYSTEM_VENV)/installed  ## round trips with real trl, verif
 	$(ECOSYSTEM_VENV)/bin/python -m pytest -q tests/ecosystem
 
 faults: $(INSTALLED)  ## inject faults and print the figures
-	$(BIN)/python tests/faults/figures.py
+	$(BIN)/python tests/faults/inject.py
 
 faults-long: $(INSTALLED)  ## the same with many more cases (hours)
-	$(BIN)/python tests/faults/figures.py --tier long
+	$(BIN)/python tests/faults/inject.py --tier long
 
 coverage: $(INSTALLED)  ## branch coverage of the token log by its tests
 	$(BIN)/coverage run -m pytest -q tests/unit/rollout

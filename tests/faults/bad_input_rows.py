@@ -13,7 +13,7 @@ from pathlib import Path
 
 from badinput import cases
 from deaths import folder
-from figures import Row, Tally
+from inject import Row, Tally
 
 LONGEST_S = 10.0
 """Of computing: other work on the machine must not decide a case."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deaths import folder, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from power_rows import content, create, roll
 
 from mopd_dataplane.base import fault_points

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from deaths import Child, folder, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from numpy.typing import NDArray
 from shelf import Shelf
 

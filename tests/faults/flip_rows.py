@@ -10,7 +10,7 @@ from pathlib import Path
 
 import flips
 from deaths import folder
-from figures import Row, Tally
+from inject import Row, Tally
 
 STORE = Path(__file__).parents[1] / "data" / "store-format-1.tar.xz"
 MAKE = """

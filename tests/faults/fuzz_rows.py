@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from deaths import folder
-from figures import Row, Tally
+from inject import Row, Tally
 
 TARGETS = ("segment_bytes", "records", "tool_records", "cursor", "protocol", "slot")
 EXECUTIONS = 150_000

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from deaths import folder, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from mismatch_rows import everything
 from tinystage import TEACHER, build, make_stage
 

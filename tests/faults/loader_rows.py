@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from deaths import Child, folder, killer, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from tinystage import (
     STAGE,
     TEACHER,

@@ -14,7 +14,7 @@ from pathlib import Path
 import lance
 import pyarrow as pa
 from deaths import Died, folder, raiser, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from tinystage import TEACHER, build, make_stage
 
 from mopd_dataplane.base import fault_points

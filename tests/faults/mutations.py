@@ -223,7 +223,7 @@ def _run(test: str, copy: Path) -> bool:
     """Whether a test passes on a copy in time."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     if test.isdigit():
-        command = [sys.executable, "tests/faults/figures.py", "--tier", "test", "--rows", test]
+        command = [sys.executable, "tests/faults/inject.py", "--tier", "test", "--rows", test]
     else:
         place, _, words = test.partition(" -k ")
         command += [place, "-k", words.strip('"')]

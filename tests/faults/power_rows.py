@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deaths import Died, folder, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from powerdisk import PowerDisk
 
 from mopd_dataplane.base import fault_points

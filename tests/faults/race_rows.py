@@ -11,7 +11,7 @@ from pathlib import Path
 
 import races
 from deaths import folder, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

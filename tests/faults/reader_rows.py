@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from deaths import Child, folder, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 from power_rows import roll
 from tinystage import STAGE, LoaderChild, Manifest, anchored, client_of, made, manifest, shared_memory, whole_window
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deaths import folder
-from figures import Row, Tally
+from inject import Row, Tally
 from simulation import simulate
 from tinystage import open_files
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deaths import Child, folder, killer, told_by
-from figures import Row, Tally
+from inject import Row, Tally
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "store"))
 

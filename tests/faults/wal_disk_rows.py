@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deaths import Died, folder, raiser
-from figures import Row, Tally
+from inject import Row, Tally
 from story import LENGTH, OPENING_POINTS, is_prefix, segments, state, states, story
 
 from mopd_dataplane.base import fault_points

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from deaths import Died, folder, forked, killer, raiser
-from figures import Row, Tally
+from inject import Row, Tally
 from story import LENGTH, OPENING_POINTS, POINTS, SETTINGS, is_prefix, segments, state, states, story, tell
 
 from mopd_dataplane.base import fault_points

@@ -1,8 +1,8 @@
 """Injects faults and prints the figures: cases tried, cases passed, one line per row of the fault list.
 
-    python tests/faults/figures.py                      # the counts of `make faults`
-    python tests/faults/figures.py --tier long          # the counts of `make faults-long`
-    python tests/faults/figures.py --rows 3,4 --seed 9  # one failure again
+    python tests/faults/inject.py                      # the counts of `make faults`
+    python tests/faults/inject.py --tier long          # the counts of `make faults-long`
+    python tests/faults/inject.py --rows 3,4 --seed 9  # one failure again
 
 Rows live in the `*_rows.py` files beside this one. Each number runs in a process of its own, because rows fork; a case
 that fails is printed with the commit, seed and description that reproduce it.

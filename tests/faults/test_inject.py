@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from figures import numbers
+from inject import numbers
 
-FIGURES = Path(__file__).with_name("figures.py")
+INJECT = Path(__file__).with_name("inject.py")
 
 
 @pytest.mark.parametrize("number", numbers())
 def test_row(number: int) -> None:
-    command = [sys.executable, str(FIGURES), "--tier", "test", "--rows", str(number), "--json"]
+    command = [sys.executable, str(INJECT), "--tier", "test", "--rows", str(number), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     tallies = [json.loads(line) for line in done.stdout.splitlines()]
