@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -206,9 +207,43 @@ def of_terms_against_conflict() -> Iterator[str]:
     yield f"wrong about both numbers of {100 * neither / len(pairs('mopd-exact')['larger']):.1f} % of the pairs"
 
 
+ORDER = ("spell-high", "sort-low", "spiral-high", "spell-low", "spiral-low", "spell-max", "sort-high", "sort-max",
+         "sum-low", "sum-high")  # fmt: skip
+"""Of jobs/teacher-count: its domains, each with a teacher, in the order in which they are added."""
+COUNTS = {"generalist": 0, "one": 1, "two": 2, "three": 3, "five": 5, "ten": 10}
+
+
+def counted(name: str) -> Answers:
+    return answers("teacher-count", name)
+
+
+def of_added_teachers() -> Iterator[str]:
+    """What is said below the table of jobs/teacher-count, and of it in the table of claims."""
+    names = list(COUNTS)
+    added = {b: gain(counted(b), counted(a), *ORDER[COUNTS[a] : COUNTS[b]]) for a, b in pairwise(names)}
+    lost = [-gain(counted(name), counted("generalist"), *ORDER[COUNTS[name] :]) for name in ("one", "two", "three")]
+    means = {name: right(counted(name), *ORDER) for name in names}
+    first = whole([added[name] for name in ("one", "two", "three")])
+    yield f"The first three add {first} points in their own domains"
+    yield f"by {lost[0]:.1f}, {lost[1]:.1f} and {lost[2]:.1f} points of their mean"
+    yield (
+        f"stays where it began ({means['generalist']:.1f} %, then "
+        f"{tenths([means[name] for name in ('one', 'two', 'three')])}"
+    )
+    yield f"{added['five']:.0f} points there, {means['five']:.1f} % in the mean"
+    more = gain(counted("ten"), counted("generalist"), *ORDER)
+    yield f"With all ten it is {means['ten']:.1f} %, {more:.1f} points above the generalist (p < 0.001)"
+    yield (
+        f"gain another {gain(counted('ten'), counted('five'), *ORDER[:5]):.1f} "
+        f"(p = {p(counted('ten'), counted('five'), *ORDER[:5]):.3f})"
+    )
+    yield f"the first three add {first} points where they teach"
+    yield f"all ten together bring {more:.1f} to the mean"
+
+
 SAID = [
     *at_equal_cost(), *claims(), *from_a_near_teacher(), *of_a_pretrained_model(), *of_conflicting_rewards(),
-    *of_terms_against_conflict(),
+    *of_terms_against_conflict(), *of_added_teachers(),
 ]  # fmt: skip
 
 
@@ -266,3 +301,14 @@ def test_which_number_of_a_pair_is_named() -> None:
     assert all(as_first("smaller", domain) < 0.1 for domain in QUESTIONS)
     assert as_first("mopd-exact", "larger") > 0.85
     assert as_first("mopd-exact", "smaller") < 0.02
+
+
+def test_what_added_teachers_bring_and_cost_is_told_from_chance() -> None:
+    for before, name in pairwise(["generalist", "one", "two", "three"]):
+        added, untaught = ORDER[COUNTS[before] : COUNTS[name]], ORDER[COUNTS[name] :]
+        assert p(counted(name), counted(before), *added) < 0.003
+        assert p(counted(name), counted("generalist"), *untaught) < 0.003
+        assert p(counted(name), counted("generalist"), *ORDER) > 0.52
+    assert p(counted("five"), counted("three"), *ORDER[3:5]) < 0.001
+    assert p(counted("ten"), counted("generalist"), *ORDER) < 0.001
+    assert max(gain(counted("ten"), counted("five"), domain) for domain in ("sort-max", "sum-low", "sum-high")) <= 0
