@@ -18,9 +18,8 @@ ORDER = ("spell-high", "sort-low", "spiral-high", "spell-low", "spiral-low", "sp
 COUNTS = {"one": 1, "two": 2, "three": 3, "five": 5, "ten": 10}
 ARMS = {
     "generalist": Arm("the start of all students", teachers=False),
-    **{name: Arm(f"its first {count} of these teachers" if count > 1 else f"one teacher, {ORDER[0]}", (name,))
-       for name, count in COUNTS.items()},
-}  # fmt: skip
+    **{name: Arm(f"taught by {', '.join(ORDER[:count])}", (name,)) for name, count in COUNTS.items()},
+}
 COMPARISON = Comparison(Path(__file__).parent, ARMS, ORDER, base="generalist", points=1)
 
 

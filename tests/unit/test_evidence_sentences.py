@@ -238,6 +238,8 @@ def of_added_teachers() -> Iterator[str]:
         f"(p = {p(counted('ten'), counted('five'), *ORDER[:5]):.3f})"
     )
     yield f"the first three add {first} points where they teach"
+    apart = json.loads((ROOT / "jobs/teacher-count/results/ten-0.json").read_text())["teacher_distance"].values()
+    yield f"The teachers are {min(apart):.2f} to {max(apart):.2f} nat per token from the generalist"
     yield f"all ten together bring {more:.1f} to the mean"
 
 
@@ -312,3 +314,9 @@ def test_what_added_teachers_bring_and_cost_is_told_from_chance() -> None:
     assert p(counted("five"), counted("three"), *ORDER[3:5]) < 0.001
     assert p(counted("ten"), counted("generalist"), *ORDER) < 0.001
     assert max(gain(counted("ten"), counted("five"), domain) for domain in ("sort-max", "sum-low", "sum-high")) <= 0
+
+
+def test_students_are_taught_by_the_teachers_that_the_table_says() -> None:
+    job = load_job(ROOT / "jobs" / "teacher-count")
+    for name, count in list(COUNTS.items())[1:]:
+        assert set(job.domains_of(job.stage(name))) == set(ORDER[:count])
