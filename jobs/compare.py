@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from figures import results
 from pictures import stages_picture
 from recipe_tables import BySeed, accuracies, tables
+from results import results
 
 from mopd_dataplane import Store, open_store
 from mopd_dataplane.base.files import publish_file

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
-from figures import Result, Right, over_seeds, points, right, source
+from results import Result, Right, over_seeds, points, right, source
 
 from mopd_dataplane.query.statistics import compare
 
