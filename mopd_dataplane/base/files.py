@@ -19,6 +19,8 @@ from mopd_dataplane.errors import DeadlineError, InputError, MopdError, Resource
 
 _PUBLISH_S = 60.0
 """Longest wait for another process that publishes the same file."""
+_LOOK_S = 0.002
+"""Pause between two looks at a lock."""
 _MAKE_S = 3600.0
 """Longest wait for another process that makes the same folder: it may download a model."""
 
@@ -83,17 +85,21 @@ def _owned(staging: Path) -> Iterator[BinaryIO]:
             if try_lock(file) and _is_named(file.fileno(), staging):
                 yield file
                 return
-        time.sleep(0.002)
+        time.sleep(_LOOK_S)
     raise DeadlineError(f"{staging} has been another process's for {_PUBLISH_S:g} s; end that process and run again")
 
 
-def try_lock(file: BinaryIO | int) -> bool:
-    """Lock an open file or descriptor for this process alone; False when another one has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def try_lock(file: BinaryIO | int, seconds: float = 0.0) -> bool:
+    """Lock an open file or descriptor for this process alone; False when another one has it for so long."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_LOOK_S)
 
 
 def _is_named(descriptor: int, path: Path) -> bool:
@@ -166,6 +172,17 @@ def duplicate_file(file: Path, target: Path) -> None:
     fsync(staging)
     staging.rename(target)
     fsync(target.parent)
+
+
+def read_into(descriptor: int, position: int, memory: memoryview) -> bool:
+    """Fill memory, of bytes, with those of an open file from a position on; False when the file ends before."""
+    done = 0
+    while done < len(memory):
+        read = os.preadv(descriptor, [memory[done:]], position + done)
+        if read == 0:
+            return False
+        done += read
+    return True
 
 
 def fsync(path: Path) -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,11 @@ from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
 from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.run.whole_copy import copy_log_folder
-from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.dataset_format import MARK, write_mark
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.upgrade import PROGRESS, link_file, open_source, upgrade_tables
 from mopd_dataplane.store.verify import verify
-from mopd_dataplane.tables import FORMAT_VERSION
 
 _WEIGHTS = ("policies", "discriminators")
 _CHECKPOINT_FORMAT = 3
@@ -64,11 +61,8 @@ def upgrade_store(source: str | Path, target: str | Path) -> Iterator[str]:
             "it, repair it, delete the copy, and upgrade again"
         )
     old_mark = json.loads((old / MARK).read_text())
-    mark = {
-        "format_version": FORMAT_VERSION, "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "uuid": str(uuid.uuid4()), "upgraded_from": str(old_mark.get("uuid", "")),
-    }  # fmt: skip
-    place.write_json(MARK, mark | ({"single_writer": True} if old_mark.get("single_writer") else {}))
+    promised = {"single_writer": True} if old_mark.get("single_writer") else {}
+    write_mark(place, upgraded_from=str(old_mark.get("uuid", "")), **promised)
     place.remove(PROGRESS)
     yield "checked"
 

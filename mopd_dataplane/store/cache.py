@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import struct
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +24,7 @@ import numpy as np
 
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import try_lock
+from mopd_dataplane.base.files import read_into, try_lock
 
 MAGIC = b"MOPC"
 FORMAT = 1
@@ -137,13 +136,7 @@ class RangeCache:
             if os.fstat(fd).st_size != _HEADER.size + len(target):
                 return False
             header = os.pread(fd, _HEADER.size, 0)
-            done = 0
-            while done < len(target):
-                read = os.preadv(fd, [target[done:]], _HEADER.size + done)
-                if read == 0:
-                    return False
-                done += read
-            if header != _header(key, target):
+            if not read_into(fd, _HEADER.size, target) or header != _header(key, target):
                 return False
             os.utime(fd)
             return True
@@ -196,9 +189,7 @@ class RangeCache:
     def _exclusive(self) -> Iterator[bool]:
         """Whether this process has the folder's lock; it gives up after LOCK_S, so a stopped process delays others no
         longer."""
-        until = time.monotonic() + LOCK_S
-        while not (mine := try_lock(self._lock)) and time.monotonic() < until:
-            time.sleep(0.001)
+        mine = try_lock(self._lock, LOCK_S)
         try:
             yield mine
         finally:

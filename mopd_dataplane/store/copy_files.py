@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterable
-from datetime import UTC, datetime
 from pathlib import Path
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS
@@ -19,13 +17,12 @@ from mopd_dataplane.base.files import duplicate_file, make_folder
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset import Store
-from mopd_dataplane.store.dataset_format import MARK
+from mopd_dataplane.store.dataset_format import MARK, write_mark
 from mopd_dataplane.store.decode import KEPT
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify import verify
 from mopd_dataplane.store.verify_files import JOB_FILES
-from mopd_dataplane.tables import FORMAT_VERSION
 
 PROGRESS = "copy.json"
 """File that names the source of an unfinished copy; removed when the copy is complete."""
@@ -63,10 +60,7 @@ def finish_copy(source: Store, place: Place, names: Iterable[str]) -> None:
     if not report.ok:
         said = "; ".join(f"{f.table} row {f.row} {f.uid}: {f.problem}" for f in report.findings[:3])
         raise DamagedError(f"the copy in {place.uri} is no store yet: {said}; run `mopd store verify {source.uri}`")
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    place.write_json(
-        MARK, {"format_version": FORMAT_VERSION, "created": now, "uuid": str(uuid.uuid4()), "copied_from": source.uuid}
-    )
+    write_mark(place, copied_from=source.uuid)
     place.remove(PROGRESS)
 
 

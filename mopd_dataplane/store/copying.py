@@ -22,15 +22,14 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, UnknownNameError
 from mopd_dataplane.records import Signal, Snapshot
 from mopd_dataplane.store.copy_files import begin_copy, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED
-from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.payload import place_payload
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.reading import read_signal, signal_crcs, take_payload, take_rows, token_crcs
+from mopd_dataplane.store.reading import fitting_rows, read_signal, signal_crcs, take_payload, take_rows, token_crcs
 from mopd_dataplane.store.row_checksums import wrong_rows
 from mopd_dataplane.store.signals import payload_table
 from mopd_dataplane.store.table import Table
@@ -38,7 +37,9 @@ from mopd_dataplane.tables import ROW_CRC, TABLES
 
 ROWS, BYTES = 4096, 64 << 20
 """Bounds of one commit of copied payload."""
-_WHOLE = ("teachers", "steps", "events")
+_OTHERS = ("teachers", "steps", "events", "rewards", "labels", "prompts", "evals", "token_stats")
+"""Tables without payload, in the order they are copied in."""
+_WHOLE, _OF_PROMPTS = ("teachers", "steps", "events"), ("prompts", "evals")
 
 
 def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
@@ -69,13 +70,7 @@ def copy_samples(source: Store, target: str, where: str) -> Iterator[str]:
 
 def fitting_samples(source: Store, where: str, at: Snapshot) -> NDArray[np.int64]:
     """[n] row ids of the samples that match a predicate. Raises InputError, UnknownNameError when there is none."""
-    samples = source.dataset("samples", at)
-    try:
-        found = samples.to_table(columns=[], filter=where, with_row_id=True)["_rowid"].to_numpy()
-    except BaseException as error:
-        if not isinstance(error, ValueError | OSError) and not is_panic(error):
-            raise
-        raise InputError(f"filter {where!r:.200} is no predicate over samples: {error!s:.300}") from None
+    found = fitting_rows(source.dataset("samples", at), "samples", where, [])["_rowid"].to_numpy()
     if not len(found):
         raise UnknownNameError(f"{source.uri}: no sample fits {where!r:.200}")
     return np.sort(found).astype(np.int64)
@@ -102,9 +97,7 @@ class _Copy:
             if (self._samples.find(metadata.select(["uid"]))[0] >= 0).all():
                 continue
             payload = self._source.read_tokens(some, snapshot=self._at, verify=True)
-            places, made = place_payload(
-                tokens, uids, _recorded(metadata), payload.take, token_crcs,
-            )  # fmt: skip
+            places, made = place_payload(tokens, uids, _recorded(metadata), payload.take, token_crcs)
             tokens.make_durable(made)
             fault_point("copy.payload")
             self._insert(self._samples, metadata, payload_row=places)
@@ -114,11 +107,8 @@ class _Copy:
     def signals(self, name: str) -> int:
         """Copy one signal of the samples that were copied; how many."""
         _, teacher, kind = name.split("/")
-        old, scores, table = (
-            self._source.dataset(name, self._at),
-            Table(self._place, "scores"),
-            Table(self._place, name),
-        )
+        old = self._source.dataset(name, self._at)
+        scores, table = Table(self._place, "scores"), Table(self._place, name)
         scored = self._source.table("scores", None, f"teacher = '{teacher}' AND kind = '{kind}'", self._at)
         scored = self._of_ours(_sound("scores", scored))
         if kind == "hidden" and scored.num_rows:  # states that were freed stay behind
@@ -137,27 +127,26 @@ class _Copy:
                 lambda version, rows: signal_crcs(version, kind, rows),
             )  # fmt: skip
             table.make_durable(made)
-            self._insert(scores, part, sample_row=self._rows_of(part), payload_row=places)
+            self._insert(scores, part, payload_row=places)
             fault_point("copy.signals")
         return int(scored.num_rows)
 
     def others(self) -> dict[str, int]:
         """Copy the tables without payload; how many rows each has."""
-        for name in _WHOLE:
-            self._insert(Table(self._place, name), self._all(name))
-        rewards = self._of_ours(self._all("rewards"))
-        self._insert(Table(self._place, "rewards"), rewards, sample_row=self._rows_of(rewards))
-        self._insert(Table(self._place, "labels"), self._of_ours(self._all("labels")))
-        names = [*_WHOLE, "rewards", "labels", "prompts", "evals"]
-        if "token_stats" in self._at.versions:
-            stats = self._of_ours(self._all("token_stats"))
-            self._insert(Table(self._place, "token_stats"), stats, sample_row=self._rows_of(stats))
-            names.append("token_stats")
         gone = self._prompts_left_behind()
-        for name in ("prompts", "evals"):
+        counts = {}
+        for name in _OTHERS:
+            if name not in self._at.versions:
+                continue
             rows = self._all(name)
-            self._insert(Table(self._place, name), rows.filter(pc.invert(pc.is_in(rows["prompt_id"], value_set=gone))))
-        return {name: Table(self._place, name).open().count_rows() for name in names}
+            if name in _OF_PROMPTS:
+                rows = rows.filter(pc.invert(pc.is_in(rows["prompt_id"], value_set=gone)))
+            elif name not in _WHOLE:
+                rows = self._of_ours(rows)
+            table = Table(self._place, name)
+            self._insert(table, rows)
+            counts[name] = table.open().count_rows()
+        return counts
 
     def _prompts_left_behind(self) -> pa.Array:
         """Prompts that have samples, none of which was copied."""
@@ -170,15 +159,17 @@ class _Copy:
 
     def _of_ours(self, rows: pa.Table) -> pa.Table:
         """Rows that refer to a copied sample."""
-        found, _ = self._samples.find(rows.select(["uid"]))
-        return rows.filter(pa.array(found >= 0))
+        return rows.filter(pa.array(self._rows_of(rows) >= 0))
 
     def _rows_of(self, rows: pa.Table) -> NDArray[np.int64]:
         return self._samples.find(rows.select(["uid"]))[0]
 
     def _insert(self, table: Table, rows: pa.Table, **replaced: NDArray[np.int64]) -> None:
+        """Insert rows, which name samples by their ids in the copy."""
         if not rows.num_rows:
             return
+        if "sample_row" in rows.column_names:
+            replaced["sample_row"] = self._rows_of(rows)
         for name, values in replaced.items():
             rows = rows.set_column(rows.column_names.index(name), rows.schema.field(name), pa.array(values))
         table.make_durable(table.insert(rows).dataset)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -126,6 +128,13 @@ def read_mark(place: Place) -> dict[str, Any] | None:
     mark = unseal(content, place.of(MARK))
     check_format(int(mark["format_version"]), place.uri)
     return mark
+
+
+def write_mark(place: Place, **more: object) -> None:
+    """Write store.json, the last file of a store that is made, with an id of its own; durable on return."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    mark = {"format_version": FORMAT_VERSION, "created": created, "uuid": str(uuid.uuid4())}
+    place.write_json(MARK, mark | more)
 
 
 def check_schema(found: pa.Schema, spec: TableSpec, where: str) -> None:

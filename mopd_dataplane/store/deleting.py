@@ -28,8 +28,8 @@ from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.dataset_format import FREED, blob_columns
 from mopd_dataplane.store.deletions import Deletion, prompt_hash
-from mopd_dataplane.store.lance_errors import is_panic, reading
-from mopd_dataplane.store.reading import check_crcs, header_columns, scored_rows, take_rows
+from mopd_dataplane.store.lance_errors import reading
+from mopd_dataplane.store.reading import check_crcs, fitting_rows, header_columns, scored_rows, take_rows
 from mopd_dataplane.store.remove_rows import remove_rows
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.signals import blob_column
@@ -64,7 +64,7 @@ def choose(store: Store, where: str) -> Chosen:
     Raises InputError for an invalid predicate.
     """
     samples = store.dataset("samples")
-    found = _fitting(samples, "samples", where, ["uid", "prompt_id"])
+    found = fitting_rows(samples, "samples", where, ["uid", "prompt_id"])
     every = samples.to_table(columns=["prompt_id"])["prompt_id"]
     if found.num_rows:
         count = dict(zip(*(pc.value_counts(every).field(part).to_pylist() for part in (0, 1)), strict=True))
@@ -73,20 +73,11 @@ def choose(store: Store, where: str) -> Chosen:
         prompts = [name for name, some in pairs if count[name] == some]
         return Chosen(found["uid"].to_pylist(), found["_rowid"].to_numpy().astype(np.int64), sorted(prompts))
     try:
-        asked = _fitting(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
+        asked = fitting_rows(store.dataset("prompts"), "prompts", where, ["prompt_id"])["prompt_id"]
     except InputError:  # it speaks of what only samples have
         return Chosen([], np.empty(0, np.int64), [])
     unanswered = asked.filter(pc.invert(pc.is_in(asked, value_set=every.unique())))
     return Chosen([], np.empty(0, np.int64), sorted(unanswered.to_pylist()))
-
-
-def _fitting(dataset: lance.LanceDataset, name: str, where: str, columns: list[str]) -> pa.Table:
-    try:
-        return dataset.to_table(columns=columns, filter=where, with_row_id=True)
-    except BaseException as error:
-        if not isinstance(error, ValueError | OSError) and not is_panic(error):
-            raise
-        raise InputError(f"filter {where!r:.200} is no predicate over {name}: {error!s:.300}") from None
 
 
 def rows_to_go(store: Store, uids: Collection[str], prompts: Collection[str]) -> dict[str, Rows]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 import numpy as np
@@ -137,11 +137,8 @@ class Deletions:
         return found
 
     def _write(self, deletion: Deletion, *, finished: bool) -> None:
-        value = {
-            "began": deletion.began, "finished": finished, "uids": list(deletion.uids), "rows": list(deletion.rows),
-            "prompts": list(deletion.prompts),
-        }  # fmt: skip
-        self._place.write_json(f"{FOLDER}/{deletion.name}.json", value)
+        value = asdict(deletion) | {"finished": finished}
+        self._place.write_json(f"{FOLDER}/{value.pop('name')}.json", value)
 
 
 def prompt_hash(name: str) -> str:

@@ -61,15 +61,10 @@ def columns(store: Store, name: str) -> list[Column]:
     known = views(datasets.values())
     asked = sql_name(name.partition("(")[0].strip())
     if asked in datasets:
-        return table_columns(store.dataset(datasets[asked]).schema)
+        return [_column(field) for field in store.dataset(datasets[asked]).schema]
     if asked in known:
         return _view_columns(store, known[asked])
     raise UnknownNameError(f"no table or view {name!r} in {store.uri}: {nearest(asked, [*datasets, *known])}")
-
-
-def table_columns(schema: pa.Schema) -> list[Column]:
-    """Columns of a table, from the docs that its schema carries."""
-    return [_column(field) for field in schema]
 
 
 def _column(field: pa.Field) -> Column:

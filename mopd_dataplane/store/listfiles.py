@@ -31,6 +31,8 @@ GAP = 512
 LAYOUTS = 4096
 """Columns of files whose layout is kept."""
 
+_UNREADABLE = (NotPlain, OSError, ValueError, LookupError, ArithmeticError)
+"""What a file can raise that is left to Lance, which tells what is damaged and where."""
 _File = tuple[str, int, int]
 """Path, time of change and size of a file."""
 Checksum = Callable[[Sequence[NDArray[Any] | None]], int]
@@ -106,7 +108,7 @@ class ListFiles:
             for lists in found.values():
                 lists.read_ahead()
             return short | found
-        except (NotPlain, OSError, ValueError, LookupError, ArithmeticError):  # Lance tells what is damaged and where
+        except _UNREADABLE:
             self._plain = False
             return None
 
@@ -122,7 +124,7 @@ class ListFiles:
             return None
         try:
             fragments = np.unique(self._learn_all(offsets, crcs)).tolist()
-        except (NotPlain, OSError, ValueError, LookupError, ArithmeticError):
+        except _UNREADABLE:
             self._plain = False
             return None
         return self._element_ranges(name, fragments, size, overlap)
@@ -133,16 +135,12 @@ class ListFiles:
             (number, column), first = self._columns[fragment][name], int(self._first_rows[fragment])
             rows = np.arange(int(self._first_rows[fragment + 1]) - first)
             starts, lengths, _ = self._bounds(number, column, rows)
+            pages = column.element_starts, column.element_positions
             total = int(column.element_starts[-1])
             for base in range(0, total, size):
                 last = min(total, base + size + overlap)
-                elements = np.empty(last - base, dtype)
-                pieces = _pieces(column.element_starts, column.element_positions, base, last, dtype.itemsize)
-                self._files.gather(number, list(pieces), elements.data)
-                ahead = _pieces(
-                    column.element_starts, column.element_positions, last, min(total, last + size), dtype.itemsize
-                )
-                for position, nbytes in ahead:
+                elements = self._elements(number, *pages, [(base, last)], dtype)
+                for position, nbytes in _pieces(*pages, last, min(total, last + size), dtype.itemsize):
                     self._files.ask(number, position, nbytes)
                 yield ElementRange(first, starts, lengths, base, elements)
 
@@ -207,15 +205,9 @@ class ListFiles:
             (number, column), here = self._columns[fragment][name], np.flatnonzero(fragments == fragment)
             starts, lengths[here], nulls[here] = self._bounds(number, column, rows[here] - self._first_rows[fragment])
             runs, firsts[here] = _runs(starts, starts + lengths[here])
-            held: NDArray[Any] = np.empty(sum(last - first for first, last in runs), self._dtypes[name])
-            pieces = [
-                piece
-                for first, last in runs
-                for piece in _pieces(column.element_starts, column.element_positions, first, last, held.itemsize)
-            ]
-            self._files.gather(number, pieces, held.data)
             chunks[here] = len(values)
-            values.append(held)
+            dtype = self._dtypes[name]
+            values.append(self._elements(number, column.element_starts, column.element_positions, runs, dtype))
         return HeldLists(values, chunks, firsts, lengths, nulls)
 
     def _bounds(
@@ -226,13 +218,7 @@ class ListFiles:
         # Where the list before ends, this one begins.
         before = np.where(rows > column.row_starts[pages], rows - 1, rows)
         runs, at = _runs(before, rows + 1)
-        raw = np.empty(sum(last - first for first, last in runs), _END)
-        pieces = [
-            piece
-            for first, last in runs
-            for piece in _pieces(column.row_starts, column.end_positions, first, last, _END.itemsize)
-        ]
-        self._files.gather(number, pieces, raw.data)
+        raw = self._elements(number, column.row_starts, column.end_positions, runs, _END)
         shifts = column.null_shifts[pages]
         begin, end = raw[at], raw[at + (rows - before)]
         nulls = end >= shifts
@@ -247,6 +233,20 @@ class ListFiles:
         ):
             raise NotPlain(f"file {number}")
         return starts + first_elements, lengths, nulls
+
+    def _elements(
+        self,
+        number: int,
+        starts: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        runs: Sequence[tuple[int, int]],
+        dtype: np.dtype[Any],
+    ) -> NDArray[Any]:
+        """Elements first:last of a file for each of these runs, one after the other; starts, positions: see _pieces."""
+        found = np.empty(sum(last - first for first, last in runs), dtype)
+        pieces = [piece for run in runs for piece in _pieces(starts, positions, *run, dtype.itemsize)]
+        self._files.gather(number, pieces, found.data)
+        return found
 
 
 def _runs(firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> tuple[list[tuple[int, int]], NDArray[np.int64]]:

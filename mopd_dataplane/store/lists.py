@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -15,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.files import read_into
 from mopd_dataplane.errors import DamagedError
 
 OPEN_FILES = 128
@@ -50,24 +52,19 @@ class Lists(Protocol):
         """One list; None where it is null."""
 
 
+@dataclass(eq=False)
 class HeldLists:
-    """See Lists; all elements are in memory."""
+    """See Lists; all elements are in memory. List i is lengths[i] elements of values[chunks[i]], from firsts[i] on."""
 
-    def __init__(
-        self,
-        values: list[NDArray[Any]],
-        chunks: NDArray[np.int64],
-        firsts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        nulls: NDArray[np.bool_],
-    ) -> None:
-        """List i is lengths[i] elements of values[chunks[i]], from firsts[i] on."""
-        self._values = values
-        self._views: list[memoryview] = [chunk.data for chunk in values]
-        self._chunks = chunks
-        self._firsts = firsts
-        self.lengths = lengths
-        self._nulls = nulls
+    values: list[NDArray[Any]]
+    chunks: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    nulls: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        # Small copies between memoryviews take half as long as between arrays.
+        self._views: list[memoryview] = [chunk.data for chunk in self.values]
 
     @classmethod
     def of_arrow(cls, columns: Sequence[pa.ChunkedArray]) -> HeldLists:
@@ -85,20 +82,19 @@ class HeldLists:
 
     def at(self, places: NDArray[np.int64]) -> HeldLists:
         """See Lists."""
-        firsts, lengths = self._firsts[places], self.lengths[places]
-        return HeldLists(self._values, self._chunks[places], firsts, lengths, self._nulls[places])
+        firsts, lengths = self.firsts[places], self.lengths[places]
+        return HeldLists(self.values, self.chunks[places], firsts, lengths, self.nulls[places])
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
         """See Lists."""
-        found = (array[part].tolist() for array in (self._chunks, self._firsts, self.lengths))
-        # Memoryviews: small copies take half as long as between arrays.
+        found = (array[part].tolist() for array in (self.chunks, self.firsts, self.lengths))
         for at, chunk, first, length in zip(firsts, *found, strict=True):
             target[at : at + length] = self._views[chunk][first : first + length]
 
     def array(self, place: int) -> NDArray[Any] | None:
         """See Lists."""
-        first = self._firsts[place]
-        return None if self._nulls[place] else self._values[self._chunks[place]][first : first + self.lengths[place]]
+        first = self.firsts[place]
+        return None if self.nulls[place] else self.values[self.chunks[place]][first : first + self.lengths[place]]
 
 
 class OpenFiles:
@@ -131,15 +127,13 @@ class OpenFiles:
 
     def read(self, number: int, position: int, memory: memoryview) -> None:
         """Fill memory from a position on. Raises DamagedError when the file is gone, unreadable, or ends before."""
-        done, memory = 0, memory.cast("B")
-        while done < len(memory):
-            try:
-                read = os.preadv(self.fd(number), [memory[done:]], position + done)
-            except OSError as error:
-                raise self._damage(number, position, len(memory), error.strerror) from error
-            if read == 0:
-                raise self._damage(number, position, len(memory), "the file ends before")
-            done += read
+        memory = memory.cast("B")
+        try:
+            whole = not memory or read_into(self.fd(number), position, memory)
+        except OSError as error:
+            raise self._damage(number, position, len(memory), error.strerror) from error
+        if not whole:
+            raise self._damage(number, position, len(memory), "the file ends before")
 
     def gather(self, number: int, pieces: Sequence[Piece], memory: memoryview) -> None:
         """Fill memory with pieces of a file, one after the other. Raises DamagedError as `read`."""
@@ -181,39 +175,31 @@ class OpenFiles:
         self._close()
 
 
+@dataclass(eq=False)
 class FileLists:
     """See Lists; each list is read from its file when it is asked for."""
 
-    def __init__(
-        self,
-        files: OpenFiles,
-        dtype: np.dtype[Any],
-        lengths: NDArray[np.int64],
-        numbers: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        nulls: NDArray[np.bool_],
-        cut: Sequence[Sequence[Piece]],
-    ) -> None:
-        """numbers: [n] file of each list. positions: [n] its byte; -1 - i for one that lies in the pieces cut[i]."""
-        self._files = files
-        self._dtype = dtype
-        self.lengths = lengths
-        self._numbers = numbers
-        self._positions = positions
-        self._nulls = nulls
-        self._cut = cut
+    files: OpenFiles
+    dtype: np.dtype[Any]
+    lengths: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    """[n] file of each list."""
+    positions: NDArray[np.int64]
+    """[n] its byte; -1 - i for one that lies in the pieces cut[i]."""
+    nulls: NDArray[np.bool_]
+    cut: Sequence[Sequence[Piece]]
 
     def at(self, places: NDArray[np.int64]) -> FileLists:
         """See Lists."""
         return FileLists(
-            self._files, self._dtype, self.lengths[places], self._numbers[places], self._positions[places],
-            self._nulls[places], self._cut,
+            self.files, self.dtype, self.lengths[places], self.numbers[places], self.positions[places],
+            self.nulls[places], self.cut,
         )  # fmt: skip
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
         """See Lists."""
-        found = (array[part].tolist() for array in (self._numbers, self._positions, self.lengths))
-        fds, preadv, size = self._files.fds, os.preadv, self._dtype.itemsize
+        found = (array[part].tolist() for array in (self.numbers, self.positions, self.lengths))
+        fds, preadv, size = self.files.fds, os.preadv, self.dtype.itemsize
         for first, number, position, length in zip(firsts, *found, strict=True):
             memory = target[first : first + length]
             fd = fds.get(number, -1)
@@ -226,28 +212,28 @@ class FileLists:
 
     def read_ahead(self) -> None:
         """Ask the kernel to read these lists into the page cache, without waiting for it."""
-        here = np.flatnonzero((self.lengths > 0) & (self._positions >= 0))
+        here = np.flatnonzero((self.lengths > 0) & (self.positions >= 0))
         probes = here[:: max(1, len(here) // PROBES)].tolist()
-        if not any(self._files.absent(int(self._numbers[place]), int(self._positions[place])) for place in probes):
+        if not any(self.files.absent(int(self.numbers[place]), int(self.positions[place])) for place in probes):
             return
-        here = here[np.lexsort((self._positions[here], self._numbers[here]))]
-        numbers, starts = self._numbers[here], self._positions[here]
-        ends = starts + self.lengths[here] * self._dtype.itemsize
+        here = here[np.lexsort((self.positions[here], self.numbers[here]))]
+        numbers, starts = self.numbers[here], self.positions[here]
+        ends = starts + self.lengths[here] * self.dtype.itemsize
         apart = np.flatnonzero((numbers[1:] != numbers[:-1]) | (starts[1:] > ends[:-1] + GAP_BYTES))
         firsts, lasts = np.append(0, apart + 1), np.append(apart, len(here) - 1)
         for number, start, end in zip(numbers[firsts].tolist(), starts[firsts].tolist(), ends[lasts], strict=True):
-            self._files.ask(number, start, end - start)
+            self.files.ask(number, start, end - start)
 
     def array(self, place: int) -> NDArray[Any] | None:
         """See Lists."""
-        if self._nulls[place]:
+        if self.nulls[place]:
             return None
-        values: NDArray[Any] = np.empty(self.lengths[place], self._dtype)
-        self._read(int(self._numbers[place]), int(self._positions[place]), values.data)
+        values: NDArray[Any] = np.empty(self.lengths[place], self.dtype)
+        self._read(int(self.numbers[place]), int(self.positions[place]), values.data)
         return values
 
     def _read(self, number: int, position: int, memory: memoryview) -> None:
-        self._files.gather(number, self._cut[-1 - position] if position < 0 else [(position, memory.nbytes)], memory)
+        self.files.gather(number, self.cut[-1 - position] if position < 0 else [(position, memory.nbytes)], memory)
 
 
 def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:

@@ -7,17 +7,15 @@ while it held the lock does not block the store: after `TIMEOUT_S` seconds the n
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.place import Place
 
 TIMEOUT_S = 10.0
-POLL_S = 0.002
 
 
 @contextmanager
@@ -41,18 +39,6 @@ def committing(place: Place, name: str) -> Iterator[bool]:
             f"{place.uri} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for writing"
         ) from error
     try:
-        yield _acquire(descriptor)
+        yield try_lock(descriptor, TIMEOUT_S)
     finally:
         os.close(descriptor)
-
-
-def _acquire(descriptor: int) -> bool:
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(POLL_S)

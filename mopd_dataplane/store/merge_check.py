@@ -7,7 +7,7 @@ stays in place, and is named, until it is restored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import lance
@@ -35,26 +35,23 @@ def check_copies(dataset: lance.LanceDataset, done: Iterable[RewriteResult]) -> 
         at_once = rows_at_once(result.new_fragments)
         sums = [ROW_CRC.name] if ROW_CRC.name in dataset.schema.names else None
         with reading(dataset.uri):
-            copies = _in_parts(_copies(dataset, result.new_fragments, at_once), at_once)
             originals = dataset.scanner(columns=sums, fragments=old, batch_size=at_once, scan_in_order=True)
-            for one, other in zip_longest(_in_parts(originals.to_batches(), at_once), copies):
-                _compare(dataset.uri, one, other)
+            check_kept(dataset, originals.to_batches(), result.new_fragments)
 
 
-def check_kept(dataset: lance.LanceDataset, kept: Iterable[pa.RecordBatch], fresh: FragmentMetadata) -> None:
-    """Raise DamagedError unless a new file holds these rows, metadata as it was committed."""
-    at_once = rows_at_once([fresh])
+def check_kept(dataset: lance.LanceDataset, kept: Iterable[pa.RecordBatch], fresh: Sequence[FragmentMetadata]) -> None:
+    """Raise DamagedError unless new files hold these rows, metadata as it was committed."""
+    at_once = rows_at_once(fresh)
     with reading(dataset.uri):
-        copies = _in_parts(_copies(dataset, [fresh], at_once), at_once)
+        copies = _in_parts(_copies(dataset, fresh, at_once), at_once)
         for one, other in zip_longest(_in_parts(kept, at_once), copies):
             _compare(dataset.uri, one, other)
 
 
-def rows_at_once(fragments: Iterable[FragmentMetadata]) -> int:
+def rows_at_once(fragments: Sequence[FragmentMetadata]) -> int:
     """Rows of some files that are BYTES large, about."""
-    held = list(fragments)
-    size = sum(data.file_size_bytes or 0 for fragment in held for data in fragment.files)
-    return max(1, min(ROWS, BYTES * sum(fragment.physical_rows for fragment in held) // max(size, 1)))
+    size = sum(data.file_size_bytes or 0 for fragment in fragments for data in fragment.files)
+    return max(1, min(ROWS, BYTES * sum(fragment.physical_rows for fragment in fragments) // max(size, 1)))
 
 
 def _compare(where: str, old: pa.Table | None, new: pa.Table | None) -> None:

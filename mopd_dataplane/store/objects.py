@@ -19,6 +19,7 @@ from mopd_dataplane.errors import InputError
 from mopd_dataplane.store.network import answering
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 MAX_RETRIES = 8
@@ -48,18 +49,14 @@ class ObjectFiles:
 
     def read(self, name: str) -> bytes | None:
         """Content of a file, None when there is none."""
-        import obstore
-
         try:
-            return bytes(self._call(name, lambda: obstore.get(self._store, name).bytes()))
+            return bytes(self._call(name, lambda: self._store.get(name).bytes()))
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a file; durable on return."""
-        import obstore
-
-        self._call(name, lambda: obstore.put(self._store, name, content))
+        self._call(name, lambda: self._store.put(name, content))
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file unless there is one (If-None-Match: *); whether this call made it.
@@ -67,39 +64,34 @@ class ObjectFiles:
         False also when a reply was lost and the retry met the file of the first try: compare the content where that
         matters.
         """
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            self._call(name, lambda: obstore.put(self._store, name, content, mode="create", use_multipart=False))
+            self._call(name, lambda: self._store.put(name, content, mode="create", use_multipart=False))
         except AlreadyExistsError:
             return False
         return True
 
     def upload(self, name: str, file: Path) -> None:
         """A local file, in parts."""
-        import obstore
-
-        self._call(name, lambda: obstore.put(self._store, name, file, chunk_size=_CHUNK))
+        self._call(name, lambda: self._store.put(name, file, chunk_size=_CHUNK))
 
     def download(self, name: str, file: Path) -> None:
         """To a local file. Raises FileNotFoundError when there is none in the store."""
-        import obstore
 
         def fetch() -> None:
             with file.open("wb") as out:
-                for chunk in obstore.get(self._store, name).stream(min_chunk_size=_CHUNK):
+                for chunk in self._store.get(name).stream(min_chunk_size=_CHUNK):
                     out.write(chunk)
 
         self._call(name, fetch)
 
     def sha256(self, name: str) -> str:
         """sha256 of a file, hex; read in parts. Raises FileNotFoundError."""
-        import obstore
 
         def digest() -> str:
             whole = hashlib.sha256()
-            for chunk in obstore.get(self._store, name).stream(min_chunk_size=_CHUNK):
+            for chunk in self._store.get(name).stream(min_chunk_size=_CHUNK):
                 whole.update(chunk)
             return whole.hexdigest()
 
@@ -107,54 +99,41 @@ class ObjectFiles:
 
     def size(self, name: str) -> int | None:
         """Bytes of a file, None when there is none."""
-        import obstore
-
-        try:
-            return int(self._call(name, lambda: obstore.head(self._store, name))["size"])
-        except FileNotFoundError:
-            return None
+        found = self._head(name)
+        return None if found is None else int(found["size"])
 
     def identity(self, name: str) -> str | None:
         """ETag and size of a file, which tell it from another one of the same name; None when there is none."""
-        import obstore
+        found = self._head(name)
+        return None if found is None else f"{found['e_tag']} {found['size']}"
 
+    def _head(self, name: str) -> ObjectMeta | None:
         try:
-            found = self._call(name, lambda: obstore.head(self._store, name))
+            return self._call(name, lambda: self._store.head(name))
         except FileNotFoundError:
             return None
-        return f"{found['e_tag']} {found['size']}"
 
     def read_range(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of a file from `start` on, fewer where it ends. Raises FileNotFoundError."""
-        import obstore
-
-        return memoryview(self._call(name, lambda: obstore.get_range(self._store, name, start=start, length=nbytes)))
+        return memoryview(self._call(name, lambda: self._store.get_range(name, start=start, length=nbytes)))
 
     def remove(self, names: list[str]) -> None:
         """Delete files; those that are not there are no error."""
-        import obstore
-
         for name in names:
             try:
-                self._call(name, partial(obstore.delete, self._store, name))
+                self._call(name, partial(self._store.delete, name))
             except FileNotFoundError:
                 continue
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder, sorted."""
-        import obstore
-
-        found = self._call(name, lambda: obstore.list_with_delimiter(self._store, f"{name}/"))
+        found = self._call(name, lambda: self._store.list_with_delimiter(f"{name}/"))
         paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def under(self, name: str) -> list[str]:
         """Names of all files under a folder, at any depth."""
-        import obstore
-
-        return self._call(
-            name, lambda: sorted(e["path"] for page in obstore.list(self._store, f"{name}/") for e in page)
-        )
+        return self._call(name, lambda: sorted(e["path"] for page in self._store.list(f"{name}/") for e in page))
 
     def honours_preconditions(self) -> bool:
         """Whether a second PUT with If-None-Match: * is refused: what exactly-once commits rest on."""

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.errors import DamagedError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
 from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names, of_signal
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.arrow_rows import list_views, tokens_crc
@@ -88,6 +88,17 @@ def take_payload(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence
     if len(wanted) < ROWS_OF_A_FILE * len(parts):
         return take_offsets(dataset, wanted, columns)
     return pa.concat_tables([take_offsets(dataset, part, columns) for part in parts])
+
+
+def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: list[str]) -> pa.Table:
+    """Columns of the rows of a table that match a predicate, and their ids in `_rowid`. Raises InputError for a text
+    that is no predicate over it."""
+    try:
+        return dataset.to_table(columns=columns, filter=where, with_row_id=True)
+    except BaseException as error:
+        if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
+            raise
+        raise InputError(f"filter {where!r:.200} is no predicate over {name}: {error!s:.300}") from None
 
 
 def read_tokens(
@@ -301,13 +312,9 @@ def _flat_arrays(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) ->
     counts, widths = header["rows"].to_pylist(), header[field.width].to_pylist()
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
     reader.require_sizes(rows, sizes)
-    reader.locate(rows)
-    states = []
-    for row, size in zip(rows, sizes, strict=True):
-        buffer = np.empty(size, np.uint8)
-        reader.read_into(row, 0, buffer.data)
-        states.append((buffer,))
-    return states
+    states = np.empty(sum(sizes), np.uint8)
+    reader.read_whole(rows, sizes, states.data)
+    return [(state,) for state in np.split(states, np.cumsum(sizes, dtype=np.int64))[:-1]]
 
 
 def check_echo(name: str, metadata: pa.Table, payload: pa.Table) -> None:

@@ -82,7 +82,7 @@ def _without(
     if fresh.physical_rows != stays.sum():
         raise DamagedError(f"{table.uri}: {fresh.physical_rows} of {stays.sum()} rows that stay were copied; run again")
     if blobs is None:
-        check_kept(dataset, _kept(fragment, stays), fresh)
+        check_kept(dataset, _kept(fragment, stays), [fresh])
     kept: pa.Array = pa.array(ids[stays].astype(np.uint64))
     fresh.row_id_meta = RowIdSequence(kept).to_inline_metadata()
     return fresh

@@ -10,7 +10,7 @@ The ids of a fragment are in its metadata, as a few runs; those of files whose r
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -107,17 +107,18 @@ def in_row_order(dataset: lance.LanceDataset, read: Mapping[str, object], limit:
 
 def ids_of_files(dataset: lance.LanceDataset, paths: set[str]) -> Rows:
     """[n] ids of the rows of some data files, in the order they were written in."""
-    runs = [
-        _fragment_runs(fragment)
+    parts = [
+        fragment_ids(fragment)
         for fragment in dataset.get_fragments()
         if any(data_file.path in paths for data_file in fragment.data_files())
     ]
-    return np.concatenate([np.empty(0, np.int64), *(ids for part in runs for ids in _expanded(part))])
+    return np.concatenate([np.empty(0, np.int64), *parts])
 
 
 def fragment_ids(fragment: lance.LanceFragment) -> Rows:
     """[n] ids of a fragment's rows, in the order they lie in."""
-    return np.concatenate([np.empty(0, np.int64), *_expanded(_fragment_runs(fragment))])
+    firsts, lengths = _fragment_runs(fragment)
+    return np.concatenate([np.empty(0, np.int64), *map(np.arange, firsts, firsts + lengths)])
 
 
 def _fragment_runs(fragment: lance.LanceFragment) -> _Runs:
@@ -148,8 +149,3 @@ def _joined(parts: list[Rows], part_lengths: list[Rows]) -> _Runs:
         return firsts, lengths
     starts = np.append(0, np.flatnonzero(firsts[1:] != firsts[:-1] + lengths[:-1]) + 1)
     return firsts[starts], np.add.reduceat(lengths, starts)
-
-
-def _expanded(runs: _Runs) -> Iterator[Rows]:
-    for first, length in zip(*runs, strict=True):
-        yield np.arange(first, first + length)

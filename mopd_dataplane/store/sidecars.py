@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from mopd_dataplane.base.files import read_into
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.objects import ObjectFiles
 
@@ -62,12 +63,8 @@ class LocalSidecars:
     def read(self, parts: Sequence[Part]) -> None:
         """See Sidecars."""
         for place, (fd, position, memory) in enumerate(parts):
-            done = 0
-            while done < len(memory):
-                read = os.preadv(fd, [memory[done:]], position + done)
-                if read == 0:
-                    raise FileEnded(place)
-                done += read
+            if not read_into(fd, position, memory):
+                raise FileEnded(place)
 
     def __del__(self) -> None:
         for fd in self._fds:

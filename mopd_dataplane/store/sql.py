@@ -219,6 +219,7 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
         return _Batches(self._dataset, self._used, wanted, filter, self._scan)
 
 
+@dataclass(frozen=True)
 class _Batches:
     """A scanner for DuckDB that reads rows when asked, in the thread that asks.
 
@@ -227,37 +228,29 @@ class _Batches:
     for ever.
     """
 
-    def __init__(
-        self,
-        dataset: lance.LanceDataset,
-        used: pa.Array | None,
-        columns: list[str],
-        filter: pc.Expression | None,
-        scan: dict[str, int],
-    ) -> None:
-        self._scan = scan
-        self._dataset = dataset
-        self._used = used
-        self._columns = columns
-        self._filter = filter
+    dataset: lance.LanceDataset
+    used: pa.Array | None
+    columns: list[str]
+    filter: pc.Expression | None
+    scan: dict[str, int]
 
     @property
     def projected_schema(self) -> pa.Schema:
         """Columns that `to_reader` gives, in its order."""
-        return _widened(pa.schema([self._dataset.schema.field(name) for name in self._columns]))
+        return _widened(pa.schema([self.dataset.schema.field(name) for name in self.columns]))
 
     def to_reader(self) -> pa.RecordBatchReader:
         """One pass over the rows that the filter lets through."""
         return pa.RecordBatchReader.from_batches(self.projected_schema, self._read())
 
     def _read(self) -> Iterator[pa.RecordBatch]:
-        wanted = [name for name in self._dataset.schema.names if name in self._columns or name in str(self._filter)]
-        rows_of = self._dataset.scanner(columns=wanted, with_row_id=self._used is not None, **self._scan)  # type: ignore[arg-type]
+        wanted = [name for name in self.dataset.schema.names if name in self.columns or name in str(self.filter)]
+        rows_of = self.dataset.scanner(columns=wanted, with_row_id=self.used is not None, **self.scan)  # type: ignore[arg-type]
         for batch in rows_of.to_batches():
-            if self._used is not None:
-                batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self._used))
-            rows = batch if self._filter is None else batch.filter(self._filter)
-            yield rows.select(self._columns).cast(self.projected_schema)
+            if self.used is not None:
+                batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self.used))
+            rows = batch if self.filter is None else batch.filter(self.filter)
+            yield rows.select(self.columns).cast(self.projected_schema)
 
 
 def _explain(error: duckdb.Error, store: Store) -> str:

@@ -27,7 +27,7 @@ from mopd_dataplane.base.files import duplicate_file
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, UnknownNameError
 from mopd_dataplane.records import FORMAT_1_NAMES, Snapshot
 from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.dataset_format import MARK, blob_columns, lance_schema
+from mopd_dataplane.store.dataset_format import MARK, blob_columns
 from mopd_dataplane.store.lance_errors import reading, writing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_checksums import with_row_crcs
@@ -94,13 +94,7 @@ def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> 
 
 def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> None:
     old = lance.dataset(str(source), version=newest)
-    if not Path(table.uri).is_dir():
-        lance.write_dataset(
-            lance_schema(table.spec, table.name).empty_table(),
-            table.uri,
-            data_storage_version=table.spec.storage,  # type: ignore[arg-type]
-            enable_stable_row_ids=True,
-        )
+    table.create()
     copy = _link_files if blob_columns(table.spec) else _copy_rows
     with reading(old.uri), writing(table.uri):
         for version in [*(v for v in pinned if v < newest), newest]:
@@ -141,13 +135,9 @@ def _converted(rows: pa.Table, spec: TableSpec) -> pa.Table:
         if known in rows.column_names:
             columns[field.name] = rows[known].cast(field.type)
         else:
-            columns[field.name] = _unknown(field, rows.num_rows)
+            columns[field.name] = pa.repeat(pa.scalar(None if field.nullable else "", field.type), rows.num_rows)
     made = pa.table(columns, schema=spec.schema)
     return made if spec.heavy else with_row_crcs(made)
-
-
-def _unknown(field: pa.Field, rows: int) -> pa.Array:
-    return pa.nulls(rows, field.type) if field.nullable else pa.array([""] * rows, field.type)
 
 
 def _link_files(old: lance.LanceDataset, table: Table, last: int | None) -> None:

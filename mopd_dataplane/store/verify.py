@@ -97,11 +97,6 @@ def _files(place: Place, deep: bool) -> Iterator[Finding]:
         yield Finding(name, -1, "", problem)
 
 
-def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, int]) -> Iterator[Finding]:
-    counts.update(_orphans(opened))
-    yield from ()
-
-
 def _duplicates(name: str, dataset: lance.LanceDataset, key: tuple[str, ...]) -> Iterator[Finding]:
     """Keys that more than one row has; payload tables may hold orphans of equal uid."""
     if TABLES.get(name) is None or TABLES[name].heavy:
@@ -239,17 +234,17 @@ def _heads(place: Place, teachers: lance.LanceDataset, deep: bool) -> Iterator[F
             yield Finding("teachers", row, teacher["name"], problem)
 
 
-def _orphans(opened: Mapping[str, lance.LanceDataset]) -> dict[str, int]:
-    counts = {}
-    if {"samples", "tokens"} <= opened.keys():
-        counts["tokens"] = opened["tokens"].count_rows() - opened["samples"].count_rows()
+def _count_orphans(opened: Mapping[str, lance.LanceDataset], counts: dict[str, int]) -> Iterator[Finding]:
+    """Payload rows to which no metadata row points, by table: no findings, for they are harmless."""
+    used = {"tokens": opened["samples"].count_rows()} if {"samples", "tokens"} <= opened.keys() else {}
     for name in opened:
         folder, _, rest = name.partition("/")
         if folder == "signals" and "scores" in opened:
             teacher, _, kind = rest.partition("/")
-            used = opened["scores"].count_rows(f"teacher = '{teacher}' and kind = '{kind}'")
-            counts[name] = opened[name].count_rows() - used
-    return {name: count for name, count in counts.items() if count}
+            used[name] = opened["scores"].count_rows(f"teacher = '{teacher}' and kind = '{kind}'")
+    left = {name: opened[name].count_rows() - count for name, count in used.items()}
+    counts.update({name: count for name, count in left.items() if count})
+    yield from ()
 
 
 def _echo(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS, find_damage
 from mopd_dataplane.base.sealed_json import unseal
-from mopd_dataplane.errors import DamagedError
+from mopd_dataplane.errors import DamagedError, InputError
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.dataset_format import MARK
 from mopd_dataplane.store.decode import KEPT
@@ -53,7 +52,7 @@ def _on_disk(place: Place, deep: bool) -> Iterator[Damage]:
 def _sealed(place: Place, name: str) -> Iterator[Damage]:
     try:
         place.read_json(name)
-    except (DamagedError, OSError) as error:
+    except (DamagedError, InputError, OSError) as error:
         yield name, str(error)
 
 
@@ -65,14 +64,7 @@ def _folder(place: Place, name: str, deep: bool) -> Iterator[Damage]:
         for file, problem in find_damage(folder):
             yield f"{name}/{file}", problem
     else:
-        yield from _record(folder, name)
-
-
-def _record(folder: Path, name: str) -> Iterator[Damage]:
-    try:
-        unseal((folder / CHECKSUMS).read_bytes(), str(folder / CHECKSUMS))
-    except (DamagedError, OSError) as error:
-        yield f"{name}/{CHECKSUMS}", str(error)
+        yield from _sealed(place, f"{name}/{CHECKSUMS}")
 
 
 def _newest(place: Place, name: str, there: list[str]) -> Iterator[Damage]:

@@ -10,6 +10,7 @@ import lance
 from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import fragment_ids
+from mopd_dataplane.store.snapshot import tags_of
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.tags import tagged
 from mopd_dataplane.store.verify_report import Finding, met
@@ -23,20 +24,18 @@ def audit_pins(
     place: Place, tables: Mapping[str, Table], read: dict[str, set[str]], payload: Payload
 ) -> Iterator[Finding]:
     """Every pinned version; read: data files of each table that were audited already, extended here."""
-    for file in place.children("snapshots"):
-        if file.endswith(".json"):
-            yield from met(f"snapshots/{file}", partial(_audit_pin, place, tables, file, read, payload))
+    for tag in tags_of(place):
+        yield from met(f"snapshots/{tag}.json", partial(_audit_pin, place, tables, tag, read, payload))
 
 
 def _audit_pin(
-    place: Place, tables: Mapping[str, Table], file: str, read: dict[str, set[str]], payload: Payload
+    place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]], payload: Payload
 ) -> Iterator[Finding]:
-    pinned = place.read_json(f"snapshots/{file}") or {}
+    pinned = place.read_json(f"snapshots/{tag}.json") or {}
     opened: dict[str, lance.LanceDataset] = {}
     for name, version in pinned.get("versions", {}).items():
         known = pinned.get("manifests", {}).get(name)
-        yield from met(name, partial(_open, place, tables, name, int(version), known, opened))
-        yield from met(name, partial(_tag, opened, name, int(version), file.removesuffix(".json")))
+        yield from met(name, partial(_open, place, tables, name, int(version), known, tag, opened))
     for name in opened:
         yield from met(name, partial(_audit_fresh, tables[name], opened, read, payload))
 
@@ -47,9 +46,11 @@ def _open(
     name: str,
     version: int,
     known: str | None,
+    tag: str,
     opened: dict[str, lance.LanceDataset],
 ) -> Iterator[Finding]:
-    """The pinned version of a table is there, and its manifest is the one that was pinned."""
+    """The pinned version of a table is there, its manifest is the one that was pinned, and the tag that keeps clean-up
+    away is where the snapshot says."""
     if name not in tables:
         yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
         return
@@ -58,15 +59,10 @@ def _open(
         if found != known:
             yield Finding(name, -1, "", f"manifest of version {version} has crc32c {found}, {known} was pinned")
     opened[name] = tables[name].open(version)
-
-
-def _tag(opened: Mapping[str, lance.LanceDataset], name: str, version: int, tag: str) -> Iterator[Finding]:
-    """The tag that keeps clean-up away is where the snapshot says."""
-    if name in opened:
-        found = tagged(opened[name]).get(tag)
-        if found != version:
-            at = "is gone" if found is None else f"is at version {found}"
-            yield Finding(name, -1, "", f"tag {tag!r} {at}, its snapshot pins version {version}")
+    at = tagged(opened[name]).get(tag)
+    if at != version:
+        said = "is gone" if at is None else f"is at version {at}"
+        yield Finding(name, -1, "", f"tag {tag!r} {said}, its snapshot pins version {version}")
 
 
 def _audit_fresh(

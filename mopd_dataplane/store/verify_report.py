@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from mopd_dataplane.store.lance_errors import is_panic
 
@@ -41,18 +40,9 @@ class VerifyReport:
         return not self.findings
 
 
-class Watcher(Protocol):
-    """A function that is called before each step of an audit."""
-
-    def __call__(self, table: str, step: str, row: int) -> str:
-        """Why the step is left out; empty to take it."""
-
-
-def _nobody(table: str, step: str, row: int) -> str:
-    return ""
-
-
-_watchers: list[Watcher] = [_nobody]
+Watcher = Callable[[str, str, int], str]
+"""Called before each step of an audit with table, step and row; answers why it is left out, empty to take it."""
+_watchers: list[Watcher] = []
 
 
 def watch(watcher: Watcher) -> None:
@@ -62,7 +52,7 @@ def watch(watcher: Watcher) -> None:
 
 def left_out(table: str, step: str, row: int = -1) -> str:
     """Announce a step; why it is left out, empty when it is taken."""
-    return _watchers[0](table, step, row)
+    return _watchers[0](table, step, row) if _watchers else ""
 
 
 def met(name: str, check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ the ones it names, with all that they read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -42,8 +42,6 @@ class View:
     """A call of the macro."""
     scalar: bool = False
     """A macro that is one value, not a table."""
-    functions: tuple[str, ...] = field(default=())
-    """SQL functions of this file that the statement calls."""
 
     def __post_init__(self) -> None:
         if not self.example:
@@ -96,7 +94,6 @@ _FIXED = (
             left join prompts p on p.prompt_id = s.prompt_id
             left join {_REWARDS} r on r.uid = s.uid""",
         reads=("samples", "tokens", "prompts", "rewards"),
-        functions=(DECODE,),
     ),
     View(
         name="sample_text",
@@ -110,7 +107,6 @@ _FIXED = (
         parameters=("sample_uid",),
         example="sample_text('')",
         scalar=True,
-        functions=(DECODE,),
     ),
     View(
         name="accuracy",
@@ -233,7 +229,7 @@ def create_views(
     decoder: opens the store's tokenizer, when text is asked for.
     """
     asked = list(wanted)
-    functions = {function for view in asked for function in view.functions}
+    functions = {name for name in (DECODE, PIECES) if any(name in view.sql for view in asked)}
     if functions:
         _create_functions(connection, functions, decoder())
     for view in asked:
@@ -311,5 +307,4 @@ def _sample_tokens(teachers: list[str]) -> View:
         reads=("samples", "tokens", *(signal_table(name, "logprob") for name in teachers)),
         parameters=("sample_uid",),
         example="sample_tokens('')",
-        functions=(PIECES,),
     )

@@ -60,7 +60,7 @@ def _queues(source: Store) -> list[str]:
 def _pins(source: Store) -> dict[str, dict[str, int]]:
     """Version of each table by tag. Raises DamagedError for a manifest that is not the one that was pinned."""
     pins = {}
-    for tag in (name.removesuffix(".json") for name in source._place.children("snapshots") if name.endswith(".json")):
+    for tag in snapshots.tags_of(source._place):
         pins[tag] = source.snapshot(tag=tag).versions
         recorded = (source.read_json(f"snapshots/{tag}.json") or {}).get("manifests", {})
         for name, known in recorded.items():

@@ -197,7 +197,7 @@ def test_lists_that_are_not_in_memory_are_asked_for_together(tmp_path: Path, mon
     found: FileLists = located(dataset, ROWS, wanted)["ids"]
     asked.clear()
     found.read_ahead()
-    [start, apart] = [int(found._positions[place]) for place in (1, 20)]
+    [start, apart] = [int(found.positions[place]) for place in (1, 20)]
     before = 4 * sum(row % 7 for row in range(20))
     assert asked == [(start, 200), (start + 200, before - 200), (apart, 4 * (40 % 7 + 41 % 7))]
 
@@ -313,7 +313,7 @@ def test_a_process_that_may_open_few_files_closes_its_own(tmp_path: Path) -> Non
     dataset = write(str(tmp_path / "d"), [ROWS[first : first + 5] for first in range(0, 60, 5)])
     found = located(dataset, ROWS, range(60))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found["ids"]._files._close()
+    found["ids"].files._close()
     assert found["ids"].array(1) is not None
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
     try:
