@@ -120,7 +120,7 @@ def collect_columns(
         has_signals = has_signals & _has_kind(rows, teacher_codes, kind, scores, list(teachers))
     has_reward: NDArray[np.bool_] = np.broadcast_to(True, len(rows))
     if rewards is not None:
-        has_reward = _among(rows, _ints(rewards["sample_row"], np.int64))
+        has_reward = _among(rows, _ints(rewards["sample_row"]))
     return Columns(
         sample_rows=rows,
         total_len=held["total_len"],
@@ -302,8 +302,8 @@ class _Numbers:
         return np.asarray(found.to_numpy())
 
 
-def _ints(column: pa.ChunkedArray, dtype: type[np.generic]) -> NDArray[Any]:
-    values = np.empty(len(column), dtype=dtype)
+def _ints(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    values = np.empty(len(column), dtype=np.int64)
     done = 0
     for chunk in column.chunks:  # straight into place: a whole column in Arrow's own type would be one more copy
         values[done : done + len(chunk)] = chunk.to_numpy()
@@ -322,11 +322,8 @@ def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], list[str]]:
 
 def _sorted_names(seen: pa.Array) -> tuple[NDArray[np.int32], list[str]]:
     """(place of each name in the sorted ones, the sorted ones)."""
-    names = seen.to_pylist()
-    order = sorted(range(len(names)), key=names.__getitem__)
-    rank = np.empty(len(names), dtype=np.int32)
-    rank[order] = np.arange(len(names), dtype=np.int32)
-    return rank, [names[i] for i in order]
+    order = pc.sort_indices(seen)
+    return np.argsort(order).astype(np.int32), seen.take(order).to_pylist()
 
 
 def _route(
@@ -369,7 +366,7 @@ def _has_kind(
             f"the objective needs {kind!r} signals, but the planner was given no scores; pass the rows of `scores`"
         )
     code_of, kinds = _codes(scores["teacher"]), _codes(scores["kind"])
-    scored = _ints(scores["sample_row"], np.int64)
+    scored = _ints(scores["sample_row"])
     teacher_of_row = np.full(int(max(rows.max(initial=-1), scored.max(initial=-1))) + 1, -1, dtype=np.int16)
     teacher_of_row[rows] = teacher_codes
     code_of_name = np.array([teachers.index(name) if name in teachers else -2 for name in code_of[1]], dtype=np.int16)

@@ -19,8 +19,8 @@ from mopd_dataplane.job.schedules import weight_at
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.mixture import take_mixed
 from mopd_dataplane.plan.plan import Training, build_window, plan_digest
-from mopd_dataplane.plan.select import unusable
-from mopd_dataplane.plan.shuffle import philox_key
+from mopd_dataplane.plan.select import leave_out, unusable, whole_groups
+from mopd_dataplane.plan.shuffle import philox_key, uniforms
 from mopd_dataplane.records import PlanWindow, Snapshot
 
 
@@ -73,16 +73,18 @@ def next_window(
     by_ordinal = np.argsort(ordinals, kind="stable")
     columns, ordinals = columns.take(by_ordinal), ordinals[by_ordinal]
     open_work = ~np.isin(columns.sample_rows, settled_rows)
-    dropped = {reason: columns.sample_rows[hit] for reason, hit in _drops(columns, open_work, settings, policy_version)}
-    if dropped:
-        open_work &= ~np.isin(columns.sample_rows, np.concatenate(list(dropped.values())))
+    dropped = leave_out(unusable(columns, settings, policy_version), columns, open_work)
     ready = open_work & columns.has_signals & columns.has_reward
     if group_size > 1:
-        ready &= _complete(columns.groups, ready, group_size)
+        ready &= whole_groups(columns.groups, ready, group_size)
     pending = open_work & ~ready
     if finished:
-        for reason, hit in _unfinished(columns, pending):
-            dropped[reason] = columns.sample_rows[hit]
+        given_up = {
+            "missing_signal": ~columns.has_signals,
+            "missing_reward": ~columns.has_reward,
+            "broken_group": columns.has_signals & columns.has_reward,
+        }
+        dropped |= leave_out(given_up, columns, pending)
         chosen = choose(columns, ready, whole=False)
         if not chosen.any():
             if ready.any():
@@ -130,37 +132,6 @@ def end_window(stage: str, window: int, seed: int, snapshot: Snapshot) -> PlanWi
     )
     plan.digest = plan_digest(plan)
     return plan
-
-
-def _drops(
-    columns: Columns, open_work: NDArray[np.bool_], settings: sections.Plan, policy_version: int
-) -> list[tuple[str, NDArray[np.bool_]]]:
-    """Samples without a decision that can never be trained on, each under its first reason."""
-    found = []
-    left = open_work.copy()
-    for reason, fails in unusable(columns, settings, policy_version).items():
-        hit = left & fails
-        if hit.any():
-            found.append((reason, hit))
-            left &= ~hit
-    return found
-
-
-def _unfinished(columns: Columns, pending: NDArray[np.bool_]) -> list[tuple[str, NDArray[np.bool_]]]:
-    """Why pending samples are given up once the producers have ended."""
-    reasons = {
-        "missing_signal": pending & ~columns.has_signals,
-        "missing_reward": pending & columns.has_signals & ~columns.has_reward,
-        "broken_group": pending & columns.has_signals & columns.has_reward,
-    }
-    return [(reason, hit) for reason, hit in reasons.items() if hit.any()]
-
-
-def _complete(groups: NDArray[np.int64], ready: NDArray[np.bool_], group_size: int) -> NDArray[np.bool_]:
-    """[n] whether all members of the sample's group are ready."""
-    _, codes = np.unique(groups, return_inverse=True)
-    whole: NDArray[np.bool_] = np.bincount(codes, weights=ready) >= group_size
-    return whole[codes]
 
 
 def _first_gap(ordinals: NDArray[np.int64], pending: NDArray[np.bool_], numbered: bool) -> int:
@@ -225,8 +196,8 @@ class _Chooser:
             )
         if {name for name, weight in weights.items() if weight_at(weight, self.first_step) > 0} - set(names):
             return np.empty(0, dtype=np.int64)  # a weighed domain has no sample at all yet
-        offsets = (np.random.Philox(key=self.key).random_raw(len(names)) >> np.uint64(11)) * 2.0**-53
-        return take_mixed(columns.domains[units], names, weights, self.first_step, np.asarray(offsets, np.float64))
+        offsets = uniforms(len(names), self.key)
+        return take_mixed(columns.domains[units], names, weights, self.first_step, offsets)
 
 
 def _staleness_wait(

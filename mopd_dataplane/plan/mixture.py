@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.schedules import Weight, weight_at
-from mopd_dataplane.plan.shuffle import stable_order
+from mopd_dataplane.plan.shuffle import stable_order, uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,8 @@ def thin_and_order(
     mixture: Mixture, domains: NDArray[np.integer], order: NDArray[np.int64], key: int
 ) -> NDArray[np.int64]:
     """The first `quota` units of each domain in `order`, arranged by the step at which they are due."""
-    kept = []
-    for domain, quota in enumerate(mixture.quota.tolist()):
-        kept.append(order[np.flatnonzero(domains[order] == domain)[:quota]])
+    ordered = domains[order]
+    kept = [order[np.flatnonzero(ordered == domain)[:quota]] for domain, quota in enumerate(mixture.quota.tolist())]
     return order_by_due(mixture, np.arange(len(kept)), kept, key)
 
 
@@ -106,10 +105,9 @@ def order_by_due(
 
     domains: domain of each stratum. One random offset per stratum, from `key`, decides where between two places.
     """
-    offsets = (np.random.Philox(key=key).random_raw(max(len(strata), 1)) >> np.uint64(11)) * 2.0**-53
     due = [
         mixture.due(int(domain), (np.arange(len(stratum)) + offset) / max(len(stratum), 1))
-        for domain, stratum, offset in zip(domains, strata, offsets, strict=True)
+        for domain, stratum, offset in zip(domains, strata, uniforms(len(strata), key), strict=True)
     ]
     return np.concatenate(strata)[np.argsort(np.concatenate(due), kind="stable")]
 

@@ -21,7 +21,7 @@ from mopd_dataplane.job.schedules import Weight, weight_at
 from mopd_dataplane.plan.balance import straggler_ratio, work_of
 from mopd_dataplane.plan.batches import Layout, Units, plan_epoch
 from mopd_dataplane.plan.columns import Columns
-from mopd_dataplane.plan.select import Selection, select
+from mopd_dataplane.plan.select import select
 from mopd_dataplane.plan.shuffle import BLOCK, stable_order
 from mopd_dataplane.records import PlanWindow, Snapshot
 
@@ -111,7 +111,8 @@ def build_window(
         "straggler_ratio": straggler_ratio(costs, plan.step_starts, training.ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
-    plan.stats |= _dropped(selection, left_out)
+    dropped = {reason: len(rows) for reason, rows in selection.dropped.items()} | left_out
+    plan.stats |= {f"dropped_{reason}": count for reason, count in dropped.items() if count}
     plan.digest = plan_digest(plan)
     return plan
 
@@ -228,9 +229,3 @@ def _join_starts(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     """Starts of parts that follow each other; each part begins with 0 and ends with its length."""
     shifts = np.cumsum([0, *(part[-1] for part in parts)])
     return np.concatenate([parts[0][:1], *(part[1:] + shift for part, shift in zip(parts, shifts, strict=False))])
-
-
-def _dropped(selection: Selection, left_out: dict[str, int]) -> dict[str, float]:
-    """dropped_<reason> for every reason that left a sample out."""
-    counts = {reason: len(rows) for reason, rows in selection.dropped.items()} | left_out
-    return {f"dropped_{reason}": count for reason, count in counts.items() if count}

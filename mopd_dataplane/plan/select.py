@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,13 +31,10 @@ def select(
     Raises InputError for a sample over `pack_tokens` when `overlong = "error"`, and when nothing is left.
     """
     keep = np.ones(len(columns), dtype=bool)
-    dropped: dict[str, NDArray[np.int64]] = {}
-    for reason, fails in unusable(columns, settings, policy_version).items():
-        _leave_out(reason, keep & fails, keep, columns, dropped)
-    _leave_out("missing_signal", keep & ~columns.has_signals, keep, columns, dropped)
-    _leave_out("missing_reward", keep & ~columns.has_reward, keep, columns, dropped)
+    unsettled = {"missing_signal": ~columns.has_signals, "missing_reward": ~columns.has_reward}
+    dropped = leave_out(unusable(columns, settings, policy_version) | unsettled, columns, keep)
     if group_size > 1:
-        _leave_out("broken_group", keep & ~_whole_groups(columns.groups, keep, group_size), keep, columns, dropped)
+        dropped |= leave_out({"broken_group": ~whole_groups(columns.groups, keep, group_size)}, columns, keep)
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
         raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}")
@@ -62,19 +60,20 @@ def unusable(columns: Columns, settings: sections.Plan, policy_version: int | No
     }
 
 
-def _leave_out(
-    reason: str,
-    hit: NDArray[np.bool_],
-    keep: NDArray[np.bool_],
-    columns: Columns,
-    dropped: dict[str, NDArray[np.int64]],
-) -> None:
-    if hit.any():
-        dropped[reason] = columns.sample_rows[hit]
-        keep &= ~hit
+def leave_out(
+    reasons: Mapping[str, NDArray[np.bool_]], columns: Columns, keep: NDArray[np.bool_]
+) -> dict[str, NDArray[np.int64]]:
+    """Take the samples that some reason is against out of `keep`; their rows, each under the first of its reasons."""
+    dropped = {}
+    for reason, fails in reasons.items():
+        hit = keep & fails
+        if hit.any():
+            dropped[reason] = columns.sample_rows[hit]
+            keep &= ~hit
+    return dropped
 
 
-def _whole_groups(groups: NDArray[np.int64], keep: NDArray[np.bool_], group_size: int) -> NDArray[np.bool_]:
+def whole_groups(groups: NDArray[np.int64], keep: NDArray[np.bool_], group_size: int) -> NDArray[np.bool_]:
     """[n] whether all members of the sample's group are kept."""
     _, codes = np.unique(groups, return_inverse=True)
     whole: NDArray[np.bool_] = np.bincount(codes, weights=keep) >= group_size

@@ -40,6 +40,11 @@ def permutation(n: int, key: int) -> NDArray[np.int64]:
     return _positions(words)
 
 
+def uniforms(n: int, key: int) -> NDArray[np.float64]:
+    """[n] uniformly drawn numbers in [0, 1)."""
+    return (np.random.Philox(key=key).random_raw(n) >> np.uint64(11)) * np.float64(2.0**-53)
+
+
 def sort_codes(
     codes: NDArray[np.int64], key: int | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
