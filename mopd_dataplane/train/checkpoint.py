@@ -102,10 +102,6 @@ class Checkpoints:
                 self._publish(staging, self.folder / name, position, identity)
         self._ranks.barrier()
 
-    def latest(self) -> tuple[Position, Identity] | None:
-        """Position and identity of the newest complete checkpoint. Raises DamagedError."""
-        return latest_checkpoint(self.folder)
-
     def restore(self, module: nn.Module, optimizer: Optimizer) -> None:
         """Load the newest checkpoint into module and optimizer. Raises DamagedError, MismatchError."""
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -124,7 +120,9 @@ class Checkpoints:
         for key, parameter in parameters.items():
             if id(parameter) in trained:
                 optimizer.state[parameter] = _empty_state(key, _learnt(parameter, optimizer), saved)
-        with torch.no_grad(), _alone_quietly():
+        with torch.no_grad(), warnings.catch_warnings():
+            # One process means to be alone; torch would warn of it at every checkpoint.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             load(_tensors(module, optimizer), storage_reader=reader, no_dist=self._ranks.world == 1)
         if isinstance(optimizer, MasterAdamW):
             optimizer.follow()
@@ -136,8 +134,11 @@ class Checkpoints:
         if self._ranks.world == 1:  # torch's writer builds the whole file in memory before it writes a byte
             on_host = {name: tensor.cpu() for name, tensor in tensors.items()}  # as save_file would, one by one
             save_file(on_host, staging / f"{mine}-model-00001-of-00001.safetensors")
-        else:
-            _save_sharded(tensors, staging)
+        else:  # this rank's share, with where each piece belongs
+            from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+            from torch.distributed.checkpoint.state_dict_saver import save
+
+            save(tensors, storage_writer=HuggingFaceStorageWriter(str(staging), save_distributed=True))
         measured = {file.name: measure_file(file) for file in staging.glob(f"{mine}-*.safetensors")}
         publish_file(staging / f"{mine}.json", json.dumps(measured).encode())
 
@@ -183,14 +184,6 @@ class Checkpoints:
                 shutil.rmtree(staging, ignore_errors=True)
                 raise ResourceError(f"no space for a checkpoint in {self.folder}: free some, run again") from None
             raise
-
-
-def _save_sharded(tensors: dict[str, Any], staging: Path) -> None:
-    """This rank's share of tensors that are spread over ranks, with where each piece belongs."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    save(tensors, storage_writer=HuggingFaceStorageWriter(str(staging), save_distributed=True))
 
 
 def latest_checkpoint(folder: Path) -> tuple[Position, Identity] | None:
@@ -278,11 +271,3 @@ def _empty_state(name: str, parameter: Tensor, saved: dict[str, tuple[int, ...]]
             like = size == tuple(parameter.shape) and len(size) > 0
             state[kind] = torch.zeros_like(parameter, requires_grad=False) if like else torch.zeros(size)
     return state
-
-
-@contextmanager
-def _alone_quietly() -> Iterator[None]:
-    """One process means to be alone; torch would warn of it at every checkpoint."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield

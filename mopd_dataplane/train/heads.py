@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,7 +72,10 @@ class TeacherHeads:
         path = Path(entry.path)
         try:
             if teacher not in self._verified:
-                _verify(path, entry.digest)
+                if (found := file_digest(path)) != entry.digest:
+                    raise DamagedError(
+                        f"{path} has sha256 {found[:16]}…, the store recorded {entry.digest[:16]}…; restore the file"
+                    )
                 self._verified.add(teacher)
             with safe_open(path, framework="pt") as stored:
                 metadata = stored.metadata() or {}
@@ -83,12 +87,5 @@ class TeacherHeads:
         return Head(tensors["weight"], tensors.get("bias"), softcap, float(metadata.get("logit_scale", 1.0)))
 
 
-def _verify(path: Path, digest: str) -> None:
-    found = file_digest(path)
-    if found != digest:
-        raise DamagedError(f"{path} has sha256 {found[:16]}…, the store recorded {digest[:16]}…; restore the file")
-
-
 def _on_device(head: Head, device: torch.device) -> Head:
-    bias = None if head.bias is None else head.bias.to(device)
-    return Head(head.weight.to(device), bias, head.softcap, head.logit_scale)
+    return replace(head, weight=head.weight.to(device), bias=None if head.bias is None else head.bias.to(device))

@@ -110,7 +110,7 @@ class Trainer:
         self.optimizer.step()
         if self.stats is not None:
             self.stats.end_step(step, window.policy_version)
-        metrics = StepMetrics(
+        return StepMetrics(
             stage=batch.stage,
             step=step,
             window=batch.window,
@@ -129,7 +129,6 @@ class Trainer:
             data_wait_s=sums.waited_s + waited_s,
             extra=sums.extra(totals) | self._teacher_weights(step),
         )
-        return metrics
 
     def _teacher_weights(self, step: int) -> dict[str, float]:
         """Weights of the objective's teachers at this step; empty when all weigh the same."""

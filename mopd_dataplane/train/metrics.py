@@ -24,8 +24,8 @@ class MetricsLog:
     def __init__(self, folder: Path, *, steps_done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE
-        kept = [line for line in _whole_lines(self._path) if unseal(line, str(self._path))["step"] < steps_done]
-        publish_file(self._path, "".join(f"{line}\n" for line in kept).encode())
+        kept = [asdict(metrics) for metrics in MetricsReader(folder).steps() if metrics.step < steps_done]
+        publish_file(self._path, "".join(f"{seal_line(metrics)}\n" for metrics in kept).encode())
         self._file = self._path.open("a")
 
     def write(self, metrics: StepMetrics) -> None:
@@ -66,15 +66,3 @@ class MetricsReader:
         self._steps += [StepMetrics(**unseal(line, str(self._path))) for line in new.splitlines()]
         self._read += len(new)
         return self._steps
-
-
-def read_metrics(folder: Path) -> Sequence[StepMetrics]:
-    """Every complete line of a metrics file, in order; a line still being written is left out. Raises DamagedError."""
-    return MetricsReader(folder).steps()
-
-
-def _whole_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()

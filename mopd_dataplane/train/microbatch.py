@@ -91,11 +91,11 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
 
     Raises MismatchError when the first token of a sequence is marked as trained: nothing predicts it.
     """
-    parts = [_PackView(pack) for pack in packs]
-    lengths = torch.cat([part.lengths for part in parts])
-    mask = torch.cat([part.mask for part in parts])
-    positions = torch.cat([part.positions for part in parts])
-    tokens = torch.cat([part.tokens for part in parts])
+    lengths = torch.cat([torch.as_tensor(pack.cu_seqlens).long().diff() for pack in packs])
+    mask = torch.cat([torch.as_tensor(pack.loss_mask).bool() for pack in packs])
+    positions = torch.cat([torch.as_tensor(pack.position_ids).long() for pack in packs])
+    tokens = torch.cat([torch.as_tensor(pack.tokens).long() for pack in packs])
+    versions = torch.cat([torch.as_tensor(pack.policy_versions).long() for pack in packs])
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     if layout == "packed":
         height, row, column = 1, torch.zeros_like(sequence), torch.arange(len(tokens))
@@ -111,10 +111,11 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
     trained_sequence = sequence[mask]
 
     def joined(name: str) -> Tensor | None:
-        values = [part.field(name) for part in parts]
-        if values[0] is None:
+        arrays = [value(pack, name) for pack in packs]
+        if arrays[0] is None:
             return None
-        return values[0] if len(values) == 1 else torch.cat(values)  # type: ignore[arg-type]
+        tensors = [torch.as_tensor(array) for array in arrays]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
     carried: dict[str, Any] = {}
     for entry in in_record(packs[0]):
@@ -136,7 +137,7 @@ def build(packs: Sequence[Pack], layout: Layout = "packed") -> MicroBatch:
         targets=tokens[mask],
         sequence=trained_sequence,
         position=positions[mask],
-        policy_versions=torch.cat([part.policy_versions for part in parts])[mask],
+        policy_versions=versions[mask],
         loss_counts=torch.bincount(trained_sequence, minlength=len(lengths)),
         tokens=len(tokens),
         sampling_mask=_padded(joined("sampling_mask_sizes"), joined("sampling_mask_ids")),
@@ -153,19 +154,3 @@ def _padded(sizes: Tensor | None, ids: Tensor | None) -> Tensor | None:
     rows = torch.full((len(sizes), len(columns)), -1, dtype=torch.int32)
     rows[columns < sizes[:, None]] = ids
     return rows
-
-
-class _PackView:
-    """A pack's arrays as tensors, without a copy where the dtype allows."""
-
-    def __init__(self, pack: Pack) -> None:
-        self._pack = pack
-        self.tokens = torch.as_tensor(pack.tokens).long()
-        self.positions = torch.as_tensor(pack.position_ids).long()
-        self.policy_versions = torch.as_tensor(pack.policy_versions).long()
-        self.mask = torch.as_tensor(pack.loss_mask).bool()
-        self.lengths = torch.as_tensor(pack.cu_seqlens).long().diff()
-
-    def field(self, name: str) -> Tensor | None:
-        array = value(self._pack, name)
-        return None if array is None else torch.as_tensor(array)

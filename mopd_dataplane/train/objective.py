@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -150,31 +151,30 @@ class ObjectiveLoss:
         """
         sums = TermSums()
         loss = hidden.new_zeros((), dtype=torch.float32)
-        objective = self.objective
+        objective, given = self.objective, _Inputs(hidden, head, batch, teacher_head)
         if objective.policy_gradient is not None:
             term = objective.policy_gradient
             weights = self._weights(term.normaliser, batch, totals)
-            baseline = self._baseline(term, hidden, head, batch, teacher_head)
-            value = self._policy(term, hidden, head, batch, weights, proximal_logprobs, baseline, sums)
-            loss = loss + term.weight * value
+            loss = loss + term.weight * self._policy(term, given, weights, proximal_logprobs, sums)
             if term.kl_coef:
-                value = self._reference_kl(hidden, head, batch, weights, sums)
-                loss = loss + term.weight * term.kl_coef * value
+                loss = loss + term.weight * term.kl_coef * self._reference_kl(given, weights, sums)
         if objective.divergence is not None:
             divergence_term = objective.divergence
             weights = self._weights(divergence_term.normaliser, batch, totals)
             if divergence_term.signal == "hidden":
-                value = _hidden_divergence(divergence_term, hidden, head, batch, weights, teacher_head, sums)
-                self._drop_unlike(divergence_term, head, batch, teacher_head, totals, sums)
+                value = _hidden_divergence(divergence_term, given, weights, sums)
+                self._drop_unlike(divergence_term, given, totals, sums)
             else:
-                value = _topk_divergence(divergence_term, hidden, head, batch, weights, sums)
+                value = _topk_divergence(divergence_term, given, weights, sums)
             if divergence_term.topk_agreement:
-                _overlap(divergence_term, hidden, head, batch, teacher_head, sums)
+                found = measure_topk_agreement(hidden, head, *given.teacher, divergence_term.topk_agreement)
+                for name, rows in found._asdict().items():
+                    sums.add(name, rows)
             loss = loss + divergence_term.weight * value
         if objective.cross_entropy is not None:
             ce = objective.cross_entropy
             weights = self._weights(ce.normaliser, batch, totals)
-            loss = loss + ce.weight * self._cross_entropy(hidden, head, batch, weights, sums)
+            loss = loss + ce.weight * self._cross_entropy(given, weights, sums)
         if objective.entropy is not None:
             bonus = objective.entropy
             rows = _entropy(hidden, head)
@@ -190,21 +190,13 @@ class ObjectiveLoss:
             loss = loss + other.weight * (rows * self._weights(other.normaliser, batch, totals)).sum()
         return loss, sums
 
-    def _drop_unlike(
-        self,
-        term: DivergenceTerm,
-        head: Head,
-        batch: MicroBatch,
-        teacher: Head | None,
-        totals: Totals,
-        sums: TermSums,
-    ) -> None:
+    def _drop_unlike(self, term: DivergenceTerm, given: _Inputs, totals: Totals, sums: TermSums) -> None:
         """Forget a divergence's figures of tokens without weight, which it did not read, and a `logsumexp` that is not
         of the distribution that was sampled from: at another temperature, or over a smaller vocabulary."""
-        if not self.teacher_weight(batch.teacher, totals.step):
+        if not self.teacher_weight(given.batch.teacher, totals.step):
             for name in (*EXACT, "logsumexp"):
                 del sums.per_token[name]
-        elif term.temperature != self._temperature or teacher is None or len(teacher.weight) < len(head.weight):
+        elif term.temperature != self._temperature or len(given.teacher[1].weight) < len(given.head.weight):
             del sums.per_token["logsumexp"]
 
     def _weights(self, normaliser: Normaliser, batch: MicroBatch, totals: Totals) -> Tensor:
@@ -220,34 +212,28 @@ class ObjectiveLoss:
         return float(weight_at(self.objective.teacher_weights.get(teacher, 1.0), step))
 
     @torch.no_grad()
-    def _baseline(
-        self, term: PolicyGradientTerm, hidden: Tensor, head: Head, batch: MicroBatch, teacher: Head | None
-    ) -> Tensor | None:
+    def _baseline(self, term: PolicyGradientTerm, given: _Inputs) -> Tensor | None:
         """[M] f32: KL(student, teacher) at each position, from what the term says; None without a baseline."""
         if term.baseline == "none":
             return None
         if term.baseline == "hidden":
-            teacher, states = _teacher_states(batch, teacher)
-            return divergence(hidden, head, states, teacher, temperature=self._temperature)
-        ids, logprobs = _topk(batch)
-        return topk_divergence(hidden, head, ids, logprobs, mode="tail", temperature=self._temperature)
+            return divergence(given.hidden, given.head, *given.teacher, temperature=self._temperature)
+        return topk_divergence(given.hidden, given.head, *given.topk, mode="tail", temperature=self._temperature)
 
     def _policy(
         self,
         term: PolicyGradientTerm,
-        hidden: Tensor,
-        head: Head,
-        batch: MicroBatch,
+        given: _Inputs,
         weights: Tensor,
         proximal: Tensor | None,
-        baseline: Tensor | None,
         sums: TermSums,
     ) -> Tensor:
+        hidden, head, batch = given.hidden, given.head, given.batch
         current = None
         if term.discount and term.student_logprob == "current":
             with torch.no_grad():
                 current = self.logprob(hidden, head, batch)
-        advantage = token_advantage(term, batch, current, baseline)
+        advantage = token_advantage(term, batch, current, self._baseline(term, given))
         if term.correction == "none":
             old, sampler = batch.sampler_logprobs, None
         elif term.clip is None:
@@ -260,7 +246,7 @@ class ObjectiveLoss:
             "band": term.band, "weights": weights,
         }  # fmt: skip
         if term.correction == "mis":
-            result = self._by_sequence(hidden, head, batch, old, advantage.constant, settings)
+            result = self._by_sequence(given, old, advantage.constant, settings)
         else:
             result = fused_policy_loss(
                 hidden, head, batch.targets, advantage=advantage.constant, old_logprob=old, sampler_logprob=sampler,
@@ -276,33 +262,32 @@ class ObjectiveLoss:
             sums.add("reverse_kl", result.logprob - batch.teacher_logprobs)
         return result.loss
 
-    def _cross_entropy(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
-        logprob, entropy = token_logprob(hidden, head, batch.targets, return_entropy=True, entropy_gradient=False)
+    def _cross_entropy(self, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
+        logprob, entropy = token_logprob(
+            given.hidden, given.head, given.batch.targets, return_entropy=True, entropy_gradient=False
+        )
         sums.add("nll", -logprob)
-        if self._temperature == 1.0 and batch.sampling_mask is None:  # else the sampler's distribution was another
+        if (
+            self._temperature == 1.0 and given.batch.sampling_mask is None
+        ):  # else the sampler's distribution was another
             sums.per_token = {"logprob": logprob.detach(), "student_entropy": entropy} | sums.per_token
         return -(logprob * weights).sum()
 
-    def _reference_kl(self, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums) -> Tensor:
+    def _reference_kl(self, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
         """KL(student, reference) from the sampled tokens: never negative, unbiased on the student's own tokens."""
-        known = _present(batch.reference_logprobs, "log-probs of the reference policy")
-        gap = known - self.logprob(hidden, head, batch)
+        known = _present(given.batch.reference_logprobs, "log-probs of the reference policy")
+        gap = known - self.logprob(given.hidden, given.head, given.batch)
         rows = gap.exp() - gap - 1
         sums.add("reference_kl", rows)
         return (rows * weights).sum()
 
     def _by_sequence(
-        self,
-        hidden: Tensor,
-        head: Head,
-        batch: MicroBatch,
-        old: Tensor | None,
-        advantage: Tensor | None,
-        settings: dict[str, Any],
+        self, given: _Inputs, old: Tensor | None, advantage: Tensor | None, settings: dict[str, Any]
     ) -> PolicyResult:
         """A correction that looks at whole sequences: every log-prob is known before the first gradient."""
+        batch = given.batch
         logprob, entropy = token_logprob(
-            hidden, head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
+            given.hidden, given.head, batch.targets, temperature=self._temperature, sampling_mask=batch.sampling_mask,
             return_entropy=True,
         )  # fmt: skip
         loss, metrics = policy_loss(
@@ -311,45 +296,49 @@ class ObjectiveLoss:
         return PolicyResult(loss, metrics, logprob.detach(), entropy.detach())
 
 
-def _hidden_divergence(
-    term: DivergenceTerm,
-    hidden: Tensor,
-    head: Head,
-    batch: MicroBatch,
-    weights: Tensor,
-    teacher: Head | None,
-    sums: TermSums,
-) -> Tensor:
-    teacher, states = _teacher_states(batch, teacher)
+@dataclass(frozen=True)
+class _Inputs:
+    """What the terms of a micro-batch read."""
+
+    hidden: Tensor
+    """[M, D] the student's states that predict the trained tokens."""
+    head: Head
+    batch: MicroBatch
+    teacher_head: Head | None
+
+    @cached_property
+    def teacher(self) -> tuple[Tensor, Head]:
+        """The teacher's states [M, Dt], decoded, and its head. Raises MismatchError."""
+        head = _present(self.teacher_head, f"the LM head of teacher {self.batch.teacher!r}")
+        encoded = _present(self.batch.hidden, "hidden states")
+        return decode(encoded, self.batch.hidden_codec, head.weight.shape[1], head.weight.dtype), head
+
+    @property
+    def topk(self) -> tuple[Tensor, Tensor]:
+        """The teacher's stored tokens and their log-probs, both [M, K]. Raises MismatchError."""
+        batch = self.batch
+        return _present(batch.topk_ids, "top-k token ids"), _present(batch.topk_logprobs, "top-k log-probs")
+
+
+def _hidden_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
     kind = term.form_kind
     if kind is None:
-        return _plugin_divergence(term, hidden, head, states, teacher, weights, sums)
+        return _plugin_divergence(term, given, weights, sums)
     loss, stats = divergence(
-        hidden,
-        head,
-        states,
-        teacher,
-        kind=kind,
-        beta=term.beta,
-        alpha=term.alpha,
-        temperature=term.temperature,
-        weights=weights,
-        reduction="sum",
-        return_stats=True,
-    )
+        given.hidden, given.head, *given.teacher, kind=kind, beta=term.beta, alpha=term.alpha,
+        temperature=term.temperature, weights=weights, reduction="sum", return_stats=True,
+    )  # fmt: skip
     _add_exact(stats, sums)
     return loss
 
 
-def _plugin_divergence(
-    term: DivergenceTerm, hidden: Tensor, head: Head, states: Tensor, teacher: Head, weights: Tensor, sums: TermSums
-) -> Tensor:
+def _plugin_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
     """A divergence of another package, and the usual statistics of the two models from a second pass."""
-    plugin = term.plugin
+    plugin, models = term.plugin, (given.hidden, given.head, *given.teacher)
     assert plugin is not None
-    rows = plugin_divergence(plugin, term, hidden, head, states, teacher)
+    rows = plugin_divergence(plugin, term, *models)
     with torch.no_grad():
-        _add_exact(divergence(hidden, head, states, teacher, temperature=term.temperature, return_stats=True)[1], sums)
+        _add_exact(divergence(*models, temperature=term.temperature, return_stats=True)[1], sums)
     sums.add("divergence", rows)
     return (rows * weights).sum()
 
@@ -361,27 +350,6 @@ def _add_exact(stats: RowStats, sums: TermSums) -> None:
     sums.per_token |= found | {"logsumexp": stats.student_logsumexp}
 
 
-def _teacher_states(batch: MicroBatch, teacher: Head | None) -> tuple[Head, Tensor]:
-    """The teacher's head, and its states [M, Dt] decoded."""
-    teacher = _present(teacher, f"the LM head of teacher {batch.teacher!r}")
-    encoded = _present(batch.hidden, "hidden states")
-    return teacher, decode(encoded, batch.hidden_codec, teacher.weight.shape[1], teacher.weight.dtype)
-
-
-def _topk(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The teacher's stored tokens and their log-probs, both [M, K]."""
-    return _present(batch.topk_ids, "top-k token ids"), _present(batch.topk_logprobs, "top-k log-probs")
-
-
-def _overlap(
-    term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, teacher: Head | None, sums: TermSums
-) -> None:
-    teacher, states = _teacher_states(batch, teacher)
-    found = measure_topk_agreement(hidden, head, states, teacher, term.topk_agreement)
-    for name, value in found._asdict().items():
-        sums.add(name, value)
-
-
 def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     names = ["reverse_kl" if term.form_kind == "reverse" else f"{term.form_kind}_divergence"]
     if term.signal == "hidden":
@@ -389,21 +357,13 @@ def _divergence_metrics(term: DivergenceTerm) -> list[str]:
     return [*names, *TopkAgreement._fields] if term.topk_agreement else names
 
 
-def _topk_divergence(
-    term: DivergenceTerm, hidden: Tensor, head: Head, batch: MicroBatch, weights: Tensor, sums: TermSums
-) -> Tensor:
+def _topk_divergence(term: DivergenceTerm, given: _Inputs, weights: Tensor, sums: TermSums) -> Tensor:
     kind = term.form_kind
     assert kind is not None, "the settings ask for hidden states then"
     rows = topk_divergence(
-        hidden,
-        head,
-        *_topk(batch),
-        mode=term.topk_mode,
-        kind=kind,
-        beta=term.beta,
-        alpha=term.alpha,
+        given.hidden, given.head, *given.topk, mode=term.topk_mode, kind=kind, beta=term.beta, alpha=term.alpha,
         temperature=term.temperature,
-    )
+    )  # fmt: skip
     sums.add(_divergence_metrics(term)[0], rows)
     return (rows * weights).sum()
 

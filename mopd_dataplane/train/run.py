@@ -23,7 +23,7 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.adapter_files import Base, weights_folder
 from mopd_dataplane.models.adapters import save_adapter, trained_tensors
 from mopd_dataplane.models.hf import save_policy, weights_digest
-from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity
+from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity, latest_checkpoint
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import BatchSource, LoadedBatch, Trainer
 from mopd_dataplane.train.metrics import MetricsLog
@@ -64,11 +64,6 @@ class Run:
             self._tracker = open_tracker(
                 spec.train.track, Path(spec.checkpoint_dir), name=spec.stage, steps_done=self._position.step
             )
-
-    @property
-    def position(self) -> Position:
-        """Position of the next step."""
-        return self._position
 
     def train(self, stop: Stop) -> bool:
         """Train the remaining windows of the plan log until it is closed. Returns False when `stop` ended it at a
@@ -156,7 +151,7 @@ class Run:
             self._trainer.stats.write()
 
     def _resume(self) -> Position:
-        saved = self._checkpoints.latest()
+        saved = latest_checkpoint(self._checkpoints.folder)
         if saved is None:
             return Position(window=0)
         position, identity = saved

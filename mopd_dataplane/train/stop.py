@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from mopd_dataplane.base.files import try_lock
 from mopd_dataplane.errors import ResourceError
 
 EXIT_CODE = 130
@@ -63,14 +63,10 @@ def only_writer(folder: Path) -> Iterator[None]:
     Raises ResourceError when another process keeps the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with (folder / ".lock").open("wb") as lock:
         until = time.monotonic() + _LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise ResourceError(f"another trainer writes to {folder}; wait for it, or end it") from None
-                time.sleep(0.1)
+        while not try_lock(lock):
+            if time.monotonic() > until:
+                raise ResourceError(f"another trainer writes to {folder}; wait for it, or end it")
+            time.sleep(0.1)
         yield

@@ -31,8 +31,6 @@ FOLDER = "token_stats"
 """Beside the checkpoints of the stage."""
 STEPS = 8
 """Steps of one file at most: opening, writing and renaming one costs about as much as the values of a step."""
-
-
 LARGEST = torch.finfo(torch.float16).max
 
 
@@ -61,7 +59,7 @@ class _Part:
 
 
 class StatsOfSteps:
-    """The writer of one rank. mode: off, sampled or full; temperature: of the sampler."""
+    """The writer of one rank. mode: sampled or full; temperature: of the sampler."""
 
     def __init__(self, folder: Path, mode: str, *, rank: int, temperature: float) -> None:
         self._folder = folder / FOLDER
@@ -73,8 +71,7 @@ class StatsOfSteps:
         """Step, policy version and passes of the steps that are not in a file yet."""
         self._since: int | None = None
         """First step since the last file, whether this rank kept anything of it or not."""
-        if mode != "off":
-            self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def pick(self, batch: MicroBatch, device: torch.device) -> Picked | None:
         """Tokens of a forward pass, still on the CPU, that will be kept; None when there are none."""

@@ -38,9 +38,8 @@ from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.testing.toy_engine import ToyEngine
-from mopd_dataplane.train.checkpoint import Checkpoints
+from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.heads import TeacherHeads
-from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import HeadFile
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
@@ -89,7 +88,7 @@ def read_checkpoint(home: Path, name: str) -> object:
     pointer = home / "checkpoints" / "latest"
     pointer.parent.mkdir()
     pointer.write_text(name)
-    return Checkpoints(pointer.parent, Ranks.join("cpu")).latest()
+    return latest_checkpoint(pointer.parent)
 
 
 def refused(home: Path, act: Act, name: str) -> str:

@@ -37,7 +37,7 @@ from mopd_dataplane.job import objectives, sections
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
 from mopd_dataplane.train.spec import TrainSpec
@@ -206,7 +206,7 @@ def train(spec: TrainSpec, point: str = "", visit: int = 0) -> None:
 def trained(home: Path, path: Path, place: Path) -> dict[str, Any]:
     """Train what is left; the steps taken, without times, and the digest of the policy."""
     told_by(partial(train, spec_of(home, path, place)))
-    steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in read_metrics(place / "checkpoints")]
+    steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in MetricsReader(place / "checkpoints").steps()]
     policy = place / "policies" / "v1" / "model.safetensors"
     return {"steps": steps, "policy": hf.file_digest(policy) if policy.exists() else "none"}
 

@@ -32,7 +32,6 @@ from mopd_dataplane.store.dataset_format import FORMAT_KEY, spec_of
 from mopd_dataplane.tables import FORMAT_VERSION, TABLES, signal_table
 from mopd_dataplane.testing.toy_engine import ToyEngine
 from mopd_dataplane.train import checkpoint as checkpoints
-from mopd_dataplane.train.ranks import Ranks
 
 warnings.filterwarnings("ignore", message="lance is not fork-safe")
 
@@ -202,7 +201,7 @@ def mark_checkpoint(home: Path, version: int) -> None:
 
 def read_checkpoint(home: Path) -> object:
     """Resume from the newest checkpoint."""
-    return checkpoints.Checkpoints(home / "checkpoints", Ranks.join("cpu")).latest()
+    return checkpoints.latest_checkpoint(home / "checkpoints")
 
 
 def read_slot(home: Path, version: int) -> object:

@@ -26,7 +26,7 @@ from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.models.adapter_files import is_adapter
 from mopd_dataplane.train.checkpoint import latest_checkpoint
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 
 PRELOADED = ["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "mopd_dataplane.train.run",
              "mopd_dataplane.load.client", "transformers.models.qwen3.modeling_qwen3"]  # fmt: skip
@@ -89,7 +89,7 @@ def assert_same_training(place: Path, alone: Path) -> None:
     the weights have drifted apart before. Adam divides each gradient by its own size, so where a gradient is nothing
     but rounding the step may go either way: such a weight can drift by 2 learning rates a step, most drift by none.
     """
-    one, many = read_metrics(alone / "checkpoints"), read_metrics(place / "checkpoints")
+    one, many = MetricsReader(alone / "checkpoints").steps(), MetricsReader(place / "checkpoints").steps()
     for field in ("step", "window", "samples", "tokens", "loss_tokens", "staleness_max", "learning_rate"):
         assert [getattr(m, field) for m in many] == [getattr(m, field) for m in one], field
     for a, b in zip(one, many, strict=True):
@@ -195,7 +195,7 @@ def test_a_stop_ends_every_rank_at_a_checkpoint(ground: Ground, alone: Path) -> 
         assert agent.returncode == 130
     saved = latest_checkpoint(place / "checkpoints")
     assert saved is not None
-    assert saved[0].step == len(read_metrics(place / "checkpoints"))
+    assert saved[0].step == len(MetricsReader(place / "checkpoints").steps())
     train(ground, place, ranks=1)
     assert_same_training(place, alone)
 

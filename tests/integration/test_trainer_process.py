@@ -26,7 +26,7 @@ from trainer_ground import (
 )
 
 from mopd_dataplane.models import hf
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def whole(ground: Ground) -> Path:
 
 
 def test_it_trains_from_the_store_alone(ground: Ground, whole: Path) -> None:
-    metrics = read_metrics(whole / "checkpoints")
+    metrics = MetricsReader(whole / "checkpoints").steps()
     assert [m.step for m in metrics] == list(range(ground.steps))
     assert sum(m.samples for m in metrics) == 2 * SAMPLES
     assert {name for m in metrics for name in m.extra if name.startswith("teacher/")} == {

@@ -33,7 +33,7 @@ from mopd_dataplane.records import PlanWindow, Sample, sample_uid
 from mopd_dataplane.score.model_input import Scorable
 from mopd_dataplane.score.scorer import score_samples
 from mopd_dataplane.score.teacher_pool import TeacherPool, TeacherSpec
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
 
 CONFIG: dict[str, Any] = {
@@ -187,7 +187,7 @@ def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
 def wait_until_paused(place: Path, trainer: subprocess.Popen[str] | None = None) -> None:
     """Until a trainer with `track = PAUSE` stands still in the middle of its window."""
     until = time.monotonic() + START_S
-    while len(read_metrics(place / "checkpoints")) < PAUSED_AFTER:
+    while len(MetricsReader(place / "checkpoints").steps()) < PAUSED_AFTER:
         assert trainer is None or trainer.poll() is None, trainer.communicate()[1]
         assert time.monotonic() < until
         time.sleep(0.005)
@@ -214,7 +214,7 @@ def wait_until_told(pid: int) -> None:
 
 def results(place: Path) -> list[dict[str, Any]]:
     """Metrics without wall times."""
-    rows = [asdict(metrics) for metrics in read_metrics(place / "checkpoints")]
+    rows = [asdict(metrics) for metrics in MetricsReader(place / "checkpoints").steps()]
     return [{k: v for k, v in row.items() if k not in ("step_time_s", "data_wait_s")} for row in rows]
 
 

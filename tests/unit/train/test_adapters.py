@@ -22,7 +22,7 @@ from mopd_dataplane.models.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS,
 from mopd_dataplane.models.adapters import replace_adapter
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.rollout.engines.hf import HfEngine
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
 from mopd_dataplane.train.spec import TrainSpec
@@ -79,7 +79,7 @@ def version(spec: TrainSpec, number: int) -> Path:
 
 
 def losses(spec: TrainSpec) -> list[float]:
-    return [StepMetrics(**asdict(m)).loss for m in read_metrics(Path(spec.checkpoint_dir))]
+    return [StepMetrics(**asdict(m)).loss for m in MetricsReader(Path(spec.checkpoint_dir)).steps()]
 
 
 def logits(model: Any) -> torch.Tensor:

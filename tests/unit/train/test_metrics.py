@@ -9,7 +9,7 @@ import pytest
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.records import StepMetrics
 from mopd_dataplane.train import metrics
-from mopd_dataplane.train.metrics import FILE, MetricsLog, MetricsReader, read_metrics
+from mopd_dataplane.train.metrics import FILE, MetricsLog, MetricsReader
 
 
 def of_step(step: int) -> StepMetrics:
@@ -39,7 +39,7 @@ def test_a_reader_reads_each_line_once_and_a_torn_one_when_it_is_whole(
         file.write(whole[-9:])
     assert [found.step for found in reader.steps()] == list(range(4))
     assert len(seen) == 4
-    assert list(read_metrics(tmp_path)) == list(reader.steps())
+    assert list(MetricsReader(tmp_path).steps()) == list(reader.steps())
 
 
 def test_a_reader_follows_a_trainer_that_begins_the_file_anew(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective, PolicyGra
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.models import hf
 from mopd_dataplane.records import Pack, StepMetrics
-from mopd_dataplane.train.metrics import read_metrics
+from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.newest import newest_checkpoint
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.run import Run
@@ -109,7 +109,7 @@ def what_counts(folder: str) -> list[dict[str, Any]]:
     timed = ("step_time_s", "data_wait_s")
     return [
         {name: getattr(m, name) for name in StepMetrics.__dataclass_fields__ if name not in timed}
-        for m in read_metrics(Path(folder))
+        for m in MetricsReader(Path(folder)).steps()
     ]
 
 
@@ -128,7 +128,7 @@ def same_weights(a: Path, b: Path) -> bool:
 
 def test_every_window_publishes_a_policy_and_metrics_count_steps(whole: TrainSpec) -> None:
     spec = whole
-    metrics = read_metrics(Path(spec.checkpoint_dir))
+    metrics = MetricsReader(Path(spec.checkpoint_dir)).steps()
     assert [m.step for m in metrics] == list(range(2 * STEPS))
     assert [(m.window, m.policy_version, m.plan_digest) for m in metrics[4:6]] == [(0, 0, "plan0"), (1, 1, "plan1")]
     assert metrics[0].staleness_max == 0
@@ -148,7 +148,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     stop_after: int, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
 ) -> None:
     assert not run_to_end(spec, windows(), StopAfter(stop_after))
-    assert len(read_metrics(Path(spec.checkpoint_dir))) == stop_after
+    assert len(MetricsReader(Path(spec.checkpoint_dir)).steps()) == stop_after
     again = windows()
     assert run_to_end(spec, again)
     assert again.asked[0] == divmod(stop_after, STEPS)  # a stop loses no step, a crash may
@@ -185,7 +185,7 @@ def test_a_crashed_run_repeats_the_steps_after_its_checkpoint(
     crash_at: int, spec: TrainSpec, windows: Callable[[], Any], whole: TrainSpec
 ) -> None:
     crash_after(crash_at, spec, windows())
-    assert len(read_metrics(Path(spec.checkpoint_dir))) == crash_at
+    assert len(MetricsReader(Path(spec.checkpoint_dir)).steps()) == crash_at
     again = windows()
     assert run_to_end(spec, again)
     first_window, first_step = again.asked[0]
@@ -234,7 +234,7 @@ def test_a_crashed_run_with_bfloat16_weights_continues_bit_for_bit(
     assert all(tensor.dtype == torch.float32 for tensor in ours.values())
     # The step from float32 to bfloat16 in the forward pass, and nothing more: losses are near those of float32.
     for half, full in zip(
-        read_metrics(Path(lean.checkpoint_dir)), read_metrics(Path(whole.checkpoint_dir)), strict=True
+        MetricsReader(Path(lean.checkpoint_dir)).steps(), MetricsReader(Path(whole.checkpoint_dir)).steps(), strict=True
     ):
         assert half.loss == pytest.approx(full.loss, rel=0.05, abs=0.02)
 
@@ -326,7 +326,7 @@ def test_proximal_policy_is_the_windows_start(policy: Path, windows: Callable[[]
     clipped = make_spec(policy, tmp_path).model_copy(update={"objective": Objective(policy_gradient=term)})
     whole = moved(clipped, tmp_path / "whole")
     assert run_to_end(whole, windows())
-    metrics = read_metrics(Path(whole.checkpoint_dir))
+    metrics = MetricsReader(Path(whole.checkpoint_dir)).steps()
     assert metrics[0].extra["clipped"] == 0.0  # at the window's first step the policy is its own proximal policy
     assert metrics[STEPS].extra["clipped"] == 0.0
     assert metrics[STEPS - 1].extra["clipped"] > 0.0
@@ -363,7 +363,7 @@ def test_tensorboard_shows_each_step_once_after_a_crash(spec: TrainSpec, windows
     crash_after(3, spec, windows())
     run_to_end(spec, windows())
     shown = EventAccumulator(str(Path(spec.checkpoint_dir) / "tensorboard")).Reload().Scalars("student/loss")
-    losses = [metrics.loss for metrics in read_metrics(Path(spec.checkpoint_dir))]
+    losses = [metrics.loss for metrics in MetricsReader(Path(spec.checkpoint_dir)).steps()]
     assert [event.step for event in shown] == list(range(2 * STEPS))
     assert [event.value for event in shown] == pytest.approx(losses, rel=1e-6)  # TensorBoard keeps float32
 
