@@ -22,11 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, overload
 
+import numpy as np
+
 from mopd_dataplane.errors import DamagedError, DeadlineError, InputError, ResourceError
-from mopd_dataplane.fields import arguments
+from mopd_dataplane.fields import DTYPES, arguments
 from mopd_dataplane.load import pinned
 from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, raise_error
 from mopd_dataplane.load.slot_layout import Field, arrays_of, read_header, slot_crc
@@ -83,7 +84,7 @@ class LoaderClient:
             "op": "hello", "version": VERSION, "rank": rank, "world_size": world_size, "member": member,
             "members": members,
         })  # fmt: skip
-        self._stage, self._pid = str(greeting["stage"]), int(greeting["pid"])
+        self._stage = str(greeting["stage"])
 
     def batches(self, stage: str, window: int, start_step: int = 0) -> Iterator[LoadedBatch]:
         """Batches of one window from its step `start_step` on, waiting for the window to be planned.
@@ -146,9 +147,7 @@ class LoaderClient:
     def __enter__(self) -> LoaderClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _end_batch(self) -> None:
@@ -276,19 +275,17 @@ class LoadedBatch(Batch):
     `packs` is a sequence: its length is known, an element is fetched at first use and stays valid until released.
     """
 
-    packs: Any
+    packs: _LazyPacks  # type: ignore[assignment]
 
     @property
     def teachers(self) -> list[str]:
         """Teacher of each pack; known without fetching one."""
-        teachers: list[str] = self.packs.teachers
-        return teachers
+        return self.packs.teachers
 
     @property
     def lengths(self) -> list[list[int]]:
         """Tokens of each sample of each pack; known without fetching one."""
-        lengths: list[list[int]] = self.packs.lengths
-        return lengths
+        return self.packs.lengths
 
     def release(self, *packs: Pack) -> None:
         """Give back the named packs, or all of them; their arrays must not be read afterwards."""
@@ -297,9 +294,7 @@ class LoadedBatch(Batch):
     def __enter__(self) -> LoadedBatch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 
@@ -397,14 +392,7 @@ class _MappedSlot:
         """Dtype → the whole slot read as that: a field is then one slice, and a step has some hundred fields."""
         import torch
 
-        kinds = {
-            "<i2": torch.int16,
-            "<i4": torch.int32,
-            "<i8": torch.int64,
-            "<f4": torch.float32,
-            "|u1": torch.uint8,
-        }
-        return {name: self._tensor.view(kind) for name, kind in kinds.items()}
+        return {dtype: self._tensor.view(torch.from_numpy(np.empty(0, dtype)).dtype) for dtype in DTYPES}
 
     @cached_property
     def _tensor(self) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import socket as sockets
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from mopd_dataplane.base.files import unlink_socket
 from mopd_dataplane.base.processes import KILLED_S, stop_child
@@ -52,10 +52,14 @@ class LoaderProcess:
     def __enter__(self) -> LoaderProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
+
+
+def is_served(path: Path) -> bool:
+    """Whether a loader listens there."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 def start_server(

@@ -66,11 +66,7 @@ class Lending:
             lent.append((item.ordinal, item.slot))
         if first_read:
             group.prefetch.lent(time.monotonic())
-            self._count(first_read)
+            self._packs += first_read
+            if self._packs % TRIM_PACKS < first_read:  # now and then the ring is cut to what it needs
+                self._ring.trim()
         return lent
-
-    def _count(self, packs: int) -> None:
-        """Now and then the ring is cut to what it needs."""
-        self._packs += packs
-        if self._packs % TRIM_PACKS < packs:
-            self._ring.trim()

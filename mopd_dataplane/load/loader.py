@@ -370,7 +370,6 @@ class Loader:
         chosen: list[Item] = []
         for item in nearest:  # few of each group, then look again: a trainer may wait by now
             try:
-                self._ring.check_size(item.nbytes)
                 item.slot, item.since = self._acquire(item), time.monotonic()
             except MopdError as error:
                 item.error = error

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError
-from mopd_dataplane.fields import PAYLOAD, RECORDED, REFERENCE, Field, of_signal
+from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, of_signal
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.lists import Lists
@@ -181,11 +181,6 @@ class Payload:
                 self._refuse(place, f"{lists.lengths[place]} values of {field.name}", length)
             lists.copy(slice(place, place + 1), [first], out.data)
             first += length
-
-    def fill_reference(self, teacher: str, part: slice, out: Arrays) -> None:
-        """Write the log-probs of the reference policy, which are the log-prob signal of a teacher."""
-        [field] = of_signal("logprob")
-        self.fill_responses(teacher, "logprob", field, part, out[REFERENCE])
 
     def fill_responses(self, teacher: str, kind: str, field: Field, part: slice, out: NDArray[Any]) -> None:
         """Write a field of one teacher's signal, a value for each response token, at token positions; 0 on prompts.

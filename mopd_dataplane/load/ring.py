@@ -73,21 +73,18 @@ class Ring:
     def _lent_bytes(self) -> int:
         return sum(slot.capacity for slot in self._lent.values())
 
-    def check_size(self, nbytes: int) -> None:
-        """Raise ResourceError when a pack of that size can never be held."""
+    def acquire(self, nbytes: int, *, want_bytes: int = 0) -> Slot | None:
+        """A slot of at least `nbytes`, or None while lent slots leave no room for it.
+
+        want_bytes: size of a slot made new, so that later packs fit it too.
+        Raises ResourceError when a pack of that size can never be held, and when the machine is out of memory.
+        """
         if nbytes > self.max_bytes:
             raise ResourceError(
                 errno.ENOMEM,
                 f"a pack needs {nbytes:,} bytes of shared memory and the whole ring may have {self.max_bytes:,}; "
                 f"set load.ring_bytes to at least {_pages(nbytes)} for each rank, or lower plan.pack_tokens",
             )
-
-    def acquire(self, nbytes: int, *, want_bytes: int = 0) -> Slot | None:
-        """A slot of at least `nbytes`, or None while lent slots leave no room for it.
-
-        want_bytes: size of a slot made new, so that later packs fit it too.
-        Raises ResourceError when the machine is out of memory.
-        """
         place = bisect_left(self._free, nbytes, key=_capacity)
         if place < len(self._free):
             slot = self._free.pop(place)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.files import unlink_socket
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.consumers import Consumer
-from mopd_dataplane.load.launch import STORAGE_OPTIONS
+from mopd_dataplane.load.launch import STORAGE_OPTIONS, is_served
 from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import (
     VERSION,
@@ -211,10 +211,8 @@ def listen(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > 107:
         raise InputError(f"socket path of {len(os.fsencode(path))} bytes, at most 107 are possible: {path}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if path.is_socket():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise ResourceError(f"another loader listens on {path}; use another socket or stop it")
+    if path.is_socket() and is_served(path):
+        raise ResourceError(f"another loader listens on {path}; use another socket or stop it")
     unlink_socket(path)
     before = os.umask(0o177)
     try:
@@ -256,7 +254,7 @@ def _serve(uri: str, path: Path, spec: str) -> int:
     gc.set_threshold(YOUNG_OBJECTS)
     _allow_open_files()
     try:
-        server = _start(uri, path, parse_spec(spec), _storage_options())
+        server = _start(uri, path, parse_spec(spec))
     except MopdError as error:
         print(json.dumps(error_message(error)), flush=True)
         return error.exit_code
@@ -275,16 +273,11 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _storage_options() -> dict[str, str]:
-    options: dict[str, str] = json.loads(os.environ.get(STORAGE_OPTIONS, "{}"))
-    return options
-
-
-def _start(uri: str, path: Path, spec: LoadSpec, storage_options: dict[str, str]) -> Server:
+def _start(uri: str, path: Path, spec: LoadSpec) -> Server:
     from mopd_dataplane.store.cache import open_cache
     from mopd_dataplane.store.dataset import Store
 
-    store = Store.open(uri, storage_options=storage_options or None)
+    store = Store.open(uri, storage_options=json.loads(os.environ.get(STORAGE_OPTIONS, "null")))
     if store.root is None:
         store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
     ring = Ring(max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison)

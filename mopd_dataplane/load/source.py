@@ -68,7 +68,10 @@ class WindowSource:
         self._listed = [kind for kind in spec.signals if not any(field.blob for field in per_token.of_signal(kind))]
         """Kinds of signals that lie in lists."""
         self._tokens = store.token_reader(rows, plan.snapshot)
-        self._hidden = self._hidden_states() if "hidden" in spec.signals else {}
+        self._hidden = {
+            teacher: _HiddenStates(store, plan.snapshot, teacher, scored)
+            for teacher, scored in (self._rows_by_teacher() if "hidden" in spec.signals else {}).items()
+        }
         """By teacher."""
         self._signals = self._signal_readers()
         self._topk = self._topk_widths() if "topk" in spec.signals else {}
@@ -110,9 +113,8 @@ class WindowSource:
 
     def fields(self, pack: int) -> tuple[tuple[Field, ...], int]:
         """Layout of the pack's arrays in a slot, and its size in bytes."""
-        sums = self._sums[pack]
-        sequences = int(self.plan.pack_starts[pack + 1] - self.plan.pack_starts[pack])
-        counts = {**sums, "sample": sequences, "bound": sequences + 1}
+        sequences = int(self._sizes[pack])
+        counts = {**self._sums[pack], "sample": sequences, "bound": sequences + 1}
         shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
         for field in self._carried:
             count = counts[field.name if field.axis == "ragged" else field.pack_axis]
@@ -188,14 +190,12 @@ class WindowSource:
     def _rows(self, pack: int) -> NDArray[np.int64]:
         return self.plan.sample_rows[self._span(pack)]
 
-    def _hidden_states(self) -> dict[str, _HiddenStates]:
-        """By teacher."""
+    def _rows_by_teacher(self) -> dict[str, NDArray[np.int64]]:
+        """Sample rows in the packs of each teacher; of an empty name where the objective needs none."""
         plan = self.plan
-        sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
+        sample_teachers = np.repeat(plan.pack_teachers, self._sizes)
         return {
-            plan.teachers[code]: _HiddenStates(
-                self._store, plan.snapshot, plan.teachers[code], plan.sample_rows[sample_teachers == code]
-            )
+            plan.teachers[code] if code >= 0 else "": plan.sample_rows[sample_teachers == code]
             for code in np.unique(plan.pack_teachers).tolist()
         }
 
@@ -230,15 +230,12 @@ class WindowSource:
 
     def _signal_readers(self) -> dict[tuple[str, str], SignalReader]:
         """A reader of each signal in lists, for the samples that need it."""
-        plan = self.plan
-        sample_teachers = np.repeat(plan.pack_teachers, np.diff(plan.pack_starts))
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
-        for code in np.unique(plan.pack_teachers).tolist():
-            for key in self._signals_of(plan.teachers[code] if code >= 0 else ""):
-                wanted.setdefault(key, []).append(plan.sample_rows[sample_teachers == code])
-        return {
-            key: self._store.signal_reader(*key, np.concatenate(rows), plan.snapshot) for key, rows in wanted.items()
-        }
+        for teacher, rows in self._rows_by_teacher().items():
+            for key in self._signals_of(teacher):
+                wanted.setdefault(key, []).append(rows)
+        snapshot = self.plan.snapshot
+        return {key: self._store.signal_reader(*key, np.concatenate(rows), snapshot) for key, rows in wanted.items()}
 
     def _fill(self, pack: int, payload: Payload, out: dict[str, Any]) -> None:
         span, part, teacher = self._span(pack), self._parts[pack], self.teacher(pack)
@@ -254,7 +251,8 @@ class WindowSource:
         out["rewards"][:] = np.nan if self._outcomes is None else self._outcomes.rewards[span]
         out["advantages"][:] = 0.0 if self._outcomes is None else self._outcomes.advantages[span]
         if self._spec.reference:
-            payload.fill_reference(self._spec.reference, part, out)
+            [field] = per_token.of_signal("logprob")
+            payload.fill_responses(self._spec.reference, "logprob", field, part, out[per_token.REFERENCE])
         for kind in self._listed:
             payload.fill_signal(teacher, kind, part, out)
         if self._hidden:
@@ -319,9 +317,7 @@ class WindowSource:
     def _topk_widths(self) -> dict[str, int]:
         """K of each teacher of the window. Raises MismatchError when its top-k is of more than one kind."""
         widths = {}
-        sample_teachers = np.repeat(self.plan.pack_teachers, np.diff(self.plan.pack_starts))
-        for code in np.unique(self.plan.pack_teachers).tolist():
-            teacher, rows = self.plan.teachers[code], self.plan.sample_rows[sample_teachers == code]
+        for teacher, rows in self._rows_by_teacher().items():
             forms = self._signals[teacher, "topk"].topk_forms(np.unique(rows))
             wanted = self._spec.topk_source
             if len(forms) != 1 or wanted not in ("", forms[0][1]):

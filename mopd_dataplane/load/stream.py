@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket as sockets
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient, Views
-from mopd_dataplane.load.launch import LoaderProcess, start_server
+from mopd_dataplane.load.launch import LoaderProcess, is_served, start_server
 from mopd_dataplane.load.spec import LoadSpec
 
 
@@ -77,12 +75,16 @@ class BatchStream:
                 window_deadline_s=window_deadline_s,
             )
         except BaseException:
-            self._stop_loader()
+            if self._loader is not None:
+                self._loader.stop()
             raise
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Batches from the current position on. Asking for the next one releases the last."""
-        for window in self._windows_left():
+        windows: Iterable[int] = count(self._window)
+        if self._windows is not None:
+            windows = [window for window in self._windows if window >= self._window]
+        for window in windows:
             if self._windows is None and self._client.plan(self._stage, window)["steps"] == 0:
                 return
             if window != self._window:
@@ -117,19 +119,8 @@ class BatchStream:
     def __enter__(self) -> BatchStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _windows_left(self) -> Iterator[int]:
-        if self._windows is None:
-            return count(self._window)
-        return iter([window for window in self._windows if window >= self._window])
-
-    def _stop_loader(self) -> None:
-        if self._loader is not None:
-            self._loader.stop()
 
 
 def socket_of(store: str | Path, spec: LoadSpec) -> Path:
@@ -146,9 +137,3 @@ def socket_of(store: str | Path, spec: LoadSpec) -> Path:
             f"{found.st_uid}); remove it, or set XDG_RUNTIME_DIR to a folder of yours"
         )
     return folder / f"{name.hexdigest()}.sock"
-
-
-def is_served(path: Path) -> bool:
-    """Whether a loader listens there."""
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        return probe.connect_ex(str(path)) == 0

@@ -84,7 +84,7 @@ def test_slots_that_nobody_used_for_a_while_go_back_to_the_machine():
 
 def test_a_pack_that_never_fits_is_refused():
     with pytest.raises(ResourceError, match=r"8,193 bytes .* set load\.ring_bytes to at least 12288"):
-        Ring(max_bytes=2 * PAGE).check_size(2 * PAGE + 1)
+        Ring(max_bytes=2 * PAGE).acquire(2 * PAGE + 1)
 
 
 def test_more_than_the_machine_has_is_refused_before_any_page_is_touched():

@@ -18,9 +18,9 @@ import pytest
 from mopd_dataplane.bench.synthetic import STAGE, lengths_of, make_store, plan_columns
 from mopd_dataplane.errors import DeadlineError, InputError
 from mopd_dataplane.job import sections
-from mopd_dataplane.load.launch import start_server
+from mopd_dataplane.load.launch import is_served, start_server
 from mopd_dataplane.load.spec import LoadSpec
-from mopd_dataplane.load.stream import BatchStream, is_served, socket_of
+from mopd_dataplane.load.stream import BatchStream, socket_of
 from mopd_dataplane.plan.follow import end_window
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.store.dataset import Store
