@@ -8,7 +8,6 @@ adapted_base.py         teachers that are adapters on one base, which is loaded 
 teacher_forward.py      one teacher ready to score: one reader, or several whose logits are added with weights
 engines.py              what runs teachers, and what each can do
 readers.py              what turns token ids into the states behind them
-states.py               the states that predict given tokens, many sequences in one forward pass
 topk_source.py          the student's likeliest tokens, for signals with topk_source = "student"
 vllm_states.py          teachers in vLLM as pooling models: states
 vllm_extract.py         teachers in vLLM as generating models: states

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import check_folder, write_checksums
@@ -173,9 +174,7 @@ class _Critic(nn.Module):
         """[N] score of each text, read at its last token. Padding is on the right, where causal attention hides it."""
         device = self.head.device
         ends = torch.tensor([len(text) - 1 for text in texts])
-        ids = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.int64)
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = torch.from_numpy(text)
+        ids = pad_sequence([torch.from_numpy(text) for text in texts], batch_first=True)
         states = self.body(input_ids=ids.to(device), use_cache=False).last_hidden_state
         last: Tensor = states[torch.arange(len(texts), device=device), ends.to(device)]
         return last.float() @ self.head

@@ -83,12 +83,12 @@ def _check(form: str, path: str, width: int) -> None:
 def _round_linear(layer: nn.Linear, form: str) -> None:
     """Replace a layer's weight [out, in]: packed where torchao can multiply with it, else rounded."""
     from torch import nn
-    from torchao.quantization import quantize_
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
 
     if form == "mxfp4":
         layer.weight = nn.Parameter(_mxfp4(layer.weight.data), requires_grad=False)
     else:
-        quantize_(layer, _torchao_config(form))
+        quantize_(layer, Int8WeightOnlyConfig(version=2) if form == "int8" else Float8WeightOnlyConfig())
 
 
 def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
@@ -102,12 +102,6 @@ def _round_experts(weight: Tensor, form: str, *, transposed: bool) -> None:
         _round_linear(layer, form)
         rounded: Any = layer.weight
         rows.copy_(rounded if form == "mxfp4" else rounded.dequantize())
-
-
-def _torchao_config(form: str) -> Any:
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
-
-    return {"int8": lambda: Int8WeightOnlyConfig(version=2), "fp8": Float8WeightOnlyConfig}[form]()
 
 
 def _mxfp4(weight: Tensor) -> Tensor:

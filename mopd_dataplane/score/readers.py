@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from mopd_kernels.heads import Head
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from mopd_dataplane.models import hf
-from mopd_dataplane.score.states import predicting_states
 
 
 class Reader(Protocol):
@@ -28,7 +29,10 @@ class Reader(Protocol):
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
     ) -> Tensor:
-        """[sum of M, D] final-norm state before each predicted token [M], sequence after sequence."""
+        """[sum of M, D] final-norm state before each predicted token, sequence after sequence.
+
+        predicted: [M] positions in each sequence.
+        """
 
     def close(self) -> None:
         """Free what the teacher holds."""
@@ -45,11 +49,16 @@ class HfReader:
         """The model's own head."""
         return hf.lm_head(self.model)
 
+    @torch.no_grad()
     def predicting_states(
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
     ) -> Tensor:
-        """See Reader; all sequences in one pass."""
-        return predicting_states(self.model, sequences, predicted)
+        """See Reader; all sequences in one pass, in rows padded on the right: under causal attention no real token sees
+        the padding, so no mask is needed."""
+        ids = pad_sequence([torch.from_numpy(tokens) for tokens in sequences], batch_first=True)
+        states = hf.hidden_states(self.model, ids.to(self.model.device)).flatten(0, 1)
+        predictors = np.concatenate([row * ids.shape[1] + positions - 1 for row, positions in enumerate(predicted)])
+        return states[torch.from_numpy(predictors).to(states.device)]
 
     def close(self) -> None:
         """Nothing outlives the object."""

@@ -85,7 +85,8 @@ def resolve_reward(name: str) -> Reward:
     `package.module:function`.
     """
     if name == "reasoning-gym":
-        _require_reasoning_gym()
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise UnknownNameError("reward 'reasoning-gym' needs the package: pip install 'mopd-dataplane[gym]'")
         return Reward(name, importlib.metadata.version("reasoning-gym"), _reasoning_gym)
     if name == "exact":
         return Reward(name, importlib.metadata.version("mopd-dataplane"), is_reference)
@@ -127,11 +128,6 @@ def _verifier_data(prompt: Prompt) -> dict[str, Any]:
             f"prompt {prompt.prompt_id!r} has no reasoning-gym entry to verify against; "
             "give its domain source 'reasoning-gym', or another reward"
         ) from None
-
-
-def _require_reasoning_gym() -> None:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise UnknownNameError("reward 'reasoning-gym' needs the package: pip install 'mopd-dataplane[gym]'")
 
 
 @cache

@@ -65,6 +65,7 @@ class _Sums:
     """Sums over batches."""
 
     rows: dict[str, float] = field(default_factory=dict)
+    """By the fields of Comparison that are means over tokens."""
     tokens: int = 0
     answer_logprobs: list[float] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
@@ -75,9 +76,6 @@ class _Sums:
 
     def add(self, name: str, values: Tensor) -> None:
         self.rows[name] = self.rows.get(name, 0.0) + float(values.detach().double().sum())
-
-    def mean(self, name: str) -> float:
-        return self.rows[name] / self.tokens if self.tokens else float("nan")
 
 
 def compare(
@@ -93,11 +91,7 @@ def compare(
     return Comparison(
         answers=len(answers),
         tokens=sums.tokens,
-        mean_logprob=sums.mean("mean_logprob"),
-        reverse_kl=sums.mean("reverse_kl"),
-        entropy=sums.mean("entropy"),
-        overlap=sums.mean("overlap"),
-        top1_agreement=sums.mean("top1"),
+        **({name: total / sums.tokens for name, total in sums.rows.items()} if sums.tokens else {}),
         discrimination=auroc(np.array(sums.answer_logprobs), rewards >= 1),
         calibration_error=calibration_error(sums.confidence, sums.chosen),
         gradient_agreement=sums.dot / (sums.pull * sums.push) ** 0.5 if sums.pull * sums.push else float("nan"),
@@ -157,7 +151,7 @@ def _add(
     sums.add("mean_logprob", support)
     sums.add("reverse_kl", stats.reverse_kl)
     sums.add("entropy", stats.teacher_entropy)
-    sums.add("top1", stats.top1_agreement)
+    sums.add("top1_agreement", stats.top1_agreement)
     sums.add("overlap", (own[:, :, None] == ids[:, None, :]).any(2).float().mean(1))
     sums.answer_logprobs += [float(values.mean()) for values in torch.split(support.cpu(), counts)]
     sums.confidence.append(logprobs[:, 0].exp().cpu()[right])

@@ -82,7 +82,11 @@ class TeacherPool:
                     f'apply; set score.engine = {engines_that(lambda one: one.quantises)}, or quantisation = "none"'
                 )
             if spec.folder is not None and is_adapter(spec.folder):
-                _check_adapter(name, spec.settings)
+                if spec.settings.quantisation != "none":
+                    raise MismatchError(
+                        f'teacher {name!r} is an adapter, whose base is not quantised: set quantisation = "none", or '
+                        "merge it first"
+                    )
                 if not self._engine.here:
                     check_for_scoring(spec.folder, url=spec.settings.url, reads=reads)
         self._resident: OrderedDict[str, Reader | LogprobReader | AdaptedBase | VllmAdaptedBase] = OrderedDict()
@@ -307,13 +311,6 @@ class TeacherPool:
         digest = hf.tokenizer_digest(hf.load_tokenizer(folder))
         hf.check_same_tokenizer(self._student_tokenizer, digest, name=name)
         return folder
-
-
-def _check_adapter(name: str, settings: sections.Teacher) -> None:
-    if settings.quantisation != "none":
-        raise MismatchError(
-            f'teacher {name!r} is an adapter, whose base is not quantised: set quantisation = "none", or merge it first'
-        )
 
 
 def _digest_of(text: str) -> str:

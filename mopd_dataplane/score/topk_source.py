@@ -16,11 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.models import hf
-from mopd_dataplane.score.states import predicting_states
+from mopd_dataplane.score.readers import HfReader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from mopd_dataplane.score.model_input import Scorable
 
 
@@ -35,7 +33,7 @@ class StudentTopk:
         self._dtype = dtype
         self._device = device
         self._version = -1
-        self._model: PreTrainedModel | None = None
+        self._reader: HfReader | None = None
 
     def ids(self, samples: Sequence[Scorable], k: int) -> Tensor:
         """[sum of M, k] int64 on the policy's device, likeliest first, sample after sample.
@@ -46,12 +44,11 @@ class StudentTopk:
         every = np.concatenate(written_by)
         parts: list[tuple[NDArray[np.int64], Tensor]] = []
         for version in np.unique(every).tolist():
-            model = self._load(version)
-            head = hf.lm_head(model)
+            reader = self._load(version)
+            head = reader.head
             chosen = [(sample, by == version) for sample, by in zip(samples, written_by, strict=True)]
             chosen = [(sample, mine) for sample, mine in chosen if mine.any()]
-            states = predicting_states(
-                model,
+            states = reader.predicting_states(
                 [sample.tokens.astype(np.int64) for sample, _ in chosen],
                 [np.flatnonzero(sample.loss_mask)[mine] + sample.prompt_len for sample, mine in chosen],
             )
@@ -64,9 +61,9 @@ class StudentTopk:
             ids[torch.from_numpy(places).to(ids.device)] = found
         return ids
 
-    def _load(self, version: int) -> PreTrainedModel:
-        if self._model is None or self._version != version:
-            self._model = None
-            self._model = hf.load_model(self._folder(version), dtype=self._dtype, device=self._device)
+    def _load(self, version: int) -> HfReader:
+        if self._reader is None or self._version != version:
+            self._reader = None
+            self._reader = HfReader(hf.load_model(self._folder(version), dtype=self._dtype, device=self._device))
             self._version = version
-        return self._model
+        return self._reader

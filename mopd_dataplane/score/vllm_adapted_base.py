@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mopd_kernels.heads import Head
@@ -15,11 +15,8 @@ from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import touches_head
 from mopd_dataplane.models.vllm_adapters import HEAD, VllmAdapters
 from mopd_dataplane.score.vllm_extract import ExtractingReader
-from mopd_dataplane.score.vllm_logprobs import VllmLogprobs
+from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs, VllmLogprobs
 from mopd_dataplane.score.vllm_states import VllmReader
-
-if TYPE_CHECKING:
-    from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs
 
 
 class VllmAdaptedBase:
@@ -44,11 +41,15 @@ class VllmAdaptedBase:
     def reader(self, teacher: str, folder: Path) -> VllmAdapterReader | VllmAdapterLogprobs:
         """A teacher; its adapter is given to vLLM when it first reads."""
         if teacher not in self._readers:
-            kind = VllmAdapterLogprobs if isinstance(self.shared, VllmLogprobs) else VllmAdapterReader
-            self._readers[teacher] = kind(self, teacher, folder)
+            act = partial(self._act, teacher, folder)
+            self._readers[teacher] = (
+                VllmAdapterLogprobs(self.shared, act)
+                if isinstance(self.shared, VllmLogprobs)
+                else VllmAdapterReader(self.shared, act, folder)
+            )
         return self._readers[teacher]
 
-    def act(self, teacher: str, folder: Path) -> None:
+    def _act(self, teacher: str, folder: Path) -> None:
         """Read with a teacher's adapter from now on. Raises MismatchError when vLLM cannot apply it."""
         if teacher != self._acting:
             self.shared.batches.adapter = self._adapters.request(folder, hf.weights_digest(folder))
@@ -63,13 +64,11 @@ class VllmAdaptedBase:
 class VllmAdapterReader:
     """One of the teachers on a base, as a Reader. The head stays here, with what the adapter adds to it."""
 
-    def __init__(self, base: VllmAdaptedBase, teacher: str, folder: Path) -> None:
-        self._base = base
-        self._teacher = teacher
-        self._folder = folder
-        assert not isinstance(base.shared, VllmLogprobs)
-        self._shared = base.shared
-        head = base.shared.head
+    def __init__(self, shared: VllmReader | ExtractingReader, act: Callable[[], None], folder: Path) -> None:
+        """act: gives vLLM the teacher's adapter."""
+        self._shared = shared
+        self._act = act
+        head = shared.head
         self.head: Head = (
             hf.load_head(folder, dtype="float32", device=str(head.weight.device)) if touches_head(folder) else head
         )
@@ -78,7 +77,7 @@ class VllmAdapterReader:
         self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
     ) -> Tensor:
         """See Reader."""
-        self._base.act(self._teacher, self._folder)
+        self._act()
         return self._shared.predicting_states(sequences, predicted)
 
     def close(self) -> None:
@@ -88,17 +87,14 @@ class VllmAdapterReader:
 class VllmAdapterLogprobs:
     """One of the teachers on a base, as a LogprobReader."""
 
-    def __init__(self, base: VllmAdaptedBase, teacher: str, folder: Path) -> None:
-        self._base = base
-        self._teacher = teacher
-        self._folder = folder
-        assert isinstance(base.shared, VllmLogprobs)
-        self._shared = base.shared
-        self.vocab_size = base.shared.vocab_size
+    def __init__(self, shared: VllmLogprobs, act: Callable[[], None]) -> None:
+        self._shared = shared
+        self._act = act
+        self.vocab_size = shared.vocab_size
 
     def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
         """See LogprobReader."""
-        self._base.act(self._teacher, self._folder)
+        self._act()
         return self._shared.read(sequences, k)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.models.hf import model_shape
-from mopd_dataplane.models.vllm_local import answering, is_dead, require_vllm, start
+from mopd_dataplane.models.vllm_local import answering, require_vllm, start
 
 _SLOTS = 64
 """Sequences that vLLM reads together."""
@@ -49,11 +49,6 @@ class VllmBatches:
                     if answer.finished:
                         answers[places[answer.request_id]] = answer
         return [answers[place] for place in range(len(sequences))]
-
-    @property
-    def dead(self) -> bool:
-        """vLLM's process is gone."""
-        return is_dead(self.engine)
 
     def close(self) -> None:
         """End vLLM's process."""

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.models.hf import load_final_norm, model_shape
-from mopd_dataplane.models.vllm_local import require_vllm
+from mopd_dataplane.models.vllm_local import is_dead, require_vllm
 from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
 from mopd_dataplane.score.vllm_states import predicting
 
-_CONNECTOR = ("StatesConnector", "mopd_dataplane.score.vllm_connector")
 _FILE_S = 120.0
 """Longest wait for a file after vLLM has said that the request is done."""
 _LOOK_S = 0.002
@@ -46,7 +45,6 @@ class ExtractingReader:
         self._norm = load_final_norm(folder, dtype="float32").to(head.weight.device)
         self._files = tempfile.TemporaryDirectory(prefix="mopd-states-")
         last = {"eagle_aux_hidden_state_layer_ids": [int(model_shape(folder)["num_hidden_layers"])]}
-        name, module = _CONNECTOR
         arguments = {
             "dtype": dtype,
             **room_to_generate(folder),
@@ -56,8 +54,8 @@ class ExtractingReader:
                 "draft_model_config": {"hf_config": last},
             },
             "kv_transfer_config": KVTransferConfig(
-                kv_connector=name,
-                kv_connector_module_path=module,
+                kv_connector="StatesConnector",
+                kv_connector_module_path="mopd_dataplane.score.vllm_connector",
                 kv_role="kv_producer",
                 kv_connector_extra_config={"shared_storage_path": self._files.name, "use_synchronization_lock": False},
             ),
@@ -82,7 +80,7 @@ class ExtractingReader:
 
         until = time.monotonic() + _FILE_S
         while not file.exists():
-            if self.batches.dead:
+            if is_dead(self.batches.engine):
                 raise EngineError("vLLM died while it wrote hidden states; run again to continue with a new engine")
             if time.monotonic() > until:
                 raise DeadlineError(
