@@ -96,10 +96,10 @@ def _trainer(model: Path, dtype: str, train: Train) -> Trainer:
     from mopd_dataplane.train.loop import Trainer
     from mopd_dataplane.train.objective import ObjectiveLoss
     from mopd_dataplane.train.ranks import Ranks
-    from mopd_dataplane.train.student import held_dtype, load_student
+    from mopd_dataplane.train.student import load_student
 
     ranks, forward = Ranks.join("cpu", environment={}), getattr(torch, dtype)
-    student = load_student(model, ranks, dtype=forward, lora=train.lora, weights=held_dtype(train, forward))
+    student = load_student(model, ranks, train, dtype=forward)
     return Trainer(student, ObjectiveLoss(Objective(cross_entropy=CrossEntropyTerm())), train, ranks)
 
 

@@ -9,11 +9,11 @@ from pydantic import Field
 from mopd_dataplane.fields import PLUGIN_KIND
 from mopd_dataplane.job.objectives import Objective
 from mopd_dataplane.job.parse import parse_section
-from mopd_dataplane.job.sections import Load, Section
+from mopd_dataplane.job.sections import Load
 
 
-class LoadSpec(Section):
-    """Settings of one loader process: which windows it serves, what their packs carry, and its bounds."""
+class LoadSpec(Load):
+    """Settings of one loader process: which windows it serves, what their packs carry, and the job's `[load]`."""
 
     stage: str
     """Stage whose plan windows are served."""
@@ -32,18 +32,6 @@ class LoadSpec(Section):
     """Divide advantages by the group's standard deviation."""
     verifier: str = ""
     """Name of the verifier whose rewards are used; may be empty when only one rewarded these samples."""
-    slots: int = Field(default=4, ge=2)
-    """Fewest packs kept ready ahead of each rank."""
-    slot_bytes: int = Field(default=0, ge=0)
-    """Usual size of a slot, a larger pack gets a larger one; 0 takes the largest pack of the window."""
-    ring_bytes: int = Field(default=0, ge=0)
-    """Bound on all slots together; 0 takes half of the memory that is free at the start."""
-    cache_dir: str = ""
-    """Folder under which this node keeps hidden states of an object store; empty takes the user's cache folder."""
-    cache_bytes: int | None = Field(default=None, ge=0)
-    """Bound on what is kept there, 0 keeps nothing; by default a quarter of its disk's free room."""
-    deadline_s: float = Field(default=60.0, gt=0)
-    """Longest start of the loader, and silence between it and a trainer."""
     verify: bool = False
     """Check the stored checksum of every payload that is read."""
     poison: bool = False
@@ -68,12 +56,7 @@ class LoadSpec(Section):
             recorded=objective.recorded,
             verifier=verifier,
             reward_std=bool(gradient and gradient.reward_std),
-            slots=load.slots,
-            slot_bytes=load.slot_bytes,
-            ring_bytes=load.ring_bytes,
-            cache_dir=load.cache_dir,
-            cache_bytes=load.cache_bytes,
-            deadline_s=load.deadline_s,
+            **load.model_dump(),
         )
 
 

@@ -44,7 +44,7 @@ from mopd_dataplane.base.file_checksums import (
 from mopd_dataplane.base.files import is_disk_full, publish_file, publish_folder
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError
 from mopd_dataplane.train.master_adamw import MasterAdamW
-from mopd_dataplane.train.newest import LATEST, name_newest, newest_checkpoint
+from mopd_dataplane.train.newest import KEEP, LATEST, name_newest, newest_checkpoint
 from mopd_dataplane.train.ranks import Ranks
 
 FORMAT = 3
@@ -78,10 +78,9 @@ class Identity:
 class Checkpoints:
     """The checkpoints of one stage, in one folder; every rank holds one and calls it together with the others."""
 
-    def __init__(self, folder: Path, ranks: Ranks, *, keep: int = 2) -> None:
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
         self.folder = folder
         self._ranks = ranks
-        self._keep = keep
 
     def save(self, position: Position, identity: Identity, module: nn.Module, optimizer: Optimizer) -> None:
         """Write a checkpoint: write, sync, rename, point `latest` at it, drop old ones. Raises ResourceError when the
@@ -156,7 +155,7 @@ class Checkpoints:
         fault_point("train.save.named")
         name_newest(self.folder, target.name)
         fault_point("train.saved")
-        for old in sorted(self.folder.glob("step-*"))[: -self._keep]:
+        for old in sorted(self.folder.glob("step-*"))[:-KEEP]:
             if old != target:
                 shutil.rmtree(old, ignore_errors=True)
 

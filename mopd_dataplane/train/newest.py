@@ -13,7 +13,7 @@ NAME = re.compile(r"step-\d{8,}")
 LATEST = "latest"
 """File that names the newest complete checkpoint."""
 KEEP = 2
-"""Checkpoints of a stage that a store on an object store keeps."""
+"""Checkpoints of a stage that are kept, beside the trainer and in a store on an object store."""
 
 
 def newest_checkpoint(folder: Path) -> str:

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,12 +30,9 @@ from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
 from mopd_dataplane.train.spec import TrainSpec, Window
 from mopd_dataplane.train.stop import Interrupted, Stop
-from mopd_dataplane.train.student import Student, held_dtype, load_student
+from mopd_dataplane.train.student import Student, load_student
 from mopd_dataplane.train.token_stats import StatsOfSteps
 from mopd_dataplane.train.trackers import Tracker, open_tracker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Run:
@@ -56,7 +52,7 @@ class Run:
         )  # fmt: skip
         adapted = bool(spec.train.lora.r)
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
-        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks, keep=spec.keep_checkpoints)
+        self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks)
         self._position = self._resume()
         self._log = MetricsLog(Path(spec.checkpoint_dir), steps_done=self._position.step) if ranks.leads else None
         self._tracker: Tracker | None = None
@@ -189,7 +185,10 @@ class Run:
         if not folder.exists():
             student, adapted = self._trainer.student, bool(self.spec.train.lora.r)
             model = student.model
-            weights = adapter_weights(model, self._ranks) if adapted else full_weights(student, self._ranks)
+            if adapted:
+                weights = {name: whole(weight).cpu() for name, weight in trained_tensors(model).items()}
+            else:
+                weights = full_weights(student, self._ranks)
             fault_point("train.publish")
             if self._ranks.leads and adapted:
                 save_adapter(model, weights, folder, start=Path(self.spec.start), base=self._base())
@@ -207,12 +206,8 @@ class Run:
         return Path(self.spec.start) if version == 0 else Path(self.spec.policy_dir) / f"v{version}"
 
     def _load(self, folder: Path) -> Student:
-        train, dtype = self.spec.train, getattr(torch, self.spec.dtype)
-        return load_student(
-            folder, self._ranks, dtype=dtype, freeze_head=train.freeze_head, dropout=train.dropout, lora=train.lora,
-            gradient_checkpointing=train.gradient_checkpointing, seed=self.spec.seed,
-            weights=held_dtype(train, dtype),
-        )  # fmt: skip
+        dtype = getattr(torch, self.spec.dtype)
+        return load_student(folder, self._ranks, self.spec.train, dtype=dtype, seed=self.spec.seed)
 
 
 def _stats(spec: TrainSpec, ranks: Ranks) -> StatsOfSteps | None:
@@ -220,12 +215,6 @@ def _stats(spec: TrainSpec, ranks: Ranks) -> StatsOfSteps | None:
         return None
     folder = Path(spec.checkpoint_dir)
     return StatsOfSteps(folder, spec.train.stats, rank=ranks.rank, temperature=spec.temperature)
-
-
-def adapter_weights(model: PreTrainedModel, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Factors of the adapter that is trained, whole, on the CPU in float32; only the leading rank keeps them."""
-    found = {name: whole(weight).cpu() for name, weight in trained_tensors(model).items()}
-    return found if ranks.leads else {}
 
 
 def full_weights(student: Student, ranks: Ranks) -> dict[str, torch.Tensor]:

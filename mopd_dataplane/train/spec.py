@@ -72,7 +72,6 @@ class TrainSpec(Section):
     """Longest wait of one rank for another."""
     rendezvous: str = ""
     """File in which the ranks of one node find each other; empty: at MASTER_ADDR, as torchrun says."""
-    keep_checkpoints: int = Field(default=2, ge=1)
 
 
 def load_spec(path: str | Path) -> TrainSpec:

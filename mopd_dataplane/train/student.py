@@ -99,48 +99,35 @@ class Student(nn.Module):
             )
 
 
-def held_dtype(train: Train, dtype: torch.dtype) -> torch.dtype:
-    """Number format of trained weights on the device, where the forward pass is in `dtype`."""
-    return dtype if train.master_weights or train.offload else torch.float32
-
-
 def load_student(
-    folder: Path,
-    ranks: Ranks,
-    *,
-    dtype: torch.dtype = torch.float32,
-    freeze_head: bool = False,
-    gradient_checkpointing: bool = False,
-    dropout: bool = False,
-    lora: Lora | None = None,
-    weights: torch.dtype = torch.float32,
-    seed: int = 0,
+    folder: Path, ranks: Ranks, train: Train | None = None, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Student:
     """A policy folder as a trainable module: forward pass in `dtype`, sharded over the ranks.
 
-    weights: dtype in which weights that are trained are held; an adapter's are float32.
-
-    lora: what is trained instead, where its rank is not 0: the folder's own adapter, or a new one that is drawn with
+    Weights that are trained are held in float32, or in `dtype` where the optimizer has a copy in float32. Where
+    `train.lora` has a rank, an adapter in float32 is trained instead: the folder's own, or a new one that is drawn with
     `seed`; the base is then frozen, in `dtype`. Raises MismatchError when the adapter does not fit.
 
-    Without `dropout` the model stays in evaluation mode, so that two passes over the same tokens agree: nothing of it
-    (dropout, a router's jitter) makes the ratio of two policies differ from one where they are the same.
+    Without `train.dropout` the model stays in evaluation mode, so that two passes over the same tokens agree: nothing
+    of it (dropout, a router's jitter) makes the ratio of two policies differ from one where they are the same.
     """
+    train = train or Train()
     # Several ranks load into host memory, where equal mapped files are there once, and shard from it.
     device = str(ranks.device) if ranks.world == 1 else "cpu"
-    if lora is None or not lora.r:
-        model = load_merged(folder, dtype=_name(weights), device=device)
-    else:
+    if train.lora.r:
         torch.manual_seed(seed)
-        model = _adapted(folder, lora, dtype=_name(dtype), device=device)
-    student = Student(model, dtype=dtype, freeze_head=freeze_head, context_group=ranks.group)
+        model = _adapted(folder, train.lora, dtype=_name(dtype), device=device)
+    else:
+        held = dtype if train.master_weights or train.offload else torch.float32
+        model = load_merged(folder, dtype=_name(held), device=device)
+    student = Student(model, dtype=dtype, freeze_head=train.freeze_head, context_group=ranks.group)
     head = head_weight(model)
-    if freeze_head and head is not embedding_weight(model):
+    if train.freeze_head and head is not embedding_weight(model):
         head.requires_grad_(False)
-    if gradient_checkpointing:
+    if train.gradient_checkpointing:
         _recompute(_layers(model), type(model).__name__)
-    student.train(dropout)
-    if lora is not None and lora.dropout:
+    student.train(train.dropout)
+    if train.lora.dropout:
         for name, module in model.named_modules():
             if name.endswith("lora_dropout"):
                 module.train()

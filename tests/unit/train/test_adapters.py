@@ -216,7 +216,7 @@ def test_dropout_of_an_adapter_acts_in_training_alone(policy: Path, windows: Cal
 def test_a_bfloat16_base_is_held_as_such_and_factors_in_float32(policy: Path) -> None:
     from mopd_dataplane.train.student import load_student
 
-    student = load_student(policy, ALONE, dtype=torch.bfloat16, lora=LORA)
+    student = load_student(policy, ALONE, Train(lora=LORA), dtype=torch.bfloat16)
     dtypes = {"lora_" in name: weight.dtype for name, weight in student.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     assert {"lora_" in name for name, weight in student.named_parameters() if weight.requires_grad} == {True}

@@ -13,6 +13,7 @@ from mopd_kernels import token_logprob
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job.sections import Train
 from mopd_dataplane.models.hf import hidden_states
 from mopd_dataplane.models.router_replay import Routing
 from mopd_dataplane.records import Pack
@@ -99,7 +100,7 @@ def test_gates_are_the_students_own_and_learn(mixtures: Callable[[str], Path], p
     folder, packs = mixtures("qwen3_moe"), [pack([9, 14], seed=0)]
     gradients = []
     for recompute in (False, True):
-        student = load_student(folder, ALONE, gradient_checkpointing=recompute)
+        student = load_student(folder, ALONE, Train(gradient_checkpointing=recompute))
         others = [(ids + 3) % EXPERTS for ids in chosen_by(student, packs)]
         logprobs(student, build(recorded(packs, others), student.layout)).sum().backward()
         gradients.append([w.grad for name, w in student.model.named_parameters() if name.endswith("gate.weight")])

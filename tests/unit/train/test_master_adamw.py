@@ -20,7 +20,7 @@ from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.optimizer import clip_gradients, make_optimizer
 from mopd_dataplane.train.ranks import Ranks
 from mopd_dataplane.train.spec import Window
-from mopd_dataplane.train.student import held_dtype, load_student
+from mopd_dataplane.train.student import load_student
 
 OBJECTIVE = Objective(policy_gradient=PolicyGradientTerm(student_logprob="current", correction="icepop", band=(0, 99)))
 WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=3, policy_version=0)
@@ -29,7 +29,7 @@ WINDOW = Window(window=0, plan_digest="p0", snapshot_digest="s0", steps=3, polic
 def trainer(policy: Path, device: str, dtype: torch.dtype, rank: int = 0, **settings: Any) -> Trainer:
     ranks = Ranks.join(device, environment={})
     train = Train(learning_rate=1e-3, weight_decay=0.1, micro_batch_packs=1, lora=Lora(r=rank), **settings)
-    student = load_student(policy, ranks, dtype=dtype, lora=train.lora, weights=held_dtype(train, dtype))
+    student = load_student(policy, ranks, train, dtype=dtype)
     return Trainer(student, ObjectiveLoss(OBJECTIVE), train, ranks)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.job.sections import Train
 from mopd_dataplane.models import hf
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.microbatch import build
@@ -116,7 +117,7 @@ def test_two_passes_agree_unless_dropout_is_asked_for(
     folder, packs = make_policy(**configs[name]), [pack([9, 7], seed=4)]
 
     def apart(dropout: bool) -> float:
-        student = load_student(folder, ALONE, dropout=dropout, gradient_checkpointing=checkpointing)
+        student = load_student(folder, ALONE, Train(dropout=dropout, gradient_checkpointing=checkpointing))
         first, second = (student(build(packs, student.layout), lambda hidden, head: hidden) for _ in range(2))
         second.sum().backward()
         return float((first - second).detach().abs().max())
@@ -139,7 +140,7 @@ def test_loading_a_student_keeps_the_models_own_logits(policy: Path, pack: Calla
 def test_gradient_checkpointing_changes_no_gradient(policy: Path, pack: Callable[..., Pack]) -> None:
     gradients = []
     for checkpointing in (False, True):
-        student = load_student(policy, ALONE, gradient_checkpointing=checkpointing)
+        student = load_student(policy, ALONE, Train(gradient_checkpointing=checkpointing))
         student(build([pack([9, 7], seed=4)]), lambda hidden, head: (hidden @ head.weight.T).square().sum()).backward()
         gradients.append([p.grad.clone() for p in student.parameters() if p.grad is not None])
     for plain, checkpointed in zip(*gradients, strict=True):
@@ -150,7 +151,7 @@ def test_gradient_checkpointing_changes_no_gradient(policy: Path, pack: Callable
 def test_a_frozen_head_gets_no_gradient_but_a_tied_embedding_learns(
     tied: bool, make_policy: Callable[..., Path], pack: Callable[..., Pack]
 ) -> None:
-    student = load_student(make_policy(tie_word_embeddings=tied), ALONE, freeze_head=True)
+    student = load_student(make_policy(tie_word_embeddings=tied), ALONE, Train(freeze_head=True))
     student(build([pack([9], seed=4)]), lambda hidden, head: (hidden @ head.weight.T).square().sum()).backward()
     untouched = torch.ones(len(hf.embedding_weight(student.model)), dtype=torch.bool)
     untouched[pack([9], seed=4).tokens] = False

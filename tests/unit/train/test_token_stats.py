@@ -66,7 +66,7 @@ def head(tmp_path: Path) -> HeadFile:
 def step(
     policy: Path, batch: Any, objective: Objective, head: HeadFile, stats: StatsOfSteps | None, **settings: Any
 ) -> Any:
-    student = load_student(policy, ALONE, freeze_head=settings.get("freeze_head", False))
+    student = load_student(policy, ALONE, Train(**settings))
     trainer = Trainer(
         student, ObjectiveLoss(objective), Train(**settings), ALONE,
         TeacherHeads({"math": head}, ALONE.device), ("math",), stats=stats,

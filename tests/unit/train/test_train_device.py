@@ -59,7 +59,7 @@ def one_step(
     ranks = Ranks.join(device, environment={})
     assert ranks.device.type == ("cpu" if device == "cpu" else NAME)
     heads = TeacherHeads({"math": HeadFile(path=str(head), digest=file_digest(head))}, ranks.device)
-    student = load_student(policy, ranks, gradient_checkpointing=True, lora=Lora(r=rank))
+    student = load_student(policy, ranks, Train(gradient_checkpointing=True, lora=Lora(r=rank)))
     trainer = Trainer(student, ObjectiveLoss(FULL), Train(learning_rate=1e-2), ranks, heads, ("math",))
     copies.clear()
     metrics = trainer.step(batch(packs), WINDOW, 0)
