@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
 from mopd_dataplane.base.hf_datasets import dataset_rows
@@ -47,20 +47,10 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
                     f"{domain.eval} eval + {domain.train} train + {domain.tune} tune were asked for; lower them or "
                     "widen the source"
                 )
-            text, answer, verifier_data, context, messages = entry
+            source = f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source
+            prompt_id = f"{name}-{split}-{ordinal}"
             prompts.append(
-                Prompt(
-                    prompt_id=f"{name}-{split}-{ordinal}",
-                    domain=name,
-                    text=text,
-                    answer=answer,
-                    split=split,
-                    effort=domain.effort,
-                    source=f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source,
-                    teacher_context=context,
-                    verifier_data=verifier_data,
-                    messages=messages,
-                )
+                Prompt(prompt_id=prompt_id, domain=name, split=split, effort=domain.effort, source=source, **entry)
             )
     return prompts
 
@@ -93,7 +83,8 @@ def render(
     return encoded
 
 
-_Entry = tuple[str, str, str, str, str]
+_Entry = dict[str, str]
+"""Fields of a Prompt that a source gives: `text`, `answer`, and what else it has."""
 PromptSource = Callable[..., Iterable[dict[str, Any]]]
 """(seed, size, and the domain's `args`) -> rows as a .jsonl file has them: a text in `text`, `prompt` or `question`, or
 messages there or in `messages`, and where they have them `answer`, `teacher_context`, `verifier_data`; at most `size`
@@ -102,8 +93,8 @@ are needed. An entry point of `mopd.prompts`, or `package.module:Name` as a doma
 
 def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
     for misses, entry in enumerate(entries):
-        if entry[0] not in seen:
-            seen.add(entry[0])
+        if entry["text"] not in seen:
+            seen.add(entry["text"])
             return entry
         if misses > _SUPPLY * (len(seen) + 1):
             return None
@@ -111,12 +102,11 @@ def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
 
 
 def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
-    """(text, answer, verifier data, teacher context, messages) of each entry of the source."""
-    if domain.source in _BUILT_IN:
-        return _BUILT_IN[domain.source].read(name, domain)
-    if not _names_files(domain.source):
-        return _plugin(name, domain)
     try:
+        if domain.source in _BUILT_IN:
+            return _BUILT_IN[domain.source](name, domain)
+        if not _names_files(domain.source):
+            return _plugin(name, domain)
         files = files_at(domain.source, _SUFFIXES)
     except InputError as error:
         raise PromptError(f"domain {name!r}: {error}") from None
@@ -141,7 +131,7 @@ def find_prompts(source: str) -> None:
 
 def source_package(source: str) -> str:
     """Module that a built-in source reads with; empty for files, plug-ins and the job's own store."""
-    return _BUILT_IN[source].package if source in _BUILT_IN else ""
+    return source.replace("-", "_") if source in _BUILT_IN else ""
 
 
 def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -159,18 +149,19 @@ def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
         raise PromptError(f"domain {name!r}: reasoning-gym refuses args {domain.args}: {error}") from None
     for entry in dataset:
         fields = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
-        verifier_data = json.dumps({"dataset": domain.dataset, "entry": entry}, default=str)
-        context = _fill(name, "teacher_context", domain.teacher_context, fields)
-        yield _fill(name, "template", domain.template, fields), str(entry["answer"]), verifier_data, context, ""
+        yield {
+            "text": _fill(name, "template", domain.template, fields),
+            "answer": str(entry["answer"]),
+            "verifier_data": json.dumps({"dataset": domain.dataset, "entry": entry}, default=str),
+            "teacher_context": _fill(name, "teacher_context", domain.teacher_context, fields),
+        }
 
 
 def _datasets(name: str, domain: Domain) -> Iterator[_Entry]:
     try:
         rows = dataset_rows(domain.dataset, **domain.args)
-    except (InputError, UnknownNameError) as error:
-        raise PromptError(f"domain {name!r}: {error}") from None
     except TypeError as error:
-        raise PromptError(f"domain {name!r}: args {domain.args} of a dataset: {error}") from None
+        raise InputError(f"args {domain.args} of a dataset: {error}") from None
     return _from_rows(name, domain.dataset, rows, domain)
 
 
@@ -178,24 +169,11 @@ def _verifiers(name: str, domain: Domain) -> Iterator[_Entry]:
     from mopd_dataplane.integrations.verifiers import task_rows
 
     size = _SUPPLY * (domain.train + domain.eval + domain.tune)
-    try:
-        rows = task_rows(domain.dataset, domain.args, size)
-    except InputError as error:
-        raise PromptError(f"domain {name!r}: {error}") from None
-    return _from_rows(name, domain.dataset, rows, domain)
+    return _from_rows(name, domain.dataset, task_rows(domain.dataset, domain.args, size), domain)
 
 
-class _Source(NamedTuple):
-    read: Callable[[str, Domain], Iterator[_Entry]]
-    package: str
-    """Module that it cannot read without."""
-
-
-_BUILT_IN = {
-    "reasoning-gym": _Source(_reasoning_gym, "reasoning_gym"),
-    "datasets": _Source(_datasets, "datasets"),
-    "verifiers": _Source(_verifiers, "verifiers"),
-}
+_BUILT_IN = {"reasoning-gym": _reasoning_gym, "datasets": _datasets, "verifiers": _verifiers}
+"""By the name of the package that each reads with."""
 
 
 def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
@@ -203,9 +181,9 @@ def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
     try:
         source: PromptSource = find_plugin("mopd.prompts", domain.source, {})
     except UnknownNameError as error:
-        raise PromptError(
-            f"domain {name!r}: source {domain.source!r} is neither 'reasoning-gym', 'datasets' nor 'verifiers', nor a "
-            f".jsonl or .parquet file, nor a plug-in: {error}"
+        raise UnknownNameError(
+            f"source {domain.source!r} is neither 'reasoning-gym', 'datasets' nor 'verifiers', nor a .jsonl or "
+            f".parquet file, nor a plug-in: {error}"
         ) from None
     size = _SUPPLY * (domain.train + domain.eval + domain.tune)
     return _from_rows(name, domain.source, list(source(seed=domain.seed, size=size, **domain.args)), domain)
@@ -240,13 +218,14 @@ def _from_rows(name: str, path: str, rows: list[dict[str, Any]], domain: Domain)
         if len(messages) > 1:
             messages = [*messages[:-1], {**messages[-1], "content": filled}]
             filled = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        yield (
-            filled,
-            str(row.get("answer", "")),
-            json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else "",
-            str(row.get("teacher_context", "")) or _fill(name, "teacher_context", domain.teacher_context, row),
-            json.dumps(messages, ensure_ascii=False) if len(messages) > 1 else "",
-        )
+        context = str(row.get("teacher_context", ""))
+        yield {
+            "text": filled,
+            "answer": str(row.get("answer", "")),
+            "verifier_data": json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else "",
+            "teacher_context": context or _fill(name, "teacher_context", domain.teacher_context, row),
+            "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 1 else "",
+        }
 
 
 def _renamed(row: dict[str, Any], columns: Mapping[Any, str], place: str) -> dict[str, Any]:
