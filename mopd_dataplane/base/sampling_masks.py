@@ -30,3 +30,12 @@ class SamplingMasks:
         ends = np.cumsum(self.sizes)
         found: NDArray[np.bool_] = (self.sizes == 0) | (hits[ends] > hits[ends - self.sizes])
         return found
+
+
+def sampling_masks_of(inside: NDArray[np.bool_], asked: NDArray[np.bool_]) -> SamplingMasks:
+    """Sampling masks of the rows that are `asked` for [B]; inside [B, V]: the tokens that each row may draw."""
+    kept = inside & asked[:, None]
+    sizes = kept.sum(axis=1, dtype=np.int32)
+    uncut = sizes == inside.shape[1]
+    kept[uncut], sizes[uncut] = False, 0
+    return SamplingMasks(sizes, np.nonzero(kept)[1].astype(np.int32))

@@ -3,7 +3,6 @@
 runner.py          run_rollout: prompts in, samples in the store
 loop.py            the decode loop: keep the slots busy, log every step, pass finished samples on
 partial_sample.py  a sample being written
-mask_buffers.py    sampling masks of a step, and of a sample being written
 stop_strings.py    stop strings, matched over the whole response as it grows
 policy_update.py   which policy version writes which token when weights change
 committer.py       commits finished samples to the store, in a thread of its own

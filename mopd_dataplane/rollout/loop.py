@@ -235,8 +235,11 @@ class RolloutLoop:
         partial = self._ledger.partials[handle]
         if not partial.is_by(self._engine.policy_digest):
             return False, 0.0
-        same, gap = _compare(partial, rescored)
-        return same and partial.spec.sampler in self._engine.samplers, gap
+        first = len(partial) - len(rescored)
+        logged = np.array(partial.logprobs, np.float32)[first:]
+        own = np.array(partial.loss_mask, bool)[first:] & (np.arange(first, len(partial)) >= partial.spans[-1][0])
+        same = np.array_equal(logged[own], rescored[own]) and partial.spec.sampler in self._engine.samplers
+        return same, float(np.abs(logged[own] - rescored[own]).max(initial=0.0))
 
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
         """Record how an interrupted sample continues."""
@@ -302,7 +305,7 @@ class RolloutLoop:
             self._report.abandoned[abandoned.reason] = self._report.abandoned.get(abandoned.reason, 0) + 1
             self._finish(handle, partial, "abandoned")
             return
-        if said and len(said) < partial.budget_left:
+        if said and len(partial) + len(said) < partial.spec.max_new_tokens:
             ids = np.array(said, np.int32)
             silent = np.zeros(len(ids))
             self._say(log_records.Tokens(handle, len(partial), ids, silent.astype(np.float32), silent.astype(np.uint8)))
@@ -346,13 +349,3 @@ class RolloutLoop:
             self._shown = now
             rate = self._report.tokens / max(now - self._began, 1e-9)
             self._progress(self._report.samples, rate=f"{rate:,.0f} tok/s")
-
-
-def _compare(partial: PartialSample, rescored: NDArray[np.float32]) -> tuple[bool, float]:
-    """Whether the engine gives the newest tokens of its own the same log-prob bits as logged, and the largest gap."""
-    first = len(partial) - len(rescored)
-    logged = np.array(partial.logprobs, np.float32)[first:]
-    own = np.array(partial.loss_mask, bool)[first:] & (np.arange(first, len(partial)) >= partial.spans[-1][0])
-    if not own.any():
-        return True, 0.0
-    return bool(np.array_equal(logged[own], rescored[own])), float(np.abs(logged[own] - rescored[own]).max())

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.checksum import crc32c
+from mopd_dataplane.base.sampling_masks import SamplingMasks
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.engines.engine import GOING, Request
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, sample_key
-from mopd_dataplane.rollout.mask_buffers import PartialMasks
 from mopd_dataplane.rollout.tools.sandbox import Call
 
 
@@ -46,6 +46,45 @@ class SampleSpec:
     """Name of what draws its tokens, see sampling.SAMPLERS; OWN_NOISE where the engine draws with noise of its own."""
 
 
+@dataclass(slots=True)
+class PartialMasks:
+    """Sampling masks of one sample's own tokens, in their order.
+
+    A set is logged before the step that draws from it, so the newest may be of a token that was never logged; when
+    the token is drawn again, its set comes again and replaces it.
+    """
+
+    sizes: array[int] = field(default_factory=lambda: array("i"))
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    drawn: int = 0
+    """Tokens that have drawn from their set."""
+
+    def put(self, ordinal: int, ids: NDArray[np.integer]) -> None:
+        """The set of the sample's own token of that ordinal. Raises ValueError when it is not one that comes next."""
+        if not self.drawn <= ordinal <= len(self.sizes):
+            raise ValueError(f"sampling mask of token {ordinal}, {self.drawn} tokens and {len(self.sizes)} sets so far")
+        if dropped := sum(self.sizes[ordinal:]):
+            del self.ids[-dropped:]
+        del self.sizes[ordinal:]
+        self.sizes.append(len(ids))
+        self.ids.frombytes(ids.astype(np.int32).tobytes())
+
+    def take(self, tokens: int) -> None:
+        """The next tokens were drawn. Raises ValueError when the set of one is missing."""
+        if self.drawn + tokens > len(self.sizes):
+            raise ValueError(f"token {self.drawn + tokens - 1} has no sampling mask, {len(self.sizes)} sets so far")
+        self.drawn += tokens
+
+    def __len__(self) -> int:
+        """Sets, with those that no token has drawn from yet."""
+        return len(self.sizes)
+
+    def first(self, count: int) -> SamplingMasks:
+        """The first `count` sets (a copy)."""
+        sizes = np.array(self.sizes[:count], np.int32)
+        return SamplingMasks(sizes, np.array(self.ids[: int(sizes.sum())], np.int32))
+
+
 @dataclass(kw_only=True, slots=True)
 class PartialSample:
     """The response so far: token, log-prob and mask of every position, and which policy version wrote it."""
@@ -75,11 +114,6 @@ class PartialSample:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def budget_left(self) -> int:
-        """Response tokens that may still be written."""
-        return self.spec.max_new_tokens - len(self.tokens)
 
     @property
     def response(self) -> NDArray[np.int32]:

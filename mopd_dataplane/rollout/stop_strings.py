@@ -14,25 +14,24 @@ class StopText:
 
     Text is decoded with a few ids of context, because the text of one id depends on its neighbours (leading spaces,
     characters split over several tokens). Only as much text is kept as the longest stop string can still need.
+    stop: may be empty. prefix: ids of the response so far.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], prefix: Iterable[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
-        self._keep = max(map(len, stop)) - 1
+        self._keep = max(map(len, stop), default=1) - 1
         self._ids: list[int] = []
         self._context = 0
         self._read = 0
         self._tail = ""
+        for token in prefix:
+            self.add(token)
 
-    def extend(self, ids: Iterable[int]) -> bool:
-        """Add ids; True when a stop string is complete somewhere in the text they end."""
-        seen = False
-        for token in ids:
-            seen |= self._add(token)
-        return seen
-
-    def _add(self, token: int) -> bool:
+    def add(self, token: int) -> bool:
+        """Add an id; True when a stop string is complete in the text that it ends."""
+        if not self._stop:
+            return False
         self._ids.append(token)
         known = str(self._tokenizer.decode(self._ids[self._context : self._read]))
         text = str(self._tokenizer.decode(self._ids[self._context :]))

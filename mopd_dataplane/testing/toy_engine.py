@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.sampling_masks import sampling_masks_of
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, StepOutput
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS, by_sampler, sampler
-from mopd_dataplane.rollout.mask_buffers import sampling_masks_of
 
 EOS = 0
 

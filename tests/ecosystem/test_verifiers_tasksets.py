@@ -158,14 +158,14 @@ def test_tools_answer_and_rewards_read_the_whole_conversation() -> None:
 class Scripted(HfEngine):
     """A policy that is certain of its words: it calls the tool first, and says 7 then."""
 
-    def _forward(self, live: int) -> list[NDArray[np.float32]]:
-        [logits] = super()._forward(live)
-        for row, request in enumerate(self._requests[:live]):
+    def _forward(self) -> list[NDArray[np.float32]]:
+        [logits] = super()._forward()
+        for row, request in enumerate(self._requests):
             heard = len(request.prefix_ids)
             text = "7" if heard else CALL
             words = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
             logits[row] = -1e4
-            logits[row, words[int(self._length[row] - self._prompt[row]) - heard]] = 0
+            logits[row, words[int(self._rows["length"][row] - self._rows["prompt"][row]) - heard]] = 0
         return [logits]
 
 

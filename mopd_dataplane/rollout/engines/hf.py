@@ -23,7 +23,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from mopd_dataplane.base.sampling_masks import SamplingMasks
+from mopd_dataplane.base.sampling_masks import SamplingMasks, sampling_masks_of
 from mopd_dataplane.errors import EngineError, MismatchError
 from mopd_dataplane.models.hf import check_same_tokenizer, load_tokenizer, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines import kv_file
@@ -32,11 +32,15 @@ from mopd_dataplane.rollout.engines.device_sampling import distribution_of
 from mopd_dataplane.rollout.engines.engine import GOING, LENGTH, RESCORED, STOP, Request, Routes, StepOutput
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution, Floats, by_sampler, sampler
-from mopd_dataplane.rollout.mask_buffers import sampling_masks_of
 from mopd_dataplane.rollout.stop_strings import StopText
 
 _PREFILL_TOKENS = 8192
 """Tokens of one prefill pass, padding included."""
+_ROW = np.dtype([
+    ("slot", "i8"), ("key", "u4", 4), ("last", "i8"), ("length", "i8"), ("prompt", "i8"), ("budget", "i8"),
+    ("temperature", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("sampling_mask", "?"),
+], align=True)  # fmt: skip
+"""A live sequence: slot, noise key, newest token, tokens so far and of the prompt; then the request's settings."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +95,13 @@ class HfEngine:
         self.vocab_size = policy.vocab_size
         self.context_length = policy.context_length
         self._decoders = [policy]
+        self.policy_version, self.policy_digest = version, policy.digest
         if self._mixed_teacher is not None:
-            self._decoders.append(self._open_mixed_teacher(policy))
-        self.policy_version = version
-        self.policy_digest = policy.digest if self._mixed_teacher is None else self._mixture_digest()
+            teacher = self._open_mixed_teacher(self._mixed_teacher.folder, policy)
+            self._decoders.append(teacher)
+            # Everything that the drawn distribution depends on.
+            parts = (policy.digest, teacher.digest, repr(self._mixed_teacher.share))
+            self.policy_digest = blake2b("\n".join(parts).encode(), digest_size=32).hexdigest()
         self._stop_ids = np.array(stop_ids(folder, self.tokenizer), np.int32)
         self._clear()
 
@@ -106,10 +113,8 @@ class HfEngine:
             return here[0]
         return Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
 
-    def _open_mixed_teacher(self, policy: Decoder) -> Decoder:
+    def _open_mixed_teacher(self, folder: Path, policy: Decoder) -> Decoder:
         """The mixed teacher's decoder. Raises MismatchError when it does not fit the policy."""
-        assert self._mixed_teacher is not None
-        folder = self._mixed_teacher.folder
         theirs = tokenizer_digest(load_tokenizer(folder))
         check_same_tokenizer(self.tokenizer_digest, theirs, name=str(folder))
         decoder = Decoder(folder, rows=self.slots, dtype=self._dtype, device=self._device)
@@ -121,28 +126,17 @@ class HfEngine:
         self.context_length = min(policy.context_length, decoder.context_length)
         return decoder
 
-    def _mixture_digest(self) -> str:
-        """Digest of everything the drawn distribution depends on: both models' weights and the share."""
-        assert self._mixed_teacher is not None
-        parts = [*(decoder.digest for decoder in self._decoders), repr(self._mixed_teacher.share)]
-        return blake2b("\n".join(parts).encode(), digest_size=32).hexdigest()
-
     def _clear(self) -> None:
-        slots = self.slots
         self._requests: list[Request] = []
-        self._stops: list[StopText | None] = []
+        self._stops: list[StopText] = []
         self._read: list[NDArray[np.int16] | None] = []
         """Expert ids of what each row was prefilled with, until its next step says them."""
-        self._slot = np.zeros(slots, np.int64)
-        self._key = np.zeros((slots, 4), np.uint32)
-        self._last = np.zeros(slots, np.int64)
-        self._length = np.zeros(slots, np.int64)
-        self._prompt = np.zeros(slots, np.int64)
-        self._budget = np.zeros(slots, np.int64)
-        self._temperature = np.zeros(slots)
-        self._top_p = np.zeros(slots)
-        self._top_k = np.zeros(slots, np.int64)
-        self._support = np.zeros(slots, np.bool_)
+        self._rows = np.zeros(self.slots, _ROW)
+
+    @property
+    def _live(self) -> NDArray[np.void]:
+        """[live] of _ROW; writing to it writes to the rows."""
+        return self._rows[: len(self._requests)]
 
     def admit(self, requests: Sequence[tuple[int, Request]]) -> dict[int, NDArray[np.float32]]:
         """See Engine.admit. Prefills in groups of similar length."""
@@ -172,24 +166,15 @@ class HfEngine:
 
     def _enter(self, slot: int, request: Request, ids: NDArray[np.int32]) -> int:
         row = len(self._requests)
-        if row == self.slots or slot in self._slot[:row]:
+        if row == self.slots or slot in self._live["slot"]:
             raise EngineError(f"slot {slot} of {self.slots} is not free")
-        stops = StopText(self.tokenizer, request.stop) if request.stop else None
-        if stops is not None:
-            stops.extend(request.prefix_ids.tolist())
         self._requests.append(request)
-        self._stops.append(stops)
+        self._stops.append(StopText(self.tokenizer, request.stop, request.prefix_ids.tolist()))
         self._read.append(None)
-        self._slot[row] = slot
-        self._key[row] = key_words(request.key)
-        self._last[row] = ids[-1]
-        self._length[row] = len(ids)
-        self._prompt[row] = len(request.prompt_ids)
-        self._budget[row] = request.max_new_tokens
-        self._temperature[row] = request.temperature
-        self._top_p[row] = request.top_p
-        self._top_k[row] = request.top_k
-        self._support[row] = request.sampling_mask
+        self._rows[row] = (
+            slot, key_words(request.key), ids[-1], len(ids), len(request.prompt_ids), request.max_new_tokens,
+            request.temperature, request.top_p, request.top_k, request.sampling_mask,
+        )  # fmt: skip
         return row
 
     def _rescore(self, request: Request, states: Sequence[torch.Tensor]) -> NDArray[np.float32]:
@@ -209,9 +194,9 @@ class HfEngine:
     @torch.inference_mode()
     def step(self) -> StepOutput:
         """See Engine.step."""
-        live = len(self._requests)
-        logits = self._forward(live)
-        positions = self._length[:live] - self._prompt[:live]
+        live = self._live
+        logits = self._forward()
+        positions = live["length"] - live["prompt"]
         with np.errstate(invalid="ignore"):
             tokens, logprobs, masks = self._sample(logits, positions)
         # Behind the draw, whose noise is computed while a device is still at the logits. A sum is finite where all are.
@@ -225,17 +210,17 @@ class HfEngine:
             )
         finished = self._finished(tokens, positions)
         output = StepOutput(
-            self._slot[:live].copy(), positions.astype(np.int32), tokens, logprobs, finished, masks, self._routes()
+            live["slot"].copy(), positions.astype(np.int32), tokens, logprobs, finished, masks, self._routes()
         )
-        self._last[:live] = tokens
-        self._length[:live] += 1
+        live["last"] = tokens
+        live["length"] += 1
         for row in np.flatnonzero(finished)[::-1]:
             self._leave(int(row))
         return output
 
-    def _forward(self, live: int) -> list[torch.Tensor]:
+    def _forward(self) -> list[torch.Tensor]:
         """[live, V] logits of each decoder."""
-        last, columns = self._last[:live], self._length[:live] - 1
+        last, columns = self._live["last"].copy(), self._live["length"] - 1
         return [decoder.forward(last, columns) for decoder in self._decoders]
 
     def _routes(self) -> Routes | None:
@@ -266,34 +251,32 @@ class HfEngine:
         self, logits: Sequence[torch.Tensor], positions: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.float32], SamplingMasks | None]:
         live = len(positions)
-        asked = self._support[:live]
+        asked = self._live["sampling_mask"]
         inside = np.zeros((live, self.vocab_size if asked.any() else 0), np.bool_)
         tokens = np.zeros(live, np.int32)
         logprobs = np.zeros(live, np.float32)
         for kind, rows in by_sampler([request.sampler for request in self._requests]):
-            temperature = self._temperature[:live][rows]
+            own = self._live[rows]
             found = self._distribution(
-                kind, [own[rows] for own in logits], temperature, self._top_k[:live][rows], self._top_p[:live][rows]
+                kind, [every[rows] for every in logits], own["temperature"], own["top_k"], own["top_p"]
             )
-            tokens[rows] = found.draw(self._key[:live][rows], positions[rows], temperature)
+            tokens[rows] = found.draw(own["key"], positions[rows], own["temperature"])
             logprobs[rows] = found.logprobs(tokens[rows])
             if asked.any():
                 inside[rows] = found.kept()
         return tokens, logprobs, sampling_masks_of(inside, asked) if asked.any() else None
 
     def _finished(self, tokens: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-        live = len(tokens)
         stopped = np.isin(tokens, self._stop_ids)
         for row, stops in enumerate(self._stops):
-            if stops is not None and stops.extend([int(tokens[row])]):
-                stopped[row] = True
-        full = positions + 1 >= self._budget[:live]
+            stopped[row] |= stops.add(int(tokens[row]))
+        full = positions + 1 >= self._live["budget"]
         return np.where(stopped, STOP, np.where(full, LENGTH, GOING)).astype(np.uint8)
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         """See Engine.release."""
-        for row in np.flatnonzero(self._slot[: len(self._requests)] == slot):
+        for row in np.flatnonzero(self._live["slot"] == slot):
             self._leave(int(row))
 
     def _leave(self, row: int) -> None:
@@ -304,27 +287,22 @@ class HfEngine:
             return
         self._requests[row], self._stops[row], self._read[row] = request, stops, read
         for decoder in self._decoders:
-            decoder.cache.move(last, row, int(self._length[last]))
-        for column in (
-            self._slot, self._key, self._last, self._length, self._prompt, self._budget,
-            self._temperature, self._top_p, self._top_k, self._support,
-        ):  # fmt: skip
-            column[row] = column[last]
+            decoder.cache.move(last, row, int(self._rows["length"][last]))
+        self._rows[row] = self._rows[last]
 
     @torch.inference_mode()
     def save(self, file: Path, requests: Sequence[tuple[int, Request]], *, limit_bytes: int) -> int:
         """See Engine.save. The logits of the next token go into the file too: restore compares them bit by bit."""
-        live = len(self._requests)
-        if not live or not limit_bytes or any(read is not None for read in self._read):
+        if not self._requests or not limit_bytes or any(read is not None for read in self._read):
             return 0
         # The pass writes the keys of each row's last token; the step that follows writes the same ones again.
-        logits = torch.stack(self._forward(live)).cpu()
-        lengths = self._length[:live].tolist()
+        logits = torch.stack(self._forward()).cpu()
+        lengths = self._live["length"].tolist()
         token_bytes = sum(decoder.cache.token_bytes() for decoder in self._decoders)
         if sum(lengths) * token_bytes + logits.nbytes > limit_bytes:
             return 0
         now = dict(requests)
-        rows = [now[slot].digest() for slot in self._slot[:live].tolist()]
+        rows = [now[slot].digest() for slot in self._live["slot"].tolist()]
         tensors = {"logits": logits}
         for place, decoder in enumerate(self._decoders):
             tensors |= {f"{place}.{name}": tensor for name, tensor in decoder.cache.take(lengths).items()}
@@ -342,12 +320,11 @@ class HfEngine:
         admitted = [known[digest] for digest in saved.rows]
         for slot, request in enumerate(admitted):
             self._enter(slot, request, np.concatenate([request.prompt_ids, request.prefix_ids]))
-        live = len(admitted)
         for place, decoder in enumerate(self._decoders):
             prefix = f"{place}."
             own = {n.removeprefix(prefix): tensor for n, tensor in saved.tensors.items() if n.startswith(prefix)}
-            decoder.cache.put(self._length[:live].tolist(), own, self._device)
-        gaps = (torch.stack(self._forward(live)).cpu() - saved.tensors["logits"]).abs().amax((0, 2)).tolist()
+            decoder.cache.put(self._live["length"].tolist(), own, self._device)
+        gaps = (torch.stack(self._forward()).cpu() - saved.tensors["logits"]).abs().amax((0, 2)).tolist()
         return [(request.uid, float(gap)) for request, gap in zip(admitted, gaps, strict=True)]
 
     def _identity(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import load_tokenizer, model_shape, stop_ids, tokenizer_digest
 from mopd_dataplane.rollout.engines.engine import RESCORED, Request, StepOutput
 from mopd_dataplane.rollout.engines.sampling import SAMPLERS
-from mopd_dataplane.rollout.engines.token_streams import Stream, Streams, rescored
+from mopd_dataplane.rollout.engines.token_streams import Stream, Streams
 
 Noise = Literal["keyed", "seeded"]
 
@@ -56,7 +56,7 @@ class StreamingEngine(ABC):
             opened.append((slot, stream))
         while not all(stream.is_rescored for _, stream in opened):
             self._listen()
-        return rescored(opened)
+        return {slot: np.array(stream.rescored, np.float32) for slot, stream in opened if stream.again}
 
     def step(self) -> StepOutput:
         """See Engine.step. Waits until at least one slot's next token is here."""

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from mopd_dataplane.errors import DeadlineError, EngineError
@@ -28,7 +27,7 @@ class Stream:
     name: str
     """The engine's name of the request; never used twice."""
     request: Request
-    stops: StopText | None
+    stops: StopText
     again: tuple[int, ...]
     """Prefix tokens that the engine draws again before it continues."""
     position: int
@@ -64,13 +63,10 @@ class Streams:
         if slot in self._live or not 0 <= slot < self._slots:
             raise EngineError(f"slot {slot} of {self._slots} is not free")
         prefix = request.prefix_ids.tolist()
-        stops = StopText(self._tokenizer, request.stop) if request.stop else None
-        if stops is not None:
-            stops.extend(prefix)
+        stops = StopText(self._tokenizer, request.stop, prefix)
         self._opened += 1
-        stream = Stream(
-            f"{self._opened}-{request.uid}", request, stops, tuple(prefix[len(prefix) - again :]), len(prefix)
-        )
+        name = f"{self._opened}-{request.uid}"
+        stream = Stream(name, request, stops, tuple(prefix[len(prefix) - again :]), len(prefix))
         self._live[slot] = stream
         self._by_name[stream.name] = slot
         return stream
@@ -153,8 +149,7 @@ class Streams:
         return output, ended
 
     def _finished(self, stream: Stream, token: int) -> int:
-        stopped = stream.stops is not None and stream.stops.extend([token])
-        if stopped or token in self._stop_ids:
+        if stream.stops.add(token) or token in self._stop_ids:
             return STOP
         return LENGTH if stream.position + 1 >= stream.request.max_new_tokens else GOING
 
@@ -166,8 +161,3 @@ class Streams:
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._live
-
-
-def rescored(streams: Sequence[tuple[int, Stream]]) -> dict[int, NDArray[np.float32]]:
-    """Log-probs for Engine.admit, of streams whose prefix tokens have arrived again."""
-    return {slot: np.array(stream.rescored, np.float32) for slot, stream in streams if stream.again}

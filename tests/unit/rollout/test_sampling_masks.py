@@ -13,7 +13,7 @@ import pytest
 from decoding import make_requests
 
 from mopd_dataplane.base import fault_points
-from mopd_dataplane.base.sampling_masks import SamplingMasks
+from mopd_dataplane.base.sampling_masks import SamplingMasks, sampling_masks_of
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Sample
@@ -23,7 +23,7 @@ from mopd_dataplane.rollout.engines.sampling import SAMPLERS, Distribution
 from mopd_dataplane.rollout.log import log_records, recovery
 from mopd_dataplane.rollout.log.framing import MAX_BODY
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.mask_buffers import PartialMasks, sampling_masks_of
+from mopd_dataplane.rollout.partial_sample import PartialMasks
 from mopd_dataplane.testing.toy_engine import ToyEngine
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "faults"))
