@@ -101,9 +101,7 @@ class DeviceDistribution:
 
     def kept(self) -> NDArray[np.bool_]:
         """See sampling.Distribution.kept."""
-        ids = _ids(self.logits.shape[1], self.logits.device)
-        scores = (self.logits - self.peak[:, None]) * self.scale[:, None]
-        found: NDArray[np.bool_] = _inside(scores, ids, self.floor, self.last).cpu().numpy()
+        found: NDArray[np.bool_] = (self._log_q() > -torch.inf).cpu().numpy()
         return found
 
     def draw(self, keys: Words, positions: NDArray[np.integer], temperature: Floats) -> NDArray[np.int32]:

@@ -71,8 +71,9 @@ class Distribution:
     def mixed(self, other: Distribution, *, share: float) -> Distribution:
         """See sampling.Distribution.mixed."""
         with np.errstate(divide="ignore"):
-            parts = (np.log1p(-share) + self.log_q(), np.log(share) + other.log_q())
-        return Distribution.of(np.logaddexp(*parts).astype(np.float32), *_plain(len(self.logits)))
+            mixed = np.logaddexp(np.log1p(-share) + self.log_q(), np.log(share) + other.log_q()).astype(np.float32)
+        rows = len(mixed)
+        return Distribution.of(mixed, np.ones(rows), np.zeros(rows, np.int64), np.ones(rows))
 
     def log_q(self) -> Floats:
         """See sampling.Distribution.log_q."""
@@ -147,11 +148,6 @@ def pick_token(group: NDArray[np.int64], scores: NDArray[np.floating], noise: Fl
         np.int32
     )
     return tokens
-
-
-def _plain(rows: int) -> tuple[Floats, NDArray[np.int64], Floats]:
-    """Temperature 1 and no cut."""
-    return np.ones(rows), np.zeros(rows, np.int64), np.ones(rows)
 
 
 def _masses(

@@ -34,11 +34,21 @@ class Distribution:
         cls, logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
     ) -> Distribution:
         """See sampling.Distribution.of."""
-        return cls(log_distribution(logits, temperature, top_k, top_p))
+        scaled = logits.astype(np.float64)
+        scaled /= np.where(temperature > 0, temperature, 1.0)[:, None]
+        for row in np.flatnonzero((top_k > 0) & (top_k < scaled.shape[1])):
+            _keep_top_k(scaled[row], int(top_k[row]))
+        scaled -= scaled.max(axis=1, keepdims=True)
+        for row in np.flatnonzero(top_p < 1):
+            _keep_nucleus(scaled[row], float(top_p[row]))
+        scaled -= np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+        return cls(np.minimum(scaled, 0.0, out=scaled))
 
     def mixed(self, other: Distribution, *, share: float) -> Distribution:
         """See sampling.Distribution.mixed."""
-        return Distribution(mixture(self.log_q_values, other.log_q_values, share=share))
+        with np.errstate(divide="ignore"):
+            mixed = np.logaddexp(np.log1p(-share) + self.log_q_values, np.log(share) + other.log_q_values)
+        return Distribution(np.minimum(mixed, 0.0, out=mixed))
 
     def log_q(self) -> Floats:
         """See sampling.Distribution.log_q."""
@@ -83,33 +93,6 @@ def gumbel(key: int, position: int, count: int, vocab: int) -> Floats:
     np.log(noise, out=noise)
     np.negative(noise, out=noise)
     return noise
-
-
-def log_distribution(
-    logits: NDArray[np.float32], temperature: Floats, top_k: NDArray[np.int64], top_p: Floats
-) -> Floats:
-    """[B, V] log q for each row; -inf outside the cut. temperature, top_k, top_p are [B]; temperature 0 counts as 1."""
-    scaled = logits.astype(np.float64)
-    scaled /= np.where(temperature > 0, temperature, 1.0)[:, None]
-    for row in np.flatnonzero((top_k > 0) & (top_k < scaled.shape[1])):
-        _keep_top_k(scaled[row], int(top_k[row]))
-    scaled -= scaled.max(axis=1, keepdims=True)
-    for row in np.flatnonzero(top_p < 1):
-        _keep_nucleus(scaled[row], float(top_p[row]))
-    scaled -= np.log(np.exp(scaled).sum(axis=1, keepdims=True))
-    np.minimum(scaled, 0.0, out=scaled)
-    return scaled
-
-
-def mixture(log_p: Floats, log_q: Floats, *, share: float) -> Floats:
-    """[B, V] log((1 - share) p + share q) of two distributions given as log-probs; -inf where both are.
-
-    >>> float(np.exp(mixture(np.log([0.9]), np.log([0.4]), share=0.2))[0])
-    0.8
-    """
-    with np.errstate(divide="ignore"):
-        mixed: Floats = np.logaddexp(np.log1p(-share) + log_p, np.log(share) + log_q)
-    return np.minimum(mixed, 0.0, out=mixed)
 
 
 def _keep_top_k(row: Floats, k: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mopd_dataplane.rollout.engines.gumbel import Distribution, gumbel, log_distribution, uniforms
+from mopd_dataplane.rollout.engines.gumbel import Distribution, gumbel, uniforms
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import sample_key
 
@@ -82,17 +82,17 @@ def test_temperature_zero_is_greedy_and_ties_go_to_the_lower_id() -> None:
 def test_top_k_and_top_p_cut_and_renormalise() -> None:
     logits = np.log(np.array([[0.4, 0.3, 0.15, 0.1, 0.05]], np.float32))
     temperature, top_k, top_p = plain(1)
-    cut = np.exp(log_distribution(logits, temperature, np.array([2]), top_p))[0]
+    cut = np.exp(Distribution.of(logits, temperature, np.array([2]), top_p).log_q())[0]
     np.testing.assert_allclose(cut, [4 / 7, 3 / 7, 0, 0, 0], rtol=1e-6)
-    nucleus = np.exp(log_distribution(logits, temperature, top_k, np.array([0.71])))[0]
+    nucleus = np.exp(Distribution.of(logits, temperature, top_k, np.array([0.71])).log_q())[0]
     np.testing.assert_allclose(nucleus, np.array([0.4, 0.3, 0.15, 0, 0]) / 0.85, rtol=1e-6)
-    both = np.exp(log_distribution(logits, temperature, np.array([2]), np.array([0.5])))[0]
+    both = np.exp(Distribution.of(logits, temperature, np.array([2]), np.array([0.5])).log_q())[0]
     np.testing.assert_allclose(both, [1, 0, 0, 0, 0] if 4 / 7 >= 0.5 else [], rtol=1e-6)
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
     temperature, _, top_p = plain(1)
-    kept = np.isfinite(log_distribution(np.zeros((1, 6), np.float32), temperature, np.array([4]), top_p))[0]
+    kept = Distribution.of(np.zeros((1, 6), np.float32), temperature, np.array([4]), top_p).kept()[0]
     assert kept.tolist() == [True] * 4 + [False] * 2
 
 
@@ -103,6 +103,6 @@ def test_the_token_is_the_largest_of_log_prob_and_noise() -> None:
     tokens, logprobs = choose(logits, 5, temperature, top_k, top_p)
     for i in range(9):
         one = slice(i, i + 1)
-        log_q = log_distribution(logits[one], temperature[one], top_k[one], top_p[one])[0]
+        log_q = Distribution.of(logits[one], temperature[one], top_k[one], top_p[one]).log_q()[0]
         assert tokens[i] == (log_q + gumbel(5, i, 1, 33)[0]).argmax()
         assert logprobs[i].tobytes() == log_q[tokens[i]].astype(np.float32).tobytes()

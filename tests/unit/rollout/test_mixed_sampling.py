@@ -16,7 +16,7 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.models.hf import load_model
 from mopd_dataplane.models.initial_weights import make_student
 from mopd_dataplane.rollout.engines.engine import Request
-from mopd_dataplane.rollout.engines.gumbel import gumbel, mixture
+from mopd_dataplane.rollout.engines.gumbel import Distribution, gumbel
 from mopd_dataplane.rollout.engines.hf import HfEngine, MixedTeacher
 from mopd_dataplane.rollout.engines.philox import key_words
 from mopd_dataplane.rollout.engines.sampling import FIRST_SAMPLER, SAMPLER, sample_key, sampler
@@ -109,7 +109,7 @@ def test_the_newest_sampler_draws_from_the_mixture_too(tiny_model: Path, teacher
 def test_mixture_is_a_distribution_with_all_of_both_supports() -> None:
     with np.errstate(divide="ignore"):
         p, q = np.log([[0.5, 0.5, 0.0, 0.0]]), np.log([[0.0, 0.25, 0.75, 0.0]])
-    found = np.exp(mixture(p, q, share=0.2))
+    found = np.exp(Distribution(p).mixed(Distribution(q), share=0.2).log_q())
     np.testing.assert_allclose(found, [[0.4, 0.45, 0.15, 0.0]])
 
 
