@@ -39,15 +39,8 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
 
 def require(modules: Iterable[str]) -> None:
     """Raises InputError that names all of these modules that are not installed, and one command that installs them."""
-    if missing := [module for module in modules if not _found(module)]:
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
         raise InputError(_to_install(missing))
-
-
-def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _to_install(modules: list[str]) -> str:

@@ -62,9 +62,18 @@ class Committer:
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
         self._thread.start()
 
-    def hand_over(self, finished: Finished) -> None:
-        """Queue a finished sample. Raises what the commit raised, once it has failed."""
-        self._put(finished)
+    def hand_over(self, finished: Finished | None) -> None:
+        """Queue a finished sample; None stands for the end. Raises what the commit raised, once it has failed."""
+        deadline = time.monotonic() + _DEADLINE_S + self._full_disk_wait_s
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                return self._waiting.put(finished, timeout=1.0)
+            except queue.Full:
+                continue
+        if self._thread.is_alive():
+            raise DeadlineError(f"the store took no sample for {_DEADLINE_S:.0f} s; {_KEPT}")
+        if self._failure is not None:
+            raise self._failure
 
     def committed(self) -> list[list[int]]:
         """Handles of the batches committed since the last call. Raises what the commit raised."""
@@ -77,7 +86,7 @@ class Committer:
 
     def drain(self) -> None:
         """Commit everything that was handed over and end the thread. Raises what a commit raised."""
-        self._put(None)
+        self.hand_over(None)
         self._thread.join(timeout=_DEADLINE_S)
         if self._thread.is_alive():
             raise DeadlineError(f"a commit has not returned in {_DEADLINE_S:.0f} s; {_KEPT}")
@@ -90,18 +99,6 @@ class Committer:
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout=_DEADLINE_S)
-
-    def _put(self, item: Finished | None) -> None:
-        deadline = time.monotonic() + _DEADLINE_S + self._full_disk_wait_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            try:
-                return self._waiting.put(item, timeout=1.0)
-            except queue.Full:
-                continue
-        if self._thread.is_alive():
-            raise DeadlineError(f"the store took no sample for {_DEADLINE_S:.0f} s; {_KEPT}")
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
         try:

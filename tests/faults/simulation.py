@@ -127,7 +127,7 @@ class SimCommitter(committer.Committer):
         self._full_disk_wait_s, self._notice = given["full_disk_wait_s"], given["notice"]
         self._done = types.SimpleNamespace(put=self._logged.append)  # type: ignore[assignment]
 
-    def hand_over(self, finished: committer.Finished) -> None:
+    def hand_over(self, finished: Any) -> None:
         self._batch.append(finished)
         if self.world.draw.random() < 0.4:
             self._commit_now()

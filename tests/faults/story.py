@@ -39,7 +39,7 @@ def story(seed: int, length: int) -> Iterator[log_records.LogRecord]:
 def _next(draw: random.Random, ledger: Ledger, name: str) -> log_records.LogRecord:
     growing = {h: d for h, d in ledger.partials.items() if not d.finish_reason and not d.ended}
     stopped = {h: d for h, d in ledger.partials.items() if d.ended and not d.finish_reason}
-    done = list(ledger.finished())
+    done = [h for h, d in ledger.partials.items() if d.finish_reason]
     choice = draw.random()
     if not growing or (choice < 0.12 and len(ledger.partials) < 12):
         return log_records.Open(ledger.next_handle, _opening(name, draw))

@@ -55,17 +55,8 @@ class SegmentHeader:
 
     def pack(self) -> bytes:
         """The bytes at the head of the file."""
-        head = _SEGMENT.pack(
-            MAGIC,
-            VERSION,
-            SEGMENT_HEADER,
-            self.epoch,
-            CRC32C,
-            self.log_uuid,
-            self.segment,
-            self.first_lsn,
-            self.previous,
-        )
+        identity = (self.epoch, CRC32C, self.log_uuid, self.segment, self.first_lsn, self.previous)
+        head = _SEGMENT.pack(MAGIC, VERSION, SEGMENT_HEADER, *identity)
         return head + _CRC.pack(_masked(crc32c(head)))
 
 

@@ -31,10 +31,6 @@ class Ledger:
         """Samples without a FINISH record."""
         return {handle: partial for handle, partial in self.partials.items() if not partial.finish_reason}
 
-    def finished(self) -> dict[int, PartialSample]:
-        """Samples that wait for their commit."""
-        return {handle: partial for handle, partial in self.partials.items() if partial.finish_reason}
-
     def apply(self, message: log_records.LogRecord) -> None:
         """Replay one message. Raises ValueError when it contradicts what came before."""
         match message:

@@ -7,13 +7,12 @@ writers never share a file, and the older one finds out.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import fsync
+from mopd_dataplane.base.files import fsync, try_lock
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 
@@ -24,14 +23,12 @@ LOCK = "LOCK"
 def take_lock(folder: Path) -> int:
     """Lock a log folder; the descriptor that holds the lock. Raises ResourceError naming the holder."""
     descriptor = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         holder = os.pread(descriptor, 64, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise ResourceError(
             f"process {holder} is writing the log {folder}; wait for it to end, or stop it, then run again"
-        ) from None
+        )
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor

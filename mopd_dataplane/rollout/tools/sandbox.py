@@ -73,30 +73,24 @@ class Abandoned(Exception):
         self.reason = reason
 
 
+@dataclass
 class Turn:
     """An environment's view of the end of a policy's turn: the conversation, and a way to run commands."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        response: list[int],
-        *,
-        loss_mask: list[int],
-        uid: str,
-        calls: Sequence[Call],
-        sandbox: Sandbox | None,
-        say: Callable[[Call, int], None],
-    ) -> None:
-        self.prompt = prompt
-        self.response = response
-        """Response tokens so far, all of them durable."""
-        self.loss_mask = loss_mask
-        """1 on those that the policy wrote."""
-        self._uid = uid
-        self._calls = list(calls)
-        self._sandbox = sandbox
-        self._say = say
-        self._next = sum(call.position < len(response) for call in calls)
+    prompt: Prompt
+    response: list[int]
+    """Response tokens so far, all of them durable."""
+    loss_mask: list[int]
+    """1 on those that the policy wrote."""
+    uid: str
+    calls: Sequence[Call]
+    """Commands that the sample ran before, this turn's when it is played again included."""
+    sandbox: Sandbox | None
+    say: Callable[[Call, int], None]
+    """Keeps a call of that ordinal."""
+
+    def __post_init__(self) -> None:
+        self._next = sum(call.position < len(self.response) for call in self.calls)
 
     def run(self, argv: Sequence[str], *, timeout_s: float = 10.0) -> Result:
         """Run a command in the sample's sandbox, at most once over all lives of this rollout.
@@ -104,25 +98,25 @@ class Turn:
         The environment must ask for the same commands in the same order when the same turn is played again.
         Raises ResourceError when the rollout was given no sandbox.
         """
-        if self._sandbox is None:
+        if self.sandbox is None:
             raise ResourceError("this rollout has no sandbox; give run_rollout(sandbox=SubprocessSandbox(folder))")
         command = Command(tuple(argv), timeout_s)
         ordinal = self._next
         self._next += 1
-        known = self._calls[ordinal] if ordinal < len(self._calls) else None
+        known = self.calls[ordinal] if ordinal < len(self.calls) else None
         if known is not None and known.command != command:
             raise Abandoned("tool_diverged")
         if known is not None and known.result is not None:
             return known.result
         if known is None:
             known = Call(len(self.response), command)
-            self._say(known, ordinal)
+            self.say(known, ordinal)
         fault_point("tool.dispatch")
-        result = self._sandbox.run(self._uid, f"{self._uid}-{ordinal}", command)
+        result = self.sandbox.run(self.uid, f"{self.uid}-{ordinal}", command)
         fault_point("tool.executed")
         if result is None:
             raise Abandoned("tool_in_doubt")
-        self._say(Call(known.position, command, result), ordinal)
+        self.say(Call(known.position, command, result), ordinal)
         return result
 
 

@@ -6,7 +6,6 @@ a session of its own, so the death of the rollout does not stop a command that h
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.base.files import fsync, publish_file
+from mopd_dataplane.base.files import fsync, publish_file, try_lock
 
 _LAST_WORDS_S = 2.0
 """How long the output of a killed command is waited for."""
@@ -45,12 +44,9 @@ def _locked(descriptor: int, timeout_s: float) -> bool:
     """Hold the claim. Another agent that runs the command holds it until the result is written, or until it dies."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.02)
-        else:
+        if try_lock(descriptor):
             return True
+        time.sleep(0.02)
     return False
 
 

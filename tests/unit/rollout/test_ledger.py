@@ -49,7 +49,7 @@ def finish(ledger: Ledger) -> log_records.Finish:
 
 def test_a_checkpoint_carries_everything(ledger: Ledger) -> None:
     ledger.apply(finish(ledger))
-    assert (list(ledger.finished()), list(ledger.unfinished())) == ([0], [])
+    assert (list(ledger.partials), list(ledger.unfinished())) == ([0], [])
     copy = Ledger()
     for message in ledger.checkpoint():
         copy.apply(log_records.decode(message.kind, message.encode()))
