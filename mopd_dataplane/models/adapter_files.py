@@ -142,7 +142,12 @@ def factor_modules(folder: str | Path) -> set[str]:
 
 def touches_head(folder: str | Path) -> bool:
     """Whether an adapter may change the LM head: it has factors outside the numbered layers, where the head lies."""
-    return any(not re.search(r"\.\d+\.", name) for name in factor_modules(folder))
+    return bool(outside_layers(folder))
+
+
+def outside_layers(folder: str | Path) -> list[str]:
+    """Modules outside the numbered layers that an adapter has factors for, sorted."""
+    return sorted(name for name in factor_modules(folder) if not re.search(r"\.\d+\.", name))
 
 
 def settings_digest(folder: str | Path) -> str:

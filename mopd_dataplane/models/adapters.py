@@ -62,7 +62,7 @@ def new_adapter(model: PreTrainedModel, lora: Lora) -> None:
     _check_targets(model, config, "train.lora.target_modules")
     _inject(model, config, TRAINED, "train.lora.target_modules")
     _require_free_head(model, "train.lora.target_modules")
-    _to_float32(model)
+    _set_trainable(model)
 
 
 def continued_adapter(model: PreTrainedModel, folder: Path, lora: Lora) -> None:
@@ -77,7 +77,6 @@ def continued_adapter(model: PreTrainedModel, folder: Path, lora: Lora) -> None:
     attach(model, folder, TRAINED)
     _require_free_head(model, str(folder))
     _set_trainable(model)
-    _to_float32(model)
 
 
 def attach(model: PreTrainedModel, folder: str | Path, name: str) -> None:
@@ -172,7 +171,8 @@ def activate(model: PreTrainedModel, name: str | None) -> None:
     """Make one adapter of a model active, or none; nothing of the model is trainable afterwards."""
     from peft.functional import set_adapter
 
-    for layer in _layers(model):
+    layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
+    for layer in layers:
         layer.enable_adapters(name is not None)
     if name is not None:
         set_adapter(model, name, inference_mode=True)
@@ -281,20 +281,16 @@ def _inject(model: PreTrainedModel, config: LoraConfig, name: str, where: str) -
 
 def _check_targets(model: PreTrainedModel, config: LoraConfig, where: str) -> None:
     """Raise MismatchError unless every target that is named is in the model. peft is content with one of them."""
+    from torch.nn import Linear
+
     targets = config.target_modules
     if not isinstance(targets, set | list | tuple):
         return  # a pattern, or `all-linear`: peft refuses one that nothing fits
-    names = [name for name, _ in model.named_modules() if name]
+    modules = {name: part for name, part in model.named_modules() if name}
     for target in sorted(targets):
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
+        if not any(name == target or name.endswith(f".{target}") for name in modules):
+            leaves = sorted({name.rpartition(".")[2] for name, part in modules.items() if isinstance(part, Linear)})
             raise MismatchError(f"{where}: {type(model).__name__} has no module {target!r}: {nearest(target, leaves)}")
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    from torch import nn
-
-    return isinstance(module, nn.Linear)
 
 
 def _is_adapted(module: Any) -> bool:
@@ -302,10 +298,6 @@ def _is_adapted(module: Any) -> bool:
     from peft.tuners.lora import LoraLayer
 
     return isinstance(module, LoraLayer)
-
-
-def _layers(model: PreTrainedModel) -> list[Any]:
-    return [module for module in model.modules() if _is_adapted(module)]
 
 
 def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
@@ -321,10 +313,7 @@ def _require_free_head(model: PreTrainedModel, where: str) -> None:
 
 
 def _set_trainable(model: PreTrainedModel) -> None:
+    """The adapter's factors can be trained, in float32."""
     for weight in trained_tensors(model).values():
         weight.requires_grad_(True)
-
-
-def _to_float32(model: PreTrainedModel) -> None:
-    for weight in trained_tensors(model).values():
         weight.data = weight.data.float()

@@ -266,25 +266,15 @@ def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
     return weight
 
 
-def logit_softcap(model: PreTrainedModel) -> float:
-    """Final-logit softcap of the architecture; 0 when it has none."""
-    return float(getattr(model.config, "final_logit_softcapping", None) or 0.0)
-
-
-def logit_scale(model: PreTrainedModel) -> float:
-    """Multiplier the architecture applies to its logits; 1 when it has none."""
-    config = model.config
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scaling = getattr(config, "logits_scaling", None)
-    return scale / float(scaling) if scaling else scale
-
-
 def lm_head(model: PreTrainedModel) -> Head:
     """LM head of a model as the kernels take it: weight, bias, and what the architecture does to its logits."""
     from mopd_kernels.heads import Head
 
     bias = getattr(model.get_output_embeddings(), "bias", None)  # type: ignore[no-untyped-call]
-    return Head(head_weight(model), bias, logit_softcap(model) or None, logit_scale(model))
+    config = model.config
+    softcap = float(getattr(config, "final_logit_softcapping", None) or 0.0) or None
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return Head(head_weight(model), bias, softcap, scale)
 
 
 def load_head(folder: str | Path, *, dtype: str, device: str = "cpu") -> Head:

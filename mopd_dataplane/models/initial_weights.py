@@ -76,11 +76,6 @@ def given_tokenizer(student: Student) -> PreTrainedTokenizerBase:
     return load_tokenizer(student.tokenizer)
 
 
-def student_config(student: Student) -> PretrainedConfig:
-    """transformers config of a student made from one. Raises InputError, MismatchError."""
-    return _config(student, given_tokenizer(student))
-
-
 def check_config(student: Student) -> None:
     """Build the student's architecture without memory for its weights.
 
@@ -97,10 +92,14 @@ def check_config(student: Student) -> None:
         raise InputError(f"student.config does not build a model: {type(error).__name__}: {error!s:.300}") from None
 
 
-def _config(student: Student, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The transformers config, filled up from the tokenizer that is made for it."""
+def student_config(student: Student) -> PretrainedConfig:
+    """transformers config of a student made from one, filled up from a tokenizer that is made for it.
+
+    Raises InputError when transformers does not know it, MismatchError when the tokenizer has more tokens.
+    """
     from transformers import AutoConfig
 
+    tokenizer = given_tokenizer(student)
     settings = dict(student.config)
     model_type = settings.pop("model_type", None)
     if student.tokenizer in ("", "characters"):
@@ -122,10 +121,9 @@ def _from_config(student: Student, folder: Path, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    tokenizer = given_tokenizer(student)
-    config = _config(student, tokenizer)
+    config = student_config(student)
     if student.tokenizer in ("", "characters"):
-        tokenizer.save_pretrained(folder)
+        character_tokenizer(student.tokens).save_pretrained(folder)
     else:
         copy_tokenizer(student.tokenizer, folder)
     torch.manual_seed(seed)

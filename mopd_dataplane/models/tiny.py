@@ -88,10 +88,8 @@ def from_config(
     except Exception as error:
         raise InputError(f"student.config is not a transformers config: {error!s:.300}") from None
     config |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config.setdefault("vocab_size", len(tokenizer))
-    if "vocab_size" not in settings:
-        config["vocab_size"] = len(tokenizer)
-    return _write(config, folder, lambda made: _save(tokenizer, made), seed=seed, dtype=dtype)
+    config["vocab_size"] = settings.get("vocab_size", len(tokenizer))
+    return _write(config, folder, tokenizer.save_pretrained, seed=seed, dtype=dtype)
 
 
 def of_family(family: Family, folder: Path, *, seed: int, dtype: str) -> str:
@@ -123,11 +121,7 @@ def byte_tokenizer(family: Family) -> PreTrainedTokenizerBase:
     return made
 
 
-def _save(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    tokenizer.save_pretrained(folder)
-
-
-def _write(config: dict[str, Any], folder: Path, finish: Callable[[Path], None], *, seed: int, dtype: str) -> str:
+def _write(config: dict[str, Any], folder: Path, finish: Callable[[Path], object], *, seed: int, dtype: str) -> str:
     """Write the tiny model of a whole config, and what lies beside its weights; returns its model type."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

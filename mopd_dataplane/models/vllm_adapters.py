@@ -22,8 +22,8 @@ from mopd_dataplane.models.adapter_files import (
     ADAPTER_WEIGHTS,
     factor_modules,
     highest_rank,
+    outside_layers,
     read_adapter_config,
-    touches_head,
 )
 from mopd_dataplane.models.vllm_local import answering
 
@@ -56,15 +56,11 @@ def check_for_scoring(folder: Path, *, url: str, reads: str) -> None:
         raise MismatchError(
             f'{said}, as the server at {url} is by default; set score.reads = "states", or take out url'
         )
-    if touches_head(folder):
+    if outside := outside_layers(folder):
         raise MismatchError(
-            f"{said}, and this adapter has factors outside the numbered layers ({sorted(_outside(folder))}); set "
+            f"{said}, and this adapter has factors outside the numbered layers ({outside}); set "
             'score.reads = "states", or give its merged form'
         )
-
-
-def _outside(folder: Path) -> set[str]:
-    return {name for name in factor_modules(folder) if not re.search(r"\.\d+\.", name)}
 
 
 def _otherwise() -> str:

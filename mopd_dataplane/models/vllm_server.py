@@ -132,13 +132,8 @@ class VllmServer:
 
     def _weight_version(self) -> str | None:
         """None when the server does not say."""
-        import httpx2
-
-        try:
-            answer = self._client.get(f"{self.url.removesuffix('/v1')}/weight_info")
-        except httpx2.HTTPError as error:
-            raise self._lost(error) from error
-        return str(answer.json()["weight_version"]) if answer.status_code == httpx2.codes.OK else None
+        answer = self._request("GET", f"{self.url.removesuffix('/v1')}/weight_info", None)
+        return str(answer.json()["weight_version"]) if answer.is_success else None
 
     def _reload(self, folder: Path, digest: str) -> None:
         """Load new weights in place, drop cached prefixes of the old ones, and set the version last, so that it implies
