@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mopd_dataplane.base.files import fsync, publish_file, publish_folder
+from mopd_dataplane.base.files import publish_file, publish_folder
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError, UnknownNameError
 
 Place = str | Path
@@ -250,10 +249,7 @@ def publish_new(staging: Path, place: Place) -> None:
     A folder goes to a URL file by file, the JSON files that lie at its top last: what reads it begins with them.
     """
     if not is_url(place):
-        for file in [*staging.rglob("*"), staging] if staging.is_dir() else [staging]:
-            fsync(file)
-        shutil.move(staging, local_path(place))
-        fsync(local_path(place).parent)
+        publish_folder(staging, local_path(place))
         return
     if staging.is_file():
         _upload(staging, place)
