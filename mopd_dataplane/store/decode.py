@@ -63,9 +63,7 @@ class Numbers:
         """Ids in angle brackets."""
         return [f"⟨{int(token)}⟩" for token in ids]
 
-    def texts(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Ids in angle brackets."""
-        return ["".join(self.pieces(ids)) for ids in sequences]
+    texts = plain_texts
 
 
 def find_decoder(store: Store, folder: Path | None = None) -> Decoder | Numbers:
@@ -92,8 +90,9 @@ def _tokenizers(store: Store) -> Iterator[str]:
     """Content of tokenizer.json: of the store's policies, of imports, of the folder its job started from."""
     if store.root is not None:
         yield from map(_of_policy, sorted((store.root / "policies").glob("**/tokenizer.json")))
-    elif stored := _stored_tokenizer(store):
-        yield stored
+    elif store.files is not None:
+        names = (name for name in store.files.under("policies") if name.endswith("/tokenizer.json"))
+        yield from filter(None, ((store.files.read(name) or b"").decode() for name in names))
     for name in store._place.children(KEPT):
         kept = store.read_json(f"{KEPT}/{name}")
         if kept is not None:
@@ -107,12 +106,3 @@ def _of_policy(file: Path) -> str:
     """Content of the tokenizer.json of a policy folder. Raises DamagedError when it is not as it was written."""
     recorded = (file.parent / CHECKSUMS).is_file()
     return (read_recorded(file.parent, file.name) if recorded else file.read_bytes()).decode(errors="replace")
-
-
-def _stored_tokenizer(store: Store) -> str:
-    """Content of a policy's tokenizer.json on an object store; empty when there is none."""
-    if store.files is None:
-        return ""
-    names = (name for name in store.files.under("policies") if name.endswith("/tokenizer.json"))
-    content = store.files.read(next(names, "policies/none"))
-    return content.decode() if content is not None else ""

@@ -29,6 +29,8 @@ from mopd_dataplane.store.table import ATTEMPTS, BACKOFF_S, Table
 from mopd_dataplane.store.tags import drop_tag, drop_versions, set_tag, tagged
 
 CLEARED = "cleared"
+_VALUE = ("kind", "value", "dtype", "shape", "crc")
+"""Columns of a value."""
 KEEP = timedelta(minutes=10)
 """Versions younger than this keep their files: a reader may be at work on them."""
 SWEEP_EVERY = 64
@@ -69,22 +71,22 @@ class Queue:
 
     def get(self, keys: Sequence[Key]) -> list[Value]:
         """Values in the asked order. Raises UnknownNameError naming the first key without one, DamagedError."""
-        found = self._last_rows(keys, self._table.open())
+        found = self._last(self._table.open(), _VALUE, keys)
         values = []
         for key in keys:
-            row = found.get(key)
-            if row is None or row["kind"] == CLEARED:
+            kind, data, dtype, shape, crc = found.get(key, (CLEARED, b"", "", (), 0))
+            if kind == CLEARED:
                 raise UnknownNameError(
                     f"{self._table.uri}: sample {key[0]} has no field {key[1]!r}; it was cleared, or never put"
                 )
-            if crc32c(row["value"]) != row["crc"]:
+            if crc32c(data) != crc:
                 raise DamagedError(f"{self._table.uri}: field {key[1]!r} of sample {key[0]} fails its checksum")
-            values.append(_value(row))
+            values.append(Value(kind, data, dtype, tuple(shape)))
         return values
 
     def clear(self, keys: Sequence[Key]) -> None:
         """Forget values, durably; keys without one are left alone."""
-        held = {key for key, kind in self._kinds(keys).items() if kind != CLEARED}
+        held = self._held(self._table.open(), ["kind"], keys)
         gone = [key for key in dict.fromkeys(keys) if key in held]
         if gone:
             self._append(gone, [Value(CLEARED, b"")] * len(gone))
@@ -94,7 +96,7 @@ class Queue:
 
     def keys(self) -> list[Key]:
         """Every key that has a value, in the order of its last put."""
-        return [key for key, kind in self._kinds(None).items() if kind != CLEARED]
+        return [*self._held(self._table.open(), ["kind"])]
 
     def pin(self, name: str) -> None:
         """Pin the present values for `restore`; the newest PINS pins are kept."""
@@ -109,11 +111,14 @@ class Queue:
         """Restore the values of a pin, and no others. Raises UnknownNameError when the pin is not kept any more."""
         if name not in tagged(self._table.open()):
             raise UnknownNameError(f"{self._table.uri} keeps nothing of {name!r}; the newest {PINS} pins are kept")
-        before, now = self._contents(self._table.open(name)), self._contents(self._table.open())
+        what = ["kind", "dtype", "shape", "crc"]  # tells values apart without reading them
+        before, now = self._held(self._table.open(name), what), self._held(self._table.open(), what)
         self.clear([key for key in now if key not in before])
-        lost = [key for key, what in before.items() if now.get(key) != what]
+        lost = [key for key, held in before.items() if now.get(key) != held]
+        found = self._last(self._table.open(name), _VALUE, lost)
         if lost:
-            self._append(lost, [_value(row) for row in self._last_rows(lost, self._table.open(name)).values()])
+            values = (found[key] for key in lost)
+            self._append(lost, [Value(kind, data, dtype, tuple(shape)) for kind, data, dtype, shape, _ in values])
 
     def sweep(self) -> int:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
@@ -173,37 +178,26 @@ class Queue:
             time.sleep(BACKOFF_S * (attempt + 1))
         raise ResourceError(f"{self._table.uri}: {ATTEMPTS} puts in a row were overtaken; stop other writers or retry")
 
-    def _last_rows(self, keys: Sequence[Key], dataset: lance.LanceDataset) -> dict[Key, dict[str, Any]]:
-        """The last row of each key that has one, in the asked order."""
+    def _last(
+        self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
+    ) -> dict[Key, tuple[Any, ...]]:
+        """Columns of the last row of each key, in the order of these rows; keys: only of these."""
+        if keys is not None and not keys:
+            return {}
+        read = {"columns": ["sample", "field", *columns], "filter": None if keys is None else _filter(set(keys))}
         with reading(dataset.uri):
-            rows = in_row_order(dataset, {"filter": _filter(set(keys))}).to_pylist() if keys else []
-        found = {(row["sample"], row["field"]): row for row in rows}
-        return {key: found[key] for key in keys if key in found}
-
-    def _contents(self, dataset: lance.LanceDataset) -> dict[Key, tuple[Any, ...]]:
-        """Identity of each key's value, without reading it."""
-        columns = ["sample", "field", "kind", "dtype", "shape", "crc"]
-        with reading(dataset.uri):
-            rows = in_row_order(dataset, {"columns": columns}).to_pylist()
-        last = {(row["sample"], row["field"]): (row["kind"], row["dtype"], row["shape"], row["crc"]) for row in rows}
-        return {key: what for key, what in last.items() if what[0] != CLEARED}
-
-    def _kinds(self, keys: Sequence[Key] | None) -> dict[Key, str]:
-        """Kind of each key's last row; of every key when none are given."""
-        dataset = self._table.open()
-        wanted = None if keys is None else _filter(set(keys))
-        with reading(dataset.uri):
-            read = {"columns": ["sample", "field", "kind"], "filter": wanted}
-            rows = in_row_order(dataset, read) if keys != [] else None
-        found: dict[Key, str] = {}
-        for sample, field, kind in zip(*rows.to_pydict().values(), strict=True) if rows is not None else ():
+            rows = in_row_order(dataset, read)
+        found: dict[Key, tuple[Any, ...]] = {}
+        for sample, field, *values in zip(*rows.to_pydict().values(), strict=True):
             found.pop((sample, field), None)
-            found[sample, field] = kind
+            found[sample, field] = tuple(values)
         return found
 
-
-def _value(row: dict[str, Any]) -> Value:
-    return Value(row["kind"], row["value"], row["dtype"], tuple(row["shape"]))
+    def _held(
+        self, dataset: lance.LanceDataset, columns: Sequence[str], keys: Sequence[Key] | None = None
+    ) -> dict[Key, tuple[Any, ...]]:
+        """`_last` of the keys that have a value; columns: `kind` first."""
+        return {key: row for key, row in self._last(dataset, columns, keys).items() if row[0] != CLEARED}
 
 
 def _filter(keys: Iterable[Key]) -> str:

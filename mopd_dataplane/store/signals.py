@@ -137,7 +137,7 @@ def commit_signals(
                     "payload_crc": crc,
                     "codec": signal.codec,
                     "rows": int(count),
-                    "bytes": _bytes(signal),
+                    "bytes": sum(_typed(signal, field).nbytes for field in of_signal(kind)),
                     "mean_reverse_kl": signal.mean_reverse_kl,
                     "coverage": _coverage(signal),
                     "teacher_digest": teacher.weights_digest,
@@ -174,7 +174,3 @@ def _coverage(signal: Signal) -> float:
     if signal.topk_logprobs is None or not len(signal.topk_logprobs):
         return 1.0
     return float(np.exp(signal.topk_logprobs, dtype=np.float64).sum(axis=1).mean())
-
-
-def _bytes(signal: Signal) -> int:
-    return sum(_typed(signal, field).nbytes for field in of_signal(signal.kind))

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.store.dataset import Store
@@ -68,7 +67,8 @@ def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyR
             for line in child.stdout:
                 said = json.loads(line)
                 if "report" in said:
-                    return _report_of(said["report"]), last, ""
+                    found = [Finding(**finding) for finding in said["report"].pop("findings")]
+                    return VerifyReport(found, **said["report"]), last, ""
                 last = (said["at"][0], said["at"][1], said["at"][2])
             code = child.wait(_SECONDS)
         finally:
@@ -77,10 +77,6 @@ def _attempt(store: Store, deep: bool, deadly: dict[Step, str]) -> tuple[VerifyR
         words = told.read().strip().splitlines()
     ended = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return None, last, f"ended the process ({ended}{': ' + words[-1][:160] if words else ''})"
-
-
-def _report_of(said: dict[str, Any]) -> VerifyReport:
-    return VerifyReport([Finding(**found) for found in said["findings"]], said["checked"], said["orphans"])
 
 
 def main() -> None:
