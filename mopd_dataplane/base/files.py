@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import io
 import os
 import shutil
@@ -183,6 +184,12 @@ def read_into(descriptor: int, position: int, memory: memoryview) -> bool:
             return False
         done += read
     return True
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:

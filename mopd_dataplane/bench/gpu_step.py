@@ -10,9 +10,10 @@ import torch
 from mopd_kernels import encode
 from safetensors.torch import save_file
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.models.hf import file_digest, load_head
+from mopd_dataplane.models.hf import load_head
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer

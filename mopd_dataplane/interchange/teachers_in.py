@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from mopd_dataplane.base.file_urls import Place, exists, joined, local_copy
-from mopd_dataplane.base.files import publish_file
+from mopd_dataplane.base.files import file_digest, publish_file
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.records import Teacher
@@ -86,8 +85,8 @@ class Teachers:
         wanted = [head_beside(beside, teacher.name) for beside in self._places]
         for head in wanted:
             if exists(head):
-                with local_copy(head) as file, file.open("rb") as content:
-                    found = hashlib.file_digest(content, "sha256").hexdigest()
+                with local_copy(head) as file:
+                    found = file_digest(file)
                 if found != teacher.head_digest:
                     raise InputError(
                         f"{head} has sha256 {found[:16]}…, the rows of {place} name {teacher.head_digest[:16]}…; "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.base.file_checksums import CHECKSUMS, check_folder, write_checksums
-from mopd_dataplane.base.files import make_folder
+from mopd_dataplane.base.files import file_digest, make_folder
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, UnknownNameError
 from mopd_dataplane.models.adapter_files import (
     ADAPTER_CONFIG,
@@ -36,12 +36,6 @@ _BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype"
 _TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
 _tokenizers: dict[tuple[tuple[str, str], ...], PreTrainedTokenizerBase] = {}
 """Those that this process has opened, by the names and digests of their files: opening one takes up to a second."""
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def weights_digest(folder: str | Path) -> str:

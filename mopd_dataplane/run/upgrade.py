@@ -16,11 +16,10 @@ from pydantic import ValidationError
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.base.file_checksums import write_checksums
-from mopd_dataplane.base.files import make_folder, publish_file
+from mopd_dataplane.base.files import file_digest, make_folder, publish_file
 from mopd_dataplane.base.sealed_json import seal, seal_line
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError
 from mopd_dataplane.job.job import Job
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.run.whole_copy import copy_log_folder
 from mopd_dataplane.store.dataset_format import MARK, write_mark
 from mopd_dataplane.store.place import Place

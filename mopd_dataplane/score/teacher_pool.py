@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mopd_dataplane.base.files import fsync
+from mopd_dataplane.base.files import file_digest, fsync
 from mopd_dataplane.errors import DamagedError, MismatchError, UnknownNameError, nearest
 from mopd_dataplane.job import sections
 from mopd_dataplane.models import hf
@@ -265,7 +265,7 @@ class TeacherPool:
                 self._spec(one).settings.quantisation for one in spec.settings.blend or (name,)
             ),
             head_file=str(file.relative_to(root)),
-            head_digest=hf.file_digest(file),
+            head_digest=file_digest(file),
         )
 
     def head_file(self, name: str) -> str:

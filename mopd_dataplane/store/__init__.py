@@ -42,7 +42,6 @@ verify.py          the audit
 verify_report.py   findings of an audit, and its progress
 verify_apart.py    the audit in a process of its own, which damaged bytes may end
 verify_rows.py     the audit of rows of metadata
-verify_pins.py     the audit of pinned versions
 verify_files.py    the audit of the files beside the tables
 upgrade.py         tables of format 1, copied into format 2
 copying.py         copying matching samples, with everything that refers to them, to a new store

@@ -9,7 +9,6 @@ first wins and the other's files go.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import publish_folder
+from mopd_dataplane.base.files import file_digest, publish_folder
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.objects import ObjectFiles
@@ -63,7 +62,7 @@ class ArtifactStore:
         listing: dict[str, Any] = {"folder": attempt, "files": {}}
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             relative = file.relative_to(folder).as_posix()
-            listing["files"][relative] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+            listing["files"][relative] = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
             self._files.upload(f"{attempt}/{relative}", file)
         fault_point("artifact.uploaded")
         content = seal(listing)
@@ -90,7 +89,7 @@ class ArtifactStore:
                 self._files.download(f"{listing['folder']}/{relative}", file)
             except FileNotFoundError:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is missing; restore it from a copy") from None
-            if _digest(file) != known["sha256"]:
+            if file_digest(file) != known["sha256"]:
                 raise DamagedError(f"{self._files.uri}/{name}: {relative} is not the file that was published")
         fault_point("artifact.fetched")
         shutil.rmtree(target, ignore_errors=True)
@@ -103,8 +102,3 @@ class ArtifactStore:
         if content is not None:
             self._files.remove([f"{name}.json", *self._files.under(unseal(content, name)["folder"])])
             self._listed.pop(name.rpartition("/")[0], None)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -131,17 +131,14 @@ class RangeCache:
 
     def _read(self, key: str, target: memoryview) -> bool:
         """Whether the file holds this range, whole; raises OSError as `open` and `preadv` do."""
-        fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.fstat(fd).st_size != _HEADER.size + len(target):
+        with open(self._path(key), "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != _HEADER.size + len(target):
                 return False
-            header = os.pread(fd, _HEADER.size, 0)
-            if not read_into(fd, _HEADER.size, target) or header != _header(key, target):
+            header = file.read(_HEADER.size)
+            if not read_into(file.fileno(), _HEADER.size, target) or header != _header(key, target):
                 return False
-            os.utime(fd)
+            os.utime(file.fileno())
             return True
-        finally:
-            os.close(fd)
 
     def _write(self, path: Path, key: str, content: memoryview) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -87,9 +87,6 @@ def copy_file(source: Store, place: Place, name: str) -> None:
     """Copy one file that is never rewritten, unless the target has it or the source does not."""
     if not name or place.has(name) or not source._place.has(name):
         return
-    if source.files is None and place.files is None:
-        duplicate_file(source.path(name), place.local(name))
-        return
     with tempfile.TemporaryDirectory(prefix="mopd-copy-") as scratch:
         file = Path(scratch) / "file" if source.files is not None else source.path(name)
         if source.files is not None:

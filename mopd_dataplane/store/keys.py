@@ -61,6 +61,7 @@ class KeyDirectory:
         """Note keys this process has just inserted into a version, so that they need not be read back."""
         if len(rows) and self._end == rows[0] and row_ids(dataset).end == rows[-1] + 1:
             self._extend(rows, hash_rows(keys, self._key))
+            self._end = int(rows[-1]) + 1
 
     def _confirm(
         self, dataset: lance.LanceDataset, keys: pa.Table, candidates: list[tuple[int, int]], rows: Rows
@@ -90,19 +91,15 @@ class KeyDirectory:
             first = int(ids.offsets(fresh[:1])[0])
             keys = dataset.to_table(columns=self._key, offset=first, limit=len(fresh))
             self._extend(fresh, hash_rows(keys, self._key))
-            return
-        for fragment in dataset.get_fragments():
+        for fragment in dataset.get_fragments() if not ids.in_order else ():
             held = fragment_ids(fragment)
             fresh = np.flatnonzero(held >= self._end)
             if len(fresh):
                 keys = fragment.to_table(columns=self._key).take(pa.array(fresh))
-                self._extend(held[fresh], hash_rows(keys, self._key), last=False)
+                self._extend(held[fresh], hash_rows(keys, self._key))
         self._end = ids.end
 
-    def _extend(self, rows: Rows, hashes: Hashes, *, last: bool = True) -> None:
-        """Add keys; `last` when all ids below the largest are known then."""
-        if last:
-            self._end = int(rows[-1]) + 1
+    def _extend(self, rows: Rows, hashes: Hashes) -> None:
         while self._runs and len(self._runs[-1][0]) < RATIO * len(hashes):
             older_hashes, older_rows = self._runs.pop()
             hashes, rows = np.concatenate([older_hashes, hashes]), np.concatenate([older_rows, rows])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import lance
 
-from mopd_dataplane.base.files import fsync, publish_file
+from mopd_dataplane.base.files import file_digest, fsync, publish_file
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, ResourceError
@@ -116,10 +115,7 @@ class Place:
 
     def sha256(self, name: str) -> str:
         """sha256 of a file, hex."""
-        if self.files is not None:
-            return self.files.sha256(name)
-        with self.local(name).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(self.local(name)) if self.files is None else self.files.sha256(name)
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder of the store, sorted; empty when there is no such folder."""

@@ -67,18 +67,15 @@ class RowIds:
         inside = wanted - self._firsts[run]
         return np.where((inside >= 0) & (inside < self._lengths[run]), self._offsets[run] + inside, -1)
 
-    def ids(self, first: int = 0, count: int | None = None) -> Rows:
-        """[m] ids of the rows at offset `first` and after, in the order of the scan."""
-        last = self.total if count is None else min(first + count, self.total)
-        offsets = np.arange(first, last)
-        run = np.searchsorted(self._offsets, offsets, side="right") - 1
-        return np.asarray(self._firsts[run] + offsets - self._offsets[run])
+    def ids(self) -> Rows:
+        """[m] ids of the rows, in the order of the scan."""
+        return _expanded(self._firsts, self._firsts + self._lengths)
 
     def between(self, first: int, last: int) -> Rows:
         """[m] ids from `first` on and below `last`, ascending."""
         begins = np.clip(self._sorted, first, last)
         ends = np.clip(self._sorted + self._lengths[self._order], first, last)
-        return np.concatenate([np.empty(0, np.int64), *map(np.arange, begins, ends)])
+        return _expanded(begins, ends)
 
 
 _of_handle: WeakKeyDictionary[lance.LanceDataset, tuple[int, RowIds]] = WeakKeyDictionary()
@@ -118,7 +115,12 @@ def ids_of_files(dataset: lance.LanceDataset, paths: set[str]) -> Rows:
 def fragment_ids(fragment: lance.LanceFragment) -> Rows:
     """[n] ids of a fragment's rows, in the order they lie in."""
     firsts, lengths = _fragment_runs(fragment)
-    return np.concatenate([np.empty(0, np.int64), *map(np.arange, firsts, firsts + lengths)])
+    return _expanded(firsts, firsts + lengths)
+
+
+def _expanded(firsts: Rows, ends: Rows) -> Rows:
+    """The ids of some runs, one run after the other."""
+    return np.concatenate([np.empty(0, np.int64), *map(np.arange, firsts, ends)])
 
 
 def _fragment_runs(fragment: lance.LanceFragment) -> _Runs:

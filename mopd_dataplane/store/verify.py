@@ -11,15 +11,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.lance_errors import is_panic
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import scored_rows, signal_crcs, token_crcs
-from mopd_dataplane.store.row_ids import row_ids
+from mopd_dataplane.store.row_ids import fragment_ids, row_ids
+from mopd_dataplane.store.snapshot import tags_of
 from mopd_dataplane.store.table import Table
+from mopd_dataplane.store.tags import tagged
 from mopd_dataplane.store.verify_files import audit_files
-from mopd_dataplane.store.verify_pins import audit_pins
 from mopd_dataplane.store.verify_report import Finding, VerifyReport, left_out, met
 from mopd_dataplane.store.verify_rows import audit_rows, files_of
 from mopd_dataplane.tables import TABLES, signal_table
@@ -50,7 +52,7 @@ def verify(place: Place, tables: Mapping[str, Table], *, deep: bool) -> VerifyRe
         report.findings.extend(met("teachers", partial(_heads, place, opened["teachers"], deep)))
     report.findings.extend(met("files", partial(_files, place, deep)))
     if deep:
-        report.findings.extend(met("snapshots", partial(audit_pins, place, tables, read, _pinned_payload)))
+        report.findings.extend(met("snapshots", partial(_pins, place, tables, read)))
     report.findings.extend(met("orphans", partial(_count_orphans, opened, report.orphans)))
     return report
 
@@ -69,6 +71,64 @@ def _rows(table: Table, dataset: lance.LanceDataset, read: dict[str, set[str]]) 
     read[table.name] = {file for fragment in dataset.get_fragments() for file in files_of(fragment)}
     if not table.spec.heavy:
         yield from audit_rows(table.name, dataset, table.spec.key)
+
+
+def _pins(place: Place, tables: Mapping[str, Table], read: dict[str, set[str]]) -> Iterator[Finding]:
+    """Every pinned version is what it was when it was pinned, and files that only it names are read too.
+
+    read: data files of each table that were audited already, extended here.
+    """
+    for tag in tags_of(place):
+        yield from met(f"snapshots/{tag}.json", partial(_pin, place, tables, tag, read))
+
+
+def _pin(place: Place, tables: Mapping[str, Table], tag: str, read: dict[str, set[str]]) -> Iterator[Finding]:
+    pinned = place.read_json(f"snapshots/{tag}.json") or {}
+    opened: dict[str, lance.LanceDataset] = {}
+    for name, version in pinned.get("versions", {}).items():
+        known = pinned.get("manifests", {}).get(name)
+        yield from met(name, partial(_pinned, place, tables, name, int(version), known, tag, opened))
+    for name in opened:
+        yield from met(name, partial(_fresh, tables[name], opened, read))
+
+
+def _pinned(
+    place: Place,
+    tables: Mapping[str, Table],
+    name: str,
+    version: int,
+    known: str | None,
+    tag: str,
+    opened: dict[str, lance.LanceDataset],
+) -> Iterator[Finding]:
+    """The pinned version of a table is there, its manifest is the one that was pinned, and the tag that keeps clean-up
+    away is where the snapshot says."""
+    if name not in tables:
+        yield Finding(name, -1, "", f"version {version} of it is pinned, and it is not there")
+        return
+    if known is not None and place.root is not None:
+        found = f"{crc_of_manifest(place.root / name, version):08x}"
+        if found != known:
+            yield Finding(name, -1, "", f"manifest of version {version} has crc32c {found}, {known} was pinned")
+    opened[name] = tables[name].open(version)
+    at = tagged(opened[name]).get(tag)
+    if at != version:
+        said = "is gone" if at is None else f"is at version {at}"
+        yield Finding(name, -1, "", f"tag {tag!r} {said}, its snapshot pins version {version}")
+
+
+def _fresh(table: Table, opened: Mapping[str, lance.LanceDataset], read: dict[str, set[str]]) -> Iterator[Finding]:
+    """Rows of files that no version before has named."""
+    seen, dataset = read.setdefault(table.name, set()), opened[table.name]
+    fresh = [fragment for fragment in dataset.get_fragments() if not set(files_of(fragment)) <= seen]
+    if not fresh:
+        return
+    if table.spec.heavy:
+        rows = {int(row) for fragment in fresh for row in fragment_ids(fragment).tolist()}
+        yield from _pinned_payload(table.name, opened, rows)
+    else:
+        yield from audit_rows(table.name, dataset, table.spec.key, seen)
+    seen.update(file for fragment in fresh for file in files_of(fragment))
 
 
 def _pinned_payload(name: str, opened: Mapping[str, lance.LanceDataset], rows: set[int]) -> Iterator[Finding]:

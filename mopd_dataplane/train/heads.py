@@ -11,8 +11,8 @@ import torch
 from mopd_kernels.heads import Head
 from safetensors import SafetensorError, safe_open
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import DamagedError, DeadlineError, UnknownNameError, nearest
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.train.spec import HeadFile
 
 READ_S = 600.0

@@ -32,6 +32,7 @@ from tinystage import (
 )
 
 from mopd_dataplane.base import fault_points
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.job import objectives, sections
 from mopd_dataplane.load.client import LoadedBatch, LoaderClient
@@ -208,7 +209,7 @@ def trained(home: Path, path: Path, place: Path) -> dict[str, Any]:
     told_by(partial(train, spec_of(home, path, place)))
     steps = [json.loads(json.dumps(vars_of(metrics))) for metrics in MetricsReader(place / "checkpoints").steps()]
     policy = place / "policies" / "v1" / "model.safetensors"
-    return {"steps": steps, "policy": hf.file_digest(policy) if policy.exists() else "none"}
+    return {"steps": steps, "policy": file_digest(policy) if policy.exists() else "none"}
 
 
 def vars_of(metrics: Any) -> dict[str, Any]:

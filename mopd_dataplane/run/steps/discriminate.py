@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.models.devices import free_device_memory, resolve_device
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.run.context import Run

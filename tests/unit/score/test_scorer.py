@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import DamagedError, EngineError, MismatchError, UnknownNameError
 from mopd_dataplane.job import sections
 from mopd_dataplane.job.sections import Student as StudentSettings
@@ -237,7 +238,7 @@ def test_registering_writes_the_head_once(pool: TeacherPool, teachers: dict[str,
     assert (record.logit_softcap, record.logit_scale, record.norm_placement) == (3.0, 1.0, "post")
     assert record.source == "stage:capped"
     file = tmp_path / record.head_file
-    assert record.head_digest == hf.file_digest(file)
+    assert record.head_digest == file_digest(file)
     with safe_open(file, framework="pt") as stored:
         torch.testing.assert_close(stored.get_tensor("weight"), hf.head_weight(hf.load_model(teachers["capped"])))
     before = file.stat().st_mtime_ns

@@ -16,10 +16,10 @@ from mopd_kernels.heads import Head
 from safetensors.torch import save_file
 from torch import Tensor
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import DamagedError, EngineError, InputError, UnknownNameError
 from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.records import Pack, StepMetrics
 from mopd_dataplane.train import heads as heads_module
 from mopd_dataplane.train.device import DeviceCopies

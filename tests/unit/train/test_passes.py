@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from mopd_kernels import encode
 from safetensors.torch import save_file
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer

@@ -13,10 +13,10 @@ from mopd_kernels import decode, encode
 from mopd_kernels.heads import Head
 from safetensors.torch import save_file
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.base.stats_choice import SHARE, keeps_stats
 from mopd_dataplane.job.objectives import CrossEntropyTerm, DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.records import PER_TOKEN_STATS, Pack
 from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.heads import TeacherHeads

@@ -15,10 +15,10 @@ from mopd_kernels import encode
 from safetensors.torch import save_file
 from stand_in_device.stand_in import NAME, active
 
+from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Lora, Train
-from mopd_dataplane.models.hf import file_digest
 from mopd_dataplane.records import Pack
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
