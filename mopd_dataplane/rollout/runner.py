@@ -152,7 +152,8 @@ def _sample_all(
             _finish_pinned(engine, loop, ledger, policies, saved)
         if not stop.asked:
             loop.restore(saved, ledger.unfinished())
-            _discard_saved(saved.parent)
+            for file in saved.parent.glob(f"{saved.stem}.*"):  # of no use twice; and what an interrupted save left
+                file.unlink()
             loop.run([*ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
     except EngineError:
         if not stop.asked:
@@ -174,12 +175,6 @@ def _finish_pinned(
             return
     if engine.policy_version != current and policies is not None:
         engine.load_policy(policies(current), current)
-
-
-def _discard_saved(folder: Path) -> None:
-    """Delete saved keys and values, and what an interrupted save left: they are of no use twice."""
-    for file in folder.glob(f"{Path(SAVED).stem}.*"):
-        file.unlink()
 
 
 def _check_names(*names: str) -> None:

@@ -10,8 +10,8 @@ import json
 import struct
 import typing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict, astuple, dataclass
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,20 @@ from mopd_dataplane.rollout.partial_sample import SampleSpec
 from mopd_dataplane.rollout.tools.sandbox import Call, Command, Result
 
 _TEXT_FIELDS = tuple(name for name in SampleSpec.__slots__ if name != "prompt_ids")
+
+
+class _Numbers:
+    """Encoding of a record that is nothing but numbers, laid out as `layout` says."""
+
+    __slots__ = ()
+    layout: ClassVar[str]
+
+    def encode(self) -> bytes:
+        return struct.pack(self.layout, *astuple(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        return cls(*struct.unpack(cls.layout, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,20 +227,14 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(_Numbers):
     """An interrupted sample continues; `drift` is max |new - logged log-prob| over the tokens scored again."""
 
     kind: ClassVar[int] = 5
+    layout: ClassVar[str] = "<I?3xd"
     handle: int
     exact: bool
     drift: float
-
-    def encode(self) -> bytes:
-        return struct.pack("<I?3xd", self.handle, self.exact, self.drift)
-
-    @classmethod
-    def decode(cls, body: bytes) -> Resume:
-        return cls(*struct.unpack("<I?3xd", body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,67 +315,43 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class Base(_Numbers):
     """The checkpoint is complete: nothing before this segment is needed any more. `samples` are carried."""
 
     kind: ClassVar[int] = 9
+    layout: ClassVar[str] = "<II"
     samples: int
     next_handle: int
 
-    def encode(self) -> bytes:
-        return struct.pack("<II", self.samples, self.next_handle)
-
-    @classmethod
-    def decode(cls, body: bytes) -> Base:
-        return cls(*struct.unpack("<II", body))
-
 
 @dataclass(frozen=True, slots=True)
-class Sync:
+class Sync(_Numbers):
     """Carries the watermark when nothing else does."""
 
     kind: ClassVar[int] = 10
-
-    def encode(self) -> bytes:
-        return b""
-
-    @classmethod
-    def decode(cls, body: bytes) -> Sync:
-        return cls()
+    layout: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class Fence(_Numbers):
     """First record of an epoch: where the log of earlier epochs ends. Bytes after that position are ignored.
 
     epoch 0 means that there was no log before.
     """
 
     kind: ClassVar[int] = 11
+    layout: ClassVar[str] = "<QQQ"
     epoch: int
     segment: int
     offset: int
 
-    def encode(self) -> bytes:
-        return struct.pack("<QQQ", self.epoch, self.segment, self.offset)
-
-    @classmethod
-    def decode(cls, body: bytes) -> Fence:
-        return cls(*struct.unpack("<QQQ", body))
-
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(_Numbers):
     """Last record of a segment that was ended on purpose."""
 
     kind: ClassVar[int] = 12
-
-    def encode(self) -> bytes:
-        return b""
-
-    @classmethod
-    def decode(cls, body: bytes) -> Close:
-        return cls()
+    layout: ClassVar[str] = ""
 
 
 _Sample = Open | Step | SamplingMask | Routed | Span | Tokens | Resume | Finish | Commit | Abandon | Tool

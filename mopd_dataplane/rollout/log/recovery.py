@@ -42,7 +42,7 @@ def recover(home: Path) -> Recovered:
     for epoch in sorted(epochs, reverse=True):
         segments = _segments(epochs[epoch], _fence_on(epoch, unbased))
         for index in reversed(range(len(segments))):
-            if _has_base(segments[index]):
+            if any(record.kind == log_records.Base.kind for record in segments[index].records):
                 return _replayed(segments[index], segments[index + 1 :], unbased)
         unbased = segments + unbased
     _check_never_based(unbased)
@@ -80,10 +80,6 @@ def _fence_on(epoch: int, later: list[Segment]) -> log_records.Fence | None:
             if fence.epoch == epoch:
                 return fence
     return None
-
-
-def _has_base(segment: Segment) -> bool:
-    return any(record.kind == log_records.Base.kind for record in segment.records)
 
 
 def _replayed(base: Segment, after: list[Segment], unbased: list[Segment]) -> Recovered:

@@ -17,17 +17,3 @@ class LogCopy(Protocol):
 
     def ship(self, folder: Path, epoch: int) -> None:
         """Copy the log as it lies there. Raises ResourceError when another node has taken it over."""
-
-
-class NoCopy:
-    """A log that stays on its node."""
-
-    def fetch(self, folder: Path) -> int:
-        """0: there are no other claims."""
-        return 0
-
-    def claim(self, epoch: int) -> None:
-        """Nothing to do: no other node claims epochs."""
-
-    def ship(self, folder: Path, epoch: int) -> None:
-        """Nothing to do: there is no copy."""

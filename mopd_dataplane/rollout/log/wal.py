@@ -32,7 +32,7 @@ from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.ownership import claim_epoch, claim_file, make_folder, take_lock
 from mopd_dataplane.rollout.log.recovery import Recovered, epoch_folders, recover, segment_files
-from mopd_dataplane.rollout.log.remote_copy import LogCopy, NoCopy
+from mopd_dataplane.rollout.log.remote_copy import LogCopy
 from mopd_dataplane.rollout.log.segment_file import SegmentFile
 
 
@@ -72,7 +72,7 @@ class TokenLog:
         epoch: int,
         lock: int,
         notice: Callable[[str], None],
-        copy: LogCopy,
+        copy: LogCopy | None,
     ) -> None:
         self.folder = folder
         self.epoch = epoch
@@ -122,12 +122,12 @@ class TokenLog:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = take_lock(folder)
             try:
-                elsewhere = copy or NoCopy()
                 # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
-                epoch = claim_epoch(folder, above=elsewhere.fetch(folder))
+                epoch = claim_epoch(folder, above=0 if copy is None else copy.fetch(folder))
                 recovered = _recovered_or_unclaimed(folder, epoch, accept)
-                elsewhere.claim(epoch)
-                log = cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice, copy=elsewhere)
+                if copy is not None:
+                    copy.claim(epoch)
+                log = cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice, copy=copy)
                 return log, recovered
             except BaseException:
                 os.close(lock)
@@ -200,6 +200,8 @@ class TokenLog:
 
         Raises ResourceError when another node has taken the log over.
         """
+        if self._copy is None:
+            return
         try:
             self._copy.ship(self.folder, self.epoch)
         except (DeadlineError, InputError) as failure:
