@@ -103,13 +103,8 @@ def read_file(place: Place, most: int | None = None) -> bytes:
 def open_file(place: Place) -> Iterator[BinaryIO]:
     """A file, open for reading in bytes and seekable; one at a URL is downloaded first, since not every server supports
     byte ranges. Raises what read_file raises."""
-    if not is_url(place):
-        path = local_path(place)
-        if not path.is_file():
-            raise UnknownNameError(f"no file {path}")
-        with path.open("rb") as file:
-            yield file
-        return
+    if not is_url(place) and not local_path(place).is_file():
+        raise UnknownNameError(f"no file {local_path(place)}")
     with local_copy(place) as path, path.open("rb") as file:
         yield file
 
