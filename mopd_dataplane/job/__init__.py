@@ -1,7 +1,6 @@
 """One TOML file is one whole run.
 
 sections.py     the tables of a job file: every key with its default and its meaning
-held_out.py     the table of held-out evaluation
 parse.py        what pydantic found wrong, in words; a section that another process wrote as JSON
 objectives.py   what a stage minimises, as a sum of terms
 divergences.py  which divergences there are, and the class that another package derives from

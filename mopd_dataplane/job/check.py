@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import JobFileError, nearest
@@ -22,14 +23,10 @@ def check_references(job: Job, where: str) -> None:
     _check_blends(job, where)
     for stage in job.stages:
         at = f"{where}: stages.{stage.name}"
-        if stage.start not in known_starts:
-            raise JobFileError(f"{at}.start: no earlier stage {stage.start!r}: {nearest(stage.start, known_starts)}")
+        _require(stage.start, known_starts, f"{at}.start: no earlier stage")
         for domain in stage.domains:
-            if domain not in job.domains:
-                raise JobFileError(f"{at}.domains: unknown domain {domain!r}: {nearest(domain, job.domains)}")
-        if stage.objective != "cross-entropy" and stage.objective not in job.objectives:
-            known = [*job.objectives, "cross-entropy"]
-            raise JobFileError(f"{at}.objective: no objective {stage.objective!r}: {nearest(stage.objective, known)}")
+            _require(domain, job.domains, f"{at}.domains: unknown domain")
+        _require(stage.objective, [*job.objectives, "cross-entropy"], f"{at}.objective: no objective")
         if stage.concurrent and stage.data != "rollout":
             raise JobFileError(
                 f'{at}.concurrent: data = "{stage.data}" has no rollout to run beside; set data = "rollout", or false'
@@ -47,12 +44,16 @@ def check_references(job: Job, where: str) -> None:
         known_starts.add(stage.name)
 
 
+def _require(name: str, known: Collection[str], refusal: str) -> None:
+    """Raise JobFileError, with the nearest known name, for one that is not known."""
+    if name not in known:
+        raise JobFileError(f"{refusal} {name!r}: {nearest(name, known)}")
+
+
 def _check_blends(job: Job, where: str) -> None:
     for name, teacher in job.teachers.items():
         for member in teacher.blend:
-            if member not in job.teachers:
-                hint = nearest(member, job.teachers)
-                raise JobFileError(f"{where}: teachers.{name}.blend names no teacher {member!r}: {hint}")
+            _require(member, job.teachers, f"{where}: teachers.{name}.blend names no teacher")
             if job.teachers[member].blend:
                 raise JobFileError(f"{where}: teachers.{name}.blend: {member!r} is a blend itself; name its members")
 
@@ -112,9 +113,7 @@ def _check_memory(job: Job, stage: Stage, at: str) -> None:
 def _check_rollout(job: Job, stage: Stage, at: str) -> None:
     rollout, gradient = stage.rollout, job.objective(stage).policy_gradient
     for key, others in (("policy", ("self",)), ("rest", ("reference",))):
-        known = [*others, "routed", *job.teachers]
-        if (who := getattr(rollout, key)) not in known:
-            raise JobFileError(f"{at}.rollout.{key}: no teacher {who!r}: {nearest(who, known)}")
+        _require(getattr(rollout, key), [*others, "routed", *job.teachers], f"{at}.rollout.{key}: no teacher")
     if rollout.group_size > 1 and not stage.plan.strict_batches:
         raise JobFileError(
             f"{at}: rollout.group_size = {rollout.group_size} keeps groups in one step, which "
@@ -188,8 +187,7 @@ def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
     if stage.discriminator is None:
         return
     earlier = ["reference", *(s.name for s in job.stages[: job.stages.index(stage)])]
-    if (text := stage.discriminator.text) not in earlier:
-        raise JobFileError(f"{at}.discriminator.text: no earlier stage {text!r}: {nearest(text, earlier)}")
+    _require(stage.discriminator.text, earlier, f"{at}.discriminator.text: no earlier stage")
     if stage.concurrent:
         raise JobFileError(f"{at}: a discriminator learns between rollout and training; set concurrent = false")
     if stage.data != "rollout" or not job.objective(stage).needs_rewards:
@@ -200,19 +198,15 @@ def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
 
 
 def _check_weights(job: Job, stage: Stage, at: str) -> None:
-    domains, teachers = job.domains_of(stage), job.objective(stage).teacher_weights
+    domains = job.domains_of(stage)
     for domain in domains if stage.plan.mixture else ():
         if domain not in stage.plan.mixture:
             raise JobFileError(f"{at}.plan.mixture: domain {domain!r} has no weight; give one (0 leaves it out)")
     for domain in stage.plan.mixture:
         if domain not in domains:
             raise JobFileError(f"{at}.plan.mixture: no domain {domain!r} in the stage: {nearest(domain, domains)}")
-    for teacher in teachers:
-        if teacher not in job.teachers:
-            hint = nearest(teacher, job.teachers)
-            raise JobFileError(
-                f"{at}: objective {stage.objective!r} gives a weight to no known teacher, {teacher!r}: {hint}"
-            )
+    for teacher in job.objective(stage).teacher_weights:
+        _require(teacher, job.teachers, f"{at}: objective {stage.objective!r} gives a weight to no known teacher,")
 
 
 def sampling_teachers(job: Job, stage: Stage) -> set[str]:
@@ -232,10 +226,7 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
     for key, teacher in (stage.routing or job.routing).items():
         if key.partition("/")[0] not in job.domains:
             raise JobFileError(f"{at}: routing names an unknown domain {key!r}: {nearest(key, job.domains)}")
-        if teacher not in job.teachers:
-            raise JobFileError(
-                f"{at}: routing of {key!r} names no teacher {teacher!r}: {nearest(teacher, job.teachers)}"
-            )
+        _require(teacher, job.teachers, f"{at}: routing of {key!r} names no teacher")
     try:
         samplers = sampling_teachers(job, stage)
         teachers = {*job.teachers_of(stage), *samplers}
@@ -246,11 +237,8 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
             raise JobFileError(f"{at}.rollout: teacher {sampler!r} is a blend and cannot answer; name a member")
     gradient = job.objective(stage).policy_gradient
     if gradient and gradient.reference:
-        if gradient.reference not in job.teachers:
-            raise JobFileError(
-                f"objectives.{stage.objective}.policy_gradient.reference names no teacher {gradient.reference!r}: "
-                f"{nearest(gradient.reference, job.teachers)}"
-            )
+        key = f"objectives.{stage.objective}.policy_gradient.reference"
+        _require(gradient.reference, job.teachers, f"{key} names no teacher")
         teachers.add(gradient.reference)
     for teacher in sorted({member for name in teachers for member in job.members_of(name)}):
         rounded = job.teachers[teacher].quantisation
@@ -259,11 +247,8 @@ def _check_routing(job: Job, stage: Stage, at: str) -> None:
                 f"{at}: teachers.{teacher}.quantisation = {rounded!r} is not applied by {stage.score.engine}; set "
                 f'score.engine = {engines_that(lambda one: one.quantises)}, or quantisation = "none"'
             )
-        source = job.teachers[teacher].source
-        if not source.startswith("stage:") or source[6:] in earlier:
-            continue
-        names = [s.name for s in job.stages]
-        if source[6:] in names:
-            raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source[6:]!r}, which runs later")
-        hint = nearest(source[6:], names)
-        raise JobFileError(f"{at}: teachers.{teacher}.source names no stage {source[6:]!r}: {hint}")
+        source = job.teachers[teacher].stage
+        if source is not None:
+            _require(source, [s.name for s in job.stages], f"{at}: teachers.{teacher}.source names no stage")
+            if source not in earlier:
+                raise JobFileError(f"{at}: teacher {teacher!r} comes from stage {source!r}, which runs later")

@@ -19,7 +19,6 @@ from pydantic import Field, ValidationError
 from mopd_dataplane.base.file_urls import Place, is_file, read_file, suffix_of
 from mopd_dataplane.errors import JobFileError, nearest
 from mopd_dataplane.job.check import check_references
-from mopd_dataplane.job.held_out import Eval
 from mopd_dataplane.job.objectives import CrossEntropyTerm, Objective
 from mopd_dataplane.job.parse import problem_text
 from mopd_dataplane.job.place import line_of
@@ -91,6 +90,21 @@ class Stage(Section):
     def adapter(self) -> Lora | None:
         """The adapter that is trained; None where the weights themselves are."""
         return self.train.lora if self.train.lora.r else None
+
+
+class Eval(Section):
+    """Held-out evaluation."""
+
+    every: int = Field(default=1, ge=0)
+    """Iterations between evaluations of a stage's policy; 0 evaluates only its last version."""
+    split: Literal["eval", "tune"] = "eval"
+    """Which held-out prompts are answered: `tune` while settings are chosen, `eval` for the final figure."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Temperature of held-out answers; 0 takes the likeliest token."""
+    max_new_tokens: int = Field(default=0, ge=0)
+    """0 takes the rollout's."""
+    reverse_kl: bool = False
+    """Also measure reverse KL to the routed teacher on held-out prompts."""
 
 
 class Job(Section):
@@ -178,6 +192,15 @@ class Job(Section):
             return ()
         names = [self.teacher_of(stage, d, self.domains[d].effort) for d in self.domains_of(stage)]
         return tuple(dict.fromkeys(names))
+
+    def reference_of(self, stage: Stage) -> tuple[str, ...]:
+        """The teacher that is the reference policy of a stage's objective; empty when there is none."""
+        term = self.objective(stage).policy_gradient
+        return (term.reference,) if term and term.reference else ()
+
+    def scorers_of(self, stage: Stage) -> tuple[str, ...]:
+        """Teachers whose signals a stage needs: those that score a domain, and the reference policy."""
+        return tuple(dict.fromkeys((*self.teachers_of(stage), *self.reference_of(stage))))
 
 
 def load_job(path: Place, *, overrides: list[str] | None = None) -> Job:
@@ -267,21 +290,20 @@ def _locate(location: tuple[int | str, ...], raw: dict[str, Any]) -> tuple[list[
     section: type[Section] | None = Job
     for depth, key in enumerate(location):
         node = child(node, key)
-        named = isinstance(key, int) and isinstance(node, dict)
-        parts.append(str(node.get("name", key)) if named and isinstance(node, dict) else str(key))
-        if depth < len(location) - 1 and section is not None:
-            section = _section_under(section, key)
+        parts.append(str(node.get("name", key) if isinstance(key, int) and isinstance(node, dict) else key))
+        # No field: a name inside dict[Name, Section] or an index inside tuple[Section, ...].
+        if depth < len(location) - 1 and section is not None and (field := section.model_fields.get(str(key))):
+            section, _ = section_in(field.annotation)
     return parts, section
 
 
-def _section_under(section: type[Section], key: int | str) -> type[Section] | None:
-    field = section.model_fields.get(str(key))
-    if field is None:
-        return section  # a name inside dict[Name, Section] or an index inside tuple[Section, ...]
-    stack: list[Any] = [field.annotation]
+def section_in(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """The section that an annotation holds, and whether under names of the job's own."""
+    stack, named = [annotation], False
     while stack:
         kind = stack.pop()
         if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Section):
-            return kind
+            return kind, named
+        named = named or typing.get_origin(kind) in (dict, tuple)
         stack.extend(typing.get_args(kind))
-    return None
+    return None, False

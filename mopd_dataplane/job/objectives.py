@@ -171,11 +171,8 @@ class DivergenceTerm(Term):
     @field_validator("kind")
     @classmethod
     def _kind_exists(cls, kind: str) -> str:
-        try:
-            if kind not in KINDS:
-                divergence_kind(kind)
-        except UnknownNameError as error:
-            raise ValueError(str(error)) from None
+        if kind not in KINDS:
+            divergence_kind(kind)
         return kind
 
     @model_validator(mode="after")
@@ -249,10 +246,7 @@ class Objective(Section):
     @classmethod
     def _terms_exist(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         for name, settings in given.items():
-            try:
-                plugin_term(name, settings)
-            except UnknownNameError as error:
-                raise ValueError(str(error)) from None
+            plugin_term(name, settings)
         return given
 
     @model_validator(mode="after")

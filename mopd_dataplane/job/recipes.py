@@ -76,16 +76,12 @@ def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise JobFileError(f"{str(folder)[:200]} cannot be a folder: {error.strerror}; give another one") from None
-    texts = {file.name: file.read_text() for file in (FOLDER / name).glob("*.toml")}
-    written = [folder / SCHEMA]
-    publish_file(written[0], schema.encode())
-    for data in (FOLDER / name).glob("*.jsonl"):
-        written.append(folder / data.name)
-        publish_file(written[-1], data.read_bytes())
-    for file, text in texts.items():
-        written.append(folder / file)
-        publish_file(written[-1], f"#:schema ./{SCHEMA}\n{_on_its_own(text, name, folder)}".encode())
-    return written
+    contents = {SCHEMA: schema.encode()} | {data.name: data.read_bytes() for data in (FOLDER / name).glob("*.jsonl")}
+    for file in (FOLDER / name).glob("*.toml"):
+        contents[file.name] = f"#:schema ./{SCHEMA}\n{_on_its_own(file.read_text(), name, folder)}".encode()
+    for written, content in contents.items():
+        publish_file(folder / written, content)
+    return [folder / written for written in contents]
 
 
 def _on_its_own(text: str, name: str, folder: Path) -> str:

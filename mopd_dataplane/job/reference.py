@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-import types
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from mopd_dataplane.errors import UnknownNameError, nearest
-from mopd_dataplane.job.examples import EXAMPLES, UNITS
-from mopd_dataplane.job.job import Job, Stage
+from mopd_dataplane.job.examples import EXAMPLES, UNITS, UNITS_BY_ENDING
+from mopd_dataplane.job.job import Job, Stage, section_in
 from mopd_dataplane.job.read import STAGE_TABLES
 from mopd_dataplane.job.sections import Section
 
@@ -95,7 +91,7 @@ def _same(wanted: str, path: str) -> bool:
 def _below(path: str, section: type[Section]) -> Iterator[Table]:
     """Tables inside a section, those of a stage that only repeat the job's left out."""
     for name, field in section.model_fields.items():
-        inner, named = _section_of(field.annotation)
+        inner, named = section_in(field.annotation)
         if inner is None or (section is Stage and name in STAGE_TABLES):
             continue
         here = f"{path}.{name}".lstrip(".") + (f".{NAME}" if named else "")
@@ -103,47 +99,45 @@ def _below(path: str, section: type[Section]) -> Iterator[Table]:
         yield from _below(here, inner)
         if inner is Stage:
             for default in STAGE_TABLES:
-                found, _ = _section_of(Stage.model_fields[default].annotation)
-                assert found is not None
-                yield _table(default, found, f"{found.__doc__} Defaults of every stage.")
+                found, said = _stage_default(default)
+                yield _table(default, found, said)
                 yield from _below(default, found)
+
+
+def _stage_default(name: str) -> tuple[type[Section], str]:
+    """Section of one of STAGE_TABLES, and its meaning above the stages."""
+    section: Any = Stage.model_fields[name].annotation
+    return section, f"{section.__doc__} Defaults of every stage."
 
 
 def _table(path: str, section: type[Section], doc: str) -> Table:
     properties = section.model_json_schema()["properties"]
     keys = []
     for name, field in section.model_fields.items():
-        inner, _ = _section_of(field.annotation)
+        inner, _ = section_in(field.annotation)
         if inner is not None and path == "":
             continue
         where = f"{path}.{name}".lstrip(".")
+        absent = field.is_required() or inner is not None
+        default = "" if absent else _toml(field.get_default(call_default_factory=True))
+        kind = "table" if inner is not None else _type(properties[name])
         keys.append(
             Key(
                 path=where,
-                type="table" if inner is not None else _type(properties[name]),
-                default=_default(field, inner),
-                unit=UNITS.get(where, ""),
+                type=kind,
+                default=default,
+                unit=UNITS.get(where) or next((u for end, u in UNITS_BY_ENDING.items() if name.endswith(end)), ""),
                 doc=" ".join((field.description or "").split()),
-                example="" if inner is not None else EXAMPLES.get(where, ""),
+                example=EXAMPLES.get(where) or _another(kind, default),
             )
         )
     return Table(path=path, doc=" ".join((doc or section.__doc__ or "").split()), keys=tuple(keys))
 
 
-def _default(field: FieldInfo, inner: type[Section] | None) -> str:
-    return "" if field.is_required() or inner is not None else _toml(field.get_default(call_default_factory=True))
-
-
-def _section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """The section that an annotation holds, and whether under names of the job's own."""
-    stack, named = [annotation], False
-    while stack:
-        kind = stack.pop()
-        if isinstance(kind, type) and not isinstance(kind, types.GenericAlias) and issubclass(kind, Section):
-            return kind, named
-        named = named or typing.get_origin(kind) in (dict, tuple)
-        stack.extend(typing.get_args(kind))
-    return None, False
+def _another(kind: str, default: str) -> str:
+    """A value of a switch or of a choice among words that is not the default; empty for other types."""
+    values = ["false", "true"] if kind == "bool" else kind.split(" | ") if kind.startswith('"') else []
+    return next((value for value in values if value != default), "")
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -188,9 +182,7 @@ def json_schema() -> dict[str, Any]:
         part.pop("required", None)
     properties = schema["properties"]
     for name in STAGE_TABLES:
-        section, _ = _section_of(Stage.model_fields[name].annotation)
-        assert section is not None
-        said = f"{section.__doc__} Defaults of every stage."
+        section, said = _stage_default(name)
         properties[name] = {"$ref": f"#/$defs/{section.__name__}", "description": said}
     names = {"type": "array", "items": {"type": "string"}}
     properties["extends"] = {
@@ -243,17 +235,11 @@ def _section(table: Table) -> str:
     lines += ["| key | type | default | meaning | example |", "|---|---|---|---|---|"]
     for key in table.keys:
         name = key.path.removeprefix(table.path).lstrip(".")
-        cells = [f"`{name}`", _cell(key.type), _cell(key.default and f"`{key.default}`") or "–", _meaning(key)]
-        lines.append("| " + " | ".join([*cells, key.example and _cell(f"`{name} = {key.example}`")]) + " |")
+        meaning = f"{key.doc} *{key.unit}*" if key.unit else key.doc
+        default = f"`{key.default}`" if key.default else "–"
+        cells = [f"`{name}`", key.type, default, meaning, key.example and f"`{name} = {key.example}`"]
+        lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _meaning(key: Key) -> str:
-    return _cell(f"{key.doc} *{key.unit}*" if key.unit else key.doc)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mopd_dataplane.base.secrets import check_server_url
-from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.schedules import Weight
 from mopd_dataplane.rollout.engines.kinds import ENGINES, engine_kind
 from mopd_dataplane.score.engines import SCORING, engines_that
@@ -145,9 +144,15 @@ class Teacher(Section):
             raise ValueError(f"a blend has no weights of its own; give quantisation = {self.quantisation!r} to members")
         return self
 
+    @property
+    def stage(self) -> str | None:
+        """The stage whose policy it is; None for one from elsewhere."""
+        return self.source.removeprefix("stage:") if self.source.startswith("stage:") else None
 
-def _default(section: Section, name: str) -> Any:
-    return type(section).model_fields[name].get_default(call_default_factory=True)
+    @property
+    def of_this_job(self) -> bool:
+        """Whether it is the student, or what a stage makes of it, and has no folder of its own."""
+        return self.source == "student" or self.stage is not None
 
 
 class Engine(Section):
@@ -179,13 +184,9 @@ class Engine(Section):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> Engine:
-        try:
-            known = engine_kind(self.kind).settings
-        except UnknownNameError as error:
-            raise ValueError(str(error)) from None
+        known = engine_kind(self.kind).settings
         of_some = {name for kind in ENGINES.values() for name in kind.settings}
-        strange = [name for name in sorted(of_some - set(known)) if getattr(self, name) != _default(self, name)]
-        if strange:
+        if strange := sorted((of_some - set(known)) & self.model_dump(exclude_defaults=True).keys()):
             kinds = " or ".join(repr(name) for name, kind in ENGINES.items() if set(strange) <= set(kind.settings))
             raise ValueError(f"{', '.join(strange)}: only for kind = {kinds}; leave it out, or change kind")
         if self.url and (self.options or self.dtype or not self.keep):
