@@ -39,8 +39,14 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
 
 def require(modules: Iterable[str]) -> None:
     """Raises InputError that names all of these modules that are not installed, and one command that installs them."""
-    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+    if missing := [module for module in modules if not is_installed(module)]:
         raise InputError(_to_install(missing))
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; a mere folder of that name has no origin."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def _to_install(modules: list[str]) -> str:

@@ -76,18 +76,24 @@ def given_tokenizer(student: Student) -> PreTrainedTokenizerBase:
     return load_tokenizer(student.tokenizer)
 
 
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model without memory for its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model
+
+
 def check_config(student: Student) -> None:
     """Build the student's architecture without memory for its weights.
 
     Raises InputError when transformers refuses, MismatchError when the tokenizer has more tokens than the model.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
     config = student_config(student)
     try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        empty_model(config)
     except Exception as error:
         raise InputError(f"student.config does not build a model: {type(error).__name__}: {error!s:.300}") from None
 

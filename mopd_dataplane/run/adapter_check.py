@@ -13,22 +13,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.job.sections import Lora
 from mopd_dataplane.models.adapter_files import adapter_rank, base_folder, is_adapter, named_base
 from mopd_dataplane.models.hf import model_shape, weights_digest
 from mopd_dataplane.models.hub import model_folder
-from mopd_dataplane.models.initial_weights import student_config
+from mopd_dataplane.models.initial_weights import empty_model, student_config
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 ADAPTER_RATE = 10.0
 """Best learning rate of an adapter over that of the weights."""
@@ -41,7 +41,7 @@ def adapter_problems(job: Job) -> Iterator[tuple[str, str]]:
         if not SCORING[stage.score.engine].here:
             yield from _of_its_teachers(job, stage)
     adapted = [stage for stage in job.stages if stage.train.lora.r]
-    if adapted and find_spec("peft") is None:
+    if adapted and not is_installed("peft"):
         yield (
             f"stages.{adapted[0].name}.train.lora",
             "adapters need peft, which is not installed: pip install 'mopd-dataplane[lora]'",
@@ -66,8 +66,8 @@ def check_adapter(folder: Path) -> None:
 
     if named_base(folder).digest:
         weights_digest(folder)
-    if find_spec("peft") is not None:
-        attach(_empty_model(base_folder(folder)), folder, "checked")
+    if is_installed("peft"):
+        attach(_empty(base_folder(folder)), folder, "checked")
 
 
 def _of_the_engine(job: Job) -> Iterator[tuple[str, str]]:
@@ -106,9 +106,8 @@ def _of_its_teachers(job: Job, stage: Stage) -> Iterator[tuple[str, str]]:
 
     for name in sorted({member for teacher in job.teachers_of(stage) for member in job.members_of(teacher)}):
         teacher, key = job.teachers[name], f"teachers.{name}"
-        source = job.stage(teacher.source[6:]) if teacher.source.startswith("stage:") else None
-        if source is not None:
-            lora = source.train.lora
+        if teacher.stage is not None:
+            lora = job.stage(teacher.stage).train.lora
             if not lora.r or lora.merge == "end":
                 continue
             if lora.r > RANKS[-1]:
@@ -158,8 +157,8 @@ def adapter_parameters(job: Job, lora: Lora) -> int:
     """Numbers in an adapter of the student; 0 where its shape is not known yet. Raises MismatchError."""
     from mopd_dataplane.models.adapters import new_adapter, trained_tensors
 
-    model = _empty_student(job)
-    if model is None or find_spec("peft") is None:
+    model = empty_student(job)
+    if model is None or not is_installed("peft"):
         return 0
     new_adapter(model, lora)
     return sum(weight.numel() for weight in trained_tensors(model).values())
@@ -206,26 +205,17 @@ def _of_its_start(job: Job, stage: Stage) -> str:
     )
 
 
-def _empty_student(job: Job) -> PreTrainedModel | None:
+def empty_student(job: Job) -> PreTrainedModel | None:
     """The student's base without memory for its weights; None where nothing says its shape yet."""
     if job.student.gguf:
         return None
     if job.student.path:
-        return _empty_model(model_folder(job.student.path, job.student.revision))
-    return _empty(student_config(job.student))
+        return _empty(model_folder(job.student.path, job.student.revision))
+    return empty_model(student_config(job.student))
 
 
-def _empty_model(folder: Path) -> PreTrainedModel:
+def _empty(folder: Path) -> PreTrainedModel:
     from transformers import AutoConfig
 
     shape: dict[str, Any] = model_shape(folder)
-    return _empty(AutoConfig.for_model(shape.pop("model_type"), **shape))
-
-
-def _empty(config: PreTrainedConfig) -> PreTrainedModel:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return model
+    return empty_model(AutoConfig.for_model(shape.pop("model_type"), **shape))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.run.work_folder import Work
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import FILE as METRICS
@@ -24,7 +23,7 @@ class StoredCheckpoints:
         """Have the newest checkpoint here, with the metrics up to it, when another node wrote it."""
         artifacts = self._work.artifacts
         newest = max(artifacts.names(self._name), default="") if artifacts is not None else ""
-        if newest <= self._local():
+        if newest <= newest_checkpoint(self.folder):  # names sort by step
             return
         (self.folder / METRICS).unlink(missing_ok=True)
         self._work.fetch_file(f"{self._name}/{METRICS}")
@@ -33,7 +32,7 @@ class StoredCheckpoints:
 
     def publish(self) -> None:
         """Have the newest checkpoint in the store; one that is replaced meanwhile is left for the next call."""
-        artifacts, newest = self._work.artifacts, self._local()
+        artifacts, newest = self._work.artifacts, newest_checkpoint(self.folder)
         if artifacts is None or newest in ("", self._published):
             return
         try:
@@ -45,19 +44,7 @@ class StoredCheckpoints:
         for old in artifacts.names(self._name)[:-KEEP]:
             artifacts.drop(f"{self._name}/{old}")
 
-    def try_to_publish(self) -> str:
-        """Publish unless the store does not answer; why it was not, empty when it was."""
-        try:
-            self.publish()
-        except DeadlineError as failure:
-            return f"the checkpoint stays on this node for now: {failure}"
-        return ""
-
     def windows_done(self) -> int:
         """Windows that no kill can make this stage train again: those before the newest checkpoint's position."""
         newest = latest_checkpoint(self.folder)
         return newest[0].window if newest else 0
-
-    def _local(self) -> str:
-        """Name of the newest complete checkpoint here; names sort by step."""
-        return newest_checkpoint(self.folder)

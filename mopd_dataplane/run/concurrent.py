@@ -6,7 +6,6 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
 from mopd_dataplane.job.job import Stage
@@ -29,22 +28,17 @@ def run_concurrent(run: Run, stage: Stage) -> None:
         job = scratch / "job.json"  # with the overrides of this call
         job.write_text(run.job.model_dump_json())
         where = [str(job), "--stage", stage.name, "--follow", "--json"]
-        parts = {part: running.enter_context(_part([*command, part, *where])) for part in PARTS}
-        while any(process.poll() is None for process in parts.values()):
-            for part, process in parts.items():
-                if process.poll():
-                    raise exit_error(f"stage {stage.name!r}: {part}", process.returncode)
+        parts = {}
+        for part in PARTS:  # the answer of a part is not wanted, its progress goes to our stderr
+            process = parts[part] = subprocess.Popen(
+                [*command, part, *where], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=parent_named()
+            )
+            running.callback(stop_child, process, STOP_S)
+        while True:
+            codes = {part: process.poll() for part, process in parts.items()}
+            for part, code in codes.items():
+                if code:
+                    raise exit_error(f"stage {stage.name!r}: {part}", code)
+            if None not in codes.values():
+                return
             time.sleep(POLL_S)
-        for part, process in parts.items():
-            if process.returncode:
-                raise exit_error(f"stage {stage.name!r}: {part}", process.returncode)
-
-
-@contextlib.contextmanager
-def _part(command: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A child process that ends with the block; its answer is not wanted, its progress goes to our stderr."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=parent_named())
-    try:
-        yield process
-    finally:
-        stop_child(process, STOP_S)

@@ -3,11 +3,10 @@ progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -32,25 +31,13 @@ from mopd_dataplane.store.decode import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mopd_dataplane.rollout.rollout_report import RolloutReport
-    from mopd_dataplane.run.steps.rollout import Part
-    from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
+    from mopd_dataplane.run.ray.cluster import RayFleet
 
 Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"
 """The job as the store remembers it."""
 PROVENANCE = "provenance.json"
 """Commit, versions, machine and date of the runs that wrote the store."""
-
-
-class Fleet(Protocol):
-    """Engine replicas and teachers in processes of their own (see run/ray/)."""
-
-    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """Sample a part as steps.rollout.roll_out does, divided over engine replicas."""
-
-    def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """Score every task (steps.score.score_task), on one worker per teacher; `done` is called with each result."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +48,7 @@ class Run:
     store: Store
     policies: Policies
     progress: Progress
-    fleet: Fleet | None = None
+    fleet: RayFleet | None = None
     """The workers that roll out and score, if that is not this process."""
 
     @cached_property
@@ -90,11 +77,11 @@ class Run:
             return str(self.tokenizer.decode(ids, skip_special_tokens=True))
         return self._decoder.plain_texts([ids])[0]
 
-    def record_time(self, stage: Stage, iteration: int | None, action: str, seconds: float) -> None:
+    def record_time(self, stage: Stage, iteration: int | None, action: str, seconds: float, **detail: str) -> None:
         """Record how long a step of a stage took."""
         ordinal = -1 if iteration is None else iteration
         name = f"time/{stage.name}/{ordinal}/{action}"
-        self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action})
+        self.store.add_event(name, stage.name, "stage_time", ordinal, seconds, {"action": action, **detail})
 
     @property
     def work(self) -> Work:

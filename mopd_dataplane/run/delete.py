@@ -22,7 +22,7 @@ from mopd_dataplane.job.sections import Wal
 from mopd_dataplane.rollout.log.log_records import Commit
 from mopd_dataplane.rollout.log.wal import TokenLog
 from mopd_dataplane.rollout.runner import SAVED
-from mopd_dataplane.run.token_log_copy import StoredLog
+from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.deleting import Chosen, choose, pins_of, remove, rows_to_go
 from mopd_dataplane.store.deletions import Deletion, prompt_hash
@@ -92,7 +92,7 @@ def resume(store: Store, deletion: Deletion) -> Iterator[str]:
 
     Raises ResourceError while a rollout writes the store's token log, DamagedError when a row that stays is damaged.
     """
-    for name in _logs(store):
+    for name in log_names(store):
         if dropped := _clean_log(store, name, deletion):
             yield f"{name}: {dropped:,} unfinished samples"
         fault_point("delete.log")
@@ -123,21 +123,15 @@ def _uses(store: Store, rows: NDArray[np.int64]) -> Iterator[Use]:
         )
 
 
-def _logs(store: Store) -> list[str]:
-    """Token logs, wal/<stage>/<writer>."""
-    stages = store._place.children("wal")
-    return [f"wal/{stage}/{writer}" for stage in stages for writer in store._place.children(f"wal/{stage}")]
-
-
 def _clean_log(store: Store, name: str, deletion: Deletion) -> int:
     """Rewrite a token log without what was deleted; returns how many unfinished samples of deleted prompts it had.
 
     Samples that are in the store go from it too, as they do when the run goes on.
     """
-    _, stage, writer = name.split("/")
+    stage = name.split("/")[1]
     stored = set(store.samples(["uid"], f"stage = '{stage}'")["uid"].to_pylist()) | set(deletion.uids)
     with _log_folder(store, name) as folder:
-        copy = StoredLog(store.files, stage, writer) if store.files is not None else None
+        copy = StoredLog(store.files, name) if store.files is not None else None
         log, recovered = TokenLog.open(folder, Wal(), copy=copy)
         ledger, dropped = recovered.ledger, 0
         try:

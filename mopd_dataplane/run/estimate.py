@@ -27,7 +27,7 @@ from mopd_dataplane.models.initial_weights import given_tokenizer
 from mopd_dataplane.prompts import render
 from mopd_dataplane.records import Prompt
 from mopd_dataplane.rollout.engines.kinds import engine_kind
-from mopd_dataplane.run.adapter_check import adapter_parameters, rate_problem
+from mopd_dataplane.run.adapter_check import adapter_parameters, empty_student, rate_problem
 from mopd_dataplane.run.preflight import Finding
 from mopd_dataplane.score.engines import SCORING
 
@@ -59,6 +59,10 @@ class Estimate:
     prompts: dict[str, dict[str, str]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
+    def doubt(self, key: str, problem: str) -> None:
+        """Add a finding that does not stop the job."""
+        self.findings.append(Finding(key, problem, certain=False))
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -80,8 +84,11 @@ def estimate(job: Job, prompts: dict[str, list[Prompt]], rates: Mapping[str, flo
     """
     found = Estimate()
     student = _student(job)
-    shapes = {name: _folder_shape(t.source, t.revision) for name, t in job.teachers.items() if t.source}
-    own = {name: student if _like_student(job, name) else shape for name, shape in shapes.items()}
+    own = {
+        name: student if teacher.of_this_job else _folder_shape(teacher.source, teacher.revision)
+        for name, teacher in job.teachers.items()
+        if teacher.source
+    }
     for name, shape in {"student": student, **own}.items():
         found.models[name] = "not known yet" if shape is None else _model_size(shape.parameters)
     _prompts(found, job, prompts, student)
@@ -111,32 +118,19 @@ def training_bytes(parameters: int, train: Train, *, dtype: str = "float32", ada
     return (TRAINED if train.master_weights else TRAINED + copy) * parameters, 0
 
 
-def _like_student(job: Job, teacher: str) -> bool:
-    source = job.teachers[teacher].source
-    return source == "student" or source.startswith("stage:")
-
-
 def _student(job: Job) -> _Shape | None:
     if job.student.path:
         return _folder_shape(job.student.path, job.student.revision)
-    if not job.student.config:
-        return None
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    settings = dict(job.student.config)
     try:
-        settings.setdefault("vocab_size", len(given_tokenizer(job.student)))
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+        model = empty_student(job)
     except (MopdError, ValueError, TypeError, KeyError):
         return None
-    return _shape(model.config.to_dict(), sum(weight.numel() for weight in model.parameters()))
+    return (
+        None if model is None else _shape(model.config.to_dict(), sum(weight.numel() for weight in model.parameters()))
+    )
 
 
 def _folder_shape(place: str, revision: str) -> _Shape | None:
-    if place == "student" or place.startswith("stage:"):
-        return None
     try:
         folder = model_folder(place, revision)
         return _shape(model_shape(folder), sum(map(_parameters, weights_folder(folder).glob("*.safetensors"))))
@@ -199,33 +193,24 @@ def _prompts(found: Estimate, job: Job, prompts: dict[str, list[Prompt]], studen
         said["longest"] = f"{max(lengths)} tokens, of {len(lengths):,} prompts"
         over = sum(length > _budget(job, name) for length in lengths)
         if over:
-            found.findings.append(
-                Finding(
-                    "rollout.max_prompt_tokens",
-                    f"{over:,} of {len(lengths):,} prompts of {name!r} are longer than {_budget(job, name):,} tokens, "
-                    f"up to {max(lengths):,}, and a rollout stops at the first; raise it, or shorten them",
-                    certain=False,
-                )
+            found.doubt(
+                "rollout.max_prompt_tokens",
+                f"{over:,} of {len(lengths):,} prompts of {name!r} are longer than {_budget(job, name):,} tokens, "
+                f"up to {max(lengths):,}, and a rollout stops at the first; raise it, or shorten them",
             )
     for stage in job.stages:
         most = longest + stage.rollout.max_new_tokens
         if student is not None and student.context and stage.data == "rollout" and most > student.context:
-            found.findings.append(
-                Finding(
-                    f"stages.{stage.name}.rollout.max_new_tokens",
-                    f"a prompt of {longest:,} tokens and {stage.rollout.max_new_tokens:,} more do not fit into the "
-                    f"model's {student.context:,} positions; lower it",
-                    certain=False,
-                )
+            found.doubt(
+                f"stages.{stage.name}.rollout.max_new_tokens",
+                f"a prompt of {longest:,} tokens and {stage.rollout.max_new_tokens:,} more do not fit into the "
+                f"model's {student.context:,} positions; lower it",
             )
         if stage.data == "rollout" and most > stage.plan.pack_tokens and stage.plan.overlong == "error":
-            found.findings.append(
-                Finding(
-                    f"stages.{stage.name}.plan.pack_tokens",
-                    f"a sample may have {most:,} tokens, a pack holds {stage.plan.pack_tokens:,}, and "
-                    'overlong = "error" stops at the first that is longer; raise it, or set overlong = "drop"',
-                    certain=False,
-                )
+            found.doubt(
+                f"stages.{stage.name}.plan.pack_tokens",
+                f"a sample may have {most:,} tokens, a pack holds {stage.plan.pack_tokens:,}, and "
+                'overlong = "error" stops at the first that is longer; raise it, or set overlong = "drop"',
             )
 
 
@@ -319,7 +304,7 @@ def _memory(
     if hosted and not on_cpu:
         _fits(found, f"{stage.name} train, host", "cpu", hosted, "train.offload")
     if problem := rate_problem(stage, student.hidden, pretrained=not job.student.config):
-        found.findings.append(Finding(f"stages.{stage.name}.train.learning_rate", problem, certain=False))
+        found.doubt(f"stages.{stage.name}.train.learning_rate", problem)
 
 
 def _adapter(job: Job, stage: Stage) -> int:
@@ -345,8 +330,7 @@ def _fits(found: Estimate, what: str, device: str, need: int, key: str) -> None:
     free = available_memory() if where == "cpu" else free_memory(where)
     found.memory[what] = f"{_size(need)} on {where}, {_size(free)} free"
     if need > free:
-        problem = f"{what} needs about {_size(need)} on {where}, which has {_size(free)} free; change {key}"
-        found.findings.append(Finding(key, problem, certain=False))
+        found.doubt(key, f"{what} needs about {_size(need)} on {where}, which has {_size(free)} free; change {key}")
 
 
 def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str, _Shape | None]) -> None:
@@ -376,19 +360,15 @@ def _disk(found: Estimate, job: Job, student: _Shape | None, teachers: dict[str,
             total += weights
     if "://" in job.store:
         return
-    place = next(
-        folder for folder in (Path(job.store).absolute(), *Path(job.store).absolute().parents) if folder.exists()
-    )
+    store = Path(job.store).absolute()
+    place = next(folder for folder in (store, *store.parents) if folder.exists())
     free = shutil.disk_usage(place).free
     found.disk["all"] = f"at most {_size(total)}, {_size(free)} free at {place}"
     if total > free:
-        found.findings.append(
-            Finding(
-                "store",
-                f"may grow to {_size(total)}, {place} has {_size(free)} free; set retain.hidden_passes = 1, a smaller "
-                "score.hidden_codec or rollout.max_new_tokens, or another store",
-                certain=False,
-            )
+        found.doubt(
+            "store",
+            f"may grow to {_size(total)}, {place} has {_size(free)} free; set retain.hidden_passes = 1, a smaller "
+            "score.hidden_codec or rollout.max_new_tokens, or another store",
         )
 
 

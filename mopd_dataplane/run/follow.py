@@ -10,7 +10,6 @@ trainer that is ahead waits. Each records that it has ended, and each can be kil
 
 from __future__ import annotations
 
-import json
 import time
 
 import numpy as np
@@ -20,8 +19,8 @@ from mopd_dataplane.job.job import Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.stage_rows import Rows, stage_samples
-from mopd_dataplane.run.steps.plan import planner_columns, training_of, window_tag
+from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
+from mopd_dataplane.run.steps.plan import planner_columns, recorded_windows, training_of, window_tag
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import prompts_of, rollout
 from mopd_dataplane.run.steps.score import register_teachers, score
@@ -162,11 +161,8 @@ def _decide(run: Run, stage: Stage, window: int, *, finished: bool) -> Decision:
 
 def settled_rows(run: Run, stage: Stage) -> Rows:
     """Rows of samples that a window holds or a recorded decision has dropped."""
-    plans = [run.store.plan(stage.name, window) for window in run.store.plans(stage.name)]
-    planned = [plan.sample_rows for plan in plans if plan is not None]
-    events = run.store.table("events", ["detail"], filter=f"kind = 'drop' AND stage = '{stage.name}'")
-    dropped = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *planned, *dropped]).astype(np.int64))
+    planned = [plan.sample_rows for plan in recorded_windows(run, stage)]
+    return np.unique(np.concatenate([event_rows(run.store, stage, "drop"), *planned]))
 
 
 def _hold_back(run: Run, stage: Stage) -> None:

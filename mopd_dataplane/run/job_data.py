@@ -14,8 +14,6 @@ from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.store.dataset import Store
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from mopd_dataplane.run.context import Run
 
 REFERENCE_BATCH = 4096
@@ -43,19 +41,24 @@ def ensure_prompts(job: Job, store: Store, loaded: Mapping[str, list[Prompt]]) -
             )
 
 
-def reference_samples(
-    job: Job,
-    stage: Stage,
-    prompts: Sequence[Prompt],
-    tokenizer: PreTrainedTokenizerBase,
-    digest: str,
-    *,
-    iteration: int = 0,
-) -> Iterator[Sample]:
+def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
+    """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is."""
+    if prompts is None:
+        prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
+    samples = list(_reference_samples(run, stage, prompts, iteration))
+    with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
+        for start in range(0, len(samples), REFERENCE_BATCH):
+            run.store.commit_samples(samples[start : start + REFERENCE_BATCH])
+            advance(start)
+        report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}
+
+
+def _reference_samples(run: Run, stage: Stage, prompts: Sequence[Prompt], iteration: int) -> Iterator[Sample]:
     """Reference answers as off-policy samples: prompt tokens, answer tokens, end-of-sequence; no sampler log-probs.
 
     iteration: the iteration they belong to, which also is the policy version they count as.
     """
+    job, tokenizer = run.job, run.tokenizer
     if tokenizer.eos_token_id is None:
         raise PromptError(
             f"stage {stage.name!r}: the student's tokenizer has no end-of-sequence token, with which an answer "
@@ -92,18 +95,5 @@ def reference_samples(
             version_starts=np.zeros(1, np.int32),
             versions=np.full(1, iteration, np.int32),
             finish_reason="reference",
-            tokenizer=digest,
+            tokenizer=run.tokenizer_digest,
         )
-
-
-def store_reference(run: Run, stage: Stage, prompts: Sequence[Prompt] | None = None, *, iteration: int = 0) -> None:
-    """Commit the reference samples of a stage, or of some prompts of an iteration; what is stored stays as it is."""
-    if prompts is None:
-        prompts = run.store.prompts(split="train", domains=run.job.domains_of(stage))
-    digest = run.tokenizer_digest
-    samples = list(reference_samples(run.job, stage, prompts, run.tokenizer, digest, iteration=iteration))
-    with run.progress.step(stage.name, "data", total=len(samples), unit="samples") as (advance, report):
-        for start in range(0, len(samples), REFERENCE_BATCH):
-            run.store.commit_samples(samples[start : start + REFERENCE_BATCH])
-            advance(start)
-        report.facts = {"samples": f"{len(samples):,}", "tokens": f"{sum(len(s.tokens) for s in samples):,}"}

@@ -27,7 +27,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate
 from mopd_dataplane.run.steps.evaluate import accuracy, evaluate
-from mopd_dataplane.run.steps.plan import plan_window
+from mopd_dataplane.run.steps.plan import plan_window, recorded_windows
 from mopd_dataplane.run.steps.reward import reward
 from mopd_dataplane.run.steps.rollout import rollout
 from mopd_dataplane.run.steps.score import score
@@ -119,12 +119,8 @@ def produce(run: Run, stage: Stage, window: int) -> None:
 
 def accuracy_table(run: Run) -> dict[str, dict[str, float]]:
     """{policy: {domain: accuracy}} of the newest evaluated version of every stage."""
-    table = {}
-    for stage in run.job.stages:
-        values = accuracy(run, stage.name, run.policies.latest(stage))
-        if values:
-            table[stage.name] = values
-    return table
+    table = {stage.name: accuracy(run, stage.name, run.policies.latest(stage)) for stage in run.job.stages}
+    return {name: values for name, values in table.items() if values}
 
 
 def rollout_stage(job: Job, stage: Stage, *, console: Console | None = None, follow: bool = False) -> Summary:
@@ -162,9 +158,8 @@ def train_recorded(run: Run, stage: Stage) -> dict[str, float]:
     """Train every recorded window that has no policy version yet."""
     trained = 0
     with Training(run, stage) as training:
-        for window in run.store.plans(stage.name):
-            plan = run.store.plan(stage.name, window)
-            if plan is not None and len(plan.sample_rows) and window >= run.policies.latest(stage):
+        for plan in recorded_windows(run, stage, run.policies.latest(stage)):
+            if len(plan.sample_rows):
                 training.train(plan)
                 trained += 1
     return {"windows": trained}

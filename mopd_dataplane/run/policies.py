@@ -40,13 +40,10 @@ class Policies:
         """Folder of one version of a stage's policy."""
         if version == 0:
             return self.start(stage)
-        return self._fetched(f"policies/{stage.name}/v{version}")
-
-    def _fetched(self, name: str) -> Path:
-        """A published folder, and the base that it needs where it is an adapter of this store."""
+        name = f"policies/{stage.name}/v{version}"
         self.work.fetch(name)
         folder = self.work.root / name
-        if is_adapter(folder):
+        if is_adapter(folder):  # it needs its base, which may be in this store too
             base = (folder / named_base(folder).place).resolve()
             if base.is_relative_to(self.work.root.resolve()):
                 self.work.fetch(base.relative_to(self.work.root.resolve()).as_posix())
@@ -94,12 +91,12 @@ class Policies:
 
     def teacher(self, name: str, stage: Stage) -> Path:
         """Weights folder of a teacher, as seen from a stage."""
-        source = self.job.teachers[name].source
-        if source == "student":
+        teacher = self.job.teachers[name]
+        if teacher.source == "student":
             return self.start(stage)
-        if source.startswith("stage:"):
-            return self.last(self.job.stage(source.removeprefix("stage:")))
-        return model_folder(source, self.job.teachers[name].revision)
+        if teacher.stage is not None:
+            return self.last(self.job.stage(teacher.stage))
+        return model_folder(teacher.source, teacher.revision)
 
 
 def _versions(names: Iterable[str]) -> list[int]:

@@ -8,13 +8,13 @@ Only what is missing is checked: a student that was made and prompts that a stor
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import InputError, JobFileError, MopdError
 from mopd_dataplane.job.check import sampling_teachers
@@ -73,7 +73,8 @@ def preflight(job: Job) -> Checked:
         _teacher(look, name)
     _packages(look)
     _devices(look)
-    look.findings += [Finding(key, problem) for key, problem in adapter_problems(job)]
+    for key, problem in adapter_problems(job):
+        look.refuse(key, problem)
     return Checked(look.findings, look.prompts)
 
 
@@ -94,13 +95,16 @@ class _Look:
     tokenizer: PreTrainedTokenizerBase | None = None
     """The student's, where it can be known before the student is made."""
 
+    def refuse(self, key: str, problem: str) -> None:
+        """Record what is certain to fail."""
+        self.findings.append(Finding(key, problem))
+
     def at(self, key: str, action: Callable[[], T]) -> T | None:
         """Run an action and return its result; on an error of this package record a finding and return None."""
         try:
             return action()
         except MopdError as error:
-            said = str(error).removeprefix(f"domain {key.partition('.')[2]!r}: ")  # the key says it
-            self.findings.append(Finding(key, said))
+            self.refuse(key, str(error).removeprefix(f"domain {key.partition('.')[2]!r}: "))  # the key says it
         return None
 
 
@@ -116,12 +120,10 @@ def _domains(look: _Look, store: Store | None) -> None:
             continue
         look.at(f"domains.{name}.reward", partial(resolve_reward, domain.reward))
         if domain.reward in ("reasoning-gym", "verifiers") and loaded and not loaded[0].verifier_data:
-            look.findings.append(
-                Finding(
-                    f"domains.{name}.reward",
-                    f"{domain.reward!r} verifies entries of its own data sets, and {domain.source} has none; "
-                    'set reward = "exact", or package.module:function',
-                )
+            look.refuse(
+                f"domains.{name}.reward",
+                f"{domain.reward!r} verifies entries of its own data sets, and {domain.source} has none; "
+                'set reward = "exact", or package.module:function',
             )
 
 
@@ -153,12 +155,10 @@ def _student(look: _Look, store: Store | None) -> None:
 def _template(look: _Look, key: str, template: str) -> None:
     if template == "chat":
         if look.tokenizer is not None and not look.tokenizer.chat_template:
-            look.findings.append(
-                Finding(key, "the student's tokenizer has no chat template; write one out, with `{prompt}` in it")
-            )
+            look.refuse(key, "the student's tokenizer has no chat template; write one out, with `{prompt}` in it")
     elif "{prompt}" not in template:
         found = f"{template!r:.80} has no {{prompt}}, so the model would never read it"
-        look.findings.append(Finding(key, f"{found}; write it where the prompt's text belongs, or set `chat`"))
+        look.refuse(key, f"{found}; write it where the prompt's text belongs, or set `chat`")
 
 
 def _environments(look: _Look) -> None:
@@ -176,9 +176,7 @@ def _teachers(job: Job) -> set[str]:
     """Teachers with weights that some stage asks."""
     named: set[str] = set()
     for stage in job.stages:
-        term = job.objective(stage).policy_gradient
-        reference = {term.reference} & set(job.teachers) if term else set()
-        named |= {*job.teachers_of(stage), *sampling_teachers(job, stage), *reference}
+        named |= {*job.scorers_of(stage), *sampling_teachers(job, stage)}
     return named | {member for name in named for member in job.members_of(name)}
 
 
@@ -187,7 +185,7 @@ def _teacher(look: _Look, name: str) -> None:
     teacher, key = look.job.teachers[name], f"teachers.{name}"
     if teacher.prompt_template:
         _template(look, f"{key}.prompt_template", teacher.prompt_template)
-    if teacher.blend or teacher.source == "student" or teacher.source.startswith("stage:"):
+    if teacher.blend or teacher.of_this_job:
         return
     look.at(f"{key}.source", lambda: _check_teacher(look, name, teacher.source, teacher.revision))
 
@@ -229,11 +227,8 @@ def _packages(look: _Look) -> None:
     if not job.engine.url and (package := engine_kind(job.engine.kind).package):
         wanted[package] = "engine.kind"
     for package, key in wanted.items():
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:  # a mere folder of that name has no origin
-            look.findings.append(
-                Finding(key, f"{package!r} is not installed here; pip install it, or change the setting")
-            )
+        if not is_installed(package):
+            look.refuse(key, f"{package!r} is not installed here; pip install it, or change the setting")
     for key, folder in (("work", job.work), ("load.cache_dir", job.load.cache_dir)):
         if folder:
             look.at(key, partial(_check_folder, folder))
@@ -250,11 +245,11 @@ def _devices(look: _Look) -> None:
         if stage.data == "rollout" and engine_kind(job.engine.kind).here:
             named["engine"][stage.name] = job.engine.device
     for part, by_stage in named.items():
-        for stage_name, device in by_stage.items():
-            if len(set(by_stage.values())) > 1:
-                look.at(f"stages.{stage_name}.{part}.device", partial(resolve_device, device))
-        if len(set(by_stage.values())) == 1:
-            look.at(f"{part}.device", partial(resolve_device, next(iter(by_stage.values()))))
+        places = {f"stages.{name}.{part}.device": device for name, device in by_stage.items()}
+        if len(set(by_stage.values())) == 1:  # all alike: said once
+            places = {f"{part}.device": device for device in by_stage.values()}
+        for key, device in places.items():
+            look.at(key, partial(resolve_device, device))
 
 
 def _check_folder(folder: str) -> None:

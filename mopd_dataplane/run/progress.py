@@ -97,7 +97,7 @@ class Progress:
             task = bar.add_task(name, total=total, unit="" if narrow else unit, facts="")
 
             def advance(done: int = 0, **facts: str) -> None:
-                bar.update(task, completed=done, facts=_listing(facts))
+                bar.update(task, completed=done, facts="  ".join(_said(facts)))
 
             yield advance, report
         report.seconds = time.monotonic() - began
@@ -107,14 +107,14 @@ class Progress:
             self.console.print(escape(_folded(head, report.facts, width)), soft_wrap=True)
 
 
-def _listing(facts: dict[str, str]) -> str:
-    return "  ".join(f"{name} {value}" for name, value in facts.items())
+def _said(facts: dict[str, str]) -> list[str]:
+    return [f"{name} {value}" for name, value in facts.items()]
 
 
 def _folded(head: str, facts: dict[str, str], width: int) -> str:
     """`head` and the facts, in lines of at most `width` columns that break between facts and begin below the first."""
     lines: list[list[str]] = [[]]
-    for fact in (f"{name} {value}" for name, value in facts.items()):
+    for fact in _said(facts):
         if lines[-1] and len(head) + len("  ".join([*lines[-1], fact])) > width:
             lines.append([])
         lines[-1].append(fact)

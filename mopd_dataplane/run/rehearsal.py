@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
+from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.base.file_urls import is_url
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError, MopdError
@@ -115,7 +115,7 @@ def _models(small: Rehearsal, given: dict[str, Any]) -> None:
     wanted += [
         _Wanted(f"teachers.{name}", teacher.source, teacher.revision, teacher.dtype)
         for name, teacher in job.teachers.items()
-        if teacher.source and teacher.source != "student" and not teacher.source.startswith("stage:")
+        if teacher.source and not teacher.of_this_job
     ]
     folders = {one.key: folder for one in wanted[bool(student.config) :] if (folder := _here(job, one)) is not None}
     family = family_of(wanted[0].place) or next(filter(None, (family_of(one.place) for one in wanted)), USUAL)
@@ -138,14 +138,8 @@ def _models(small: Rehearsal, given: dict[str, Any]) -> None:
             known = "its name says" if family_of(one.place) else "stands in, its name says none"
             small.replaced[one.key] = f"{one.place} is not here: a tiny random {kind}; the family {family} {known}"
         if one.key == "student":
-            given["student"] |= {
-                "path": str(target),
-                "revision": "",
-                "config": {},
-                "gguf": "",
-                "tokenizer": "",
-                "tokens": (),
-            }
+            nothing = {"revision": "", "config": {}, "gguf": "", "tokenizer": "", "tokens": ()}
+            given["student"] |= {"path": str(target), **nothing}
         else:
             given["teachers"][one.key.removeprefix("teachers.")] |= {"source": str(target), "revision": ""}
     small.never_run["weights"] = "of every model: memory, time and what comes out are not the job's"
@@ -196,7 +190,7 @@ def _no_prompts(domain: Domain) -> str:
     if domain.source == "datasets" and not Path(domain.dataset).is_dir():
         return f"the dataset {domain.dataset} is not here"
     if package := source_package(domain.source):
-        return "" if find_spec(package) else f"the package {package} is not here"
+        return "" if is_installed(package) else f"the package {package} is not here"
     try:
         find_prompts(domain.source)
     except MopdError as error:
@@ -219,7 +213,7 @@ def _prompts(folder: Path, name: str, domain: Domain) -> Path:
 
 def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
     """vLLM where it is installed, without what needs its hardware; else the Hugging Face engine and scorer."""
-    engine, has_vllm = small.job.engine, _installed("vllm")
+    engine, has_vllm = small.job.engine, is_installed("vllm")
     given["engine"] |= {"slots": min(engine.slots, SLOTS), "url": "", "reload": False, "options": {}}
     if engine_kind(engine.kind).package == "vllm" and not has_vllm:
         given["engine"] |= {"kind": "hf", "noise": "keyed", "keep": True}
@@ -240,14 +234,13 @@ def _engines(small: Rehearsal, given: dict[str, Any]) -> None:
                 small.never_run.setdefault("vLLM", "scoring")
     for name, teacher in small.job.teachers.items():
         given["teachers"][name]["url"] = ""
-        if teacher.quantisation != "none" and not _installed("torchao"):
+        if teacher.quantisation != "none" and not is_installed("torchao"):
             given["teachers"][name]["quantisation"] = "none"
             small.replaced[f"teachers.{name}.quantisation"] = "torchao is not installed here: none"
-    for key, section in {
-        "engine": given["engine"],
-        **{f"{s['name']}.{k}": s[k] for s in given["stages"] for k in ("score", "train")},
-    }.items():
-        _device(small, key, section)
+    _device(small, "engine", given["engine"])
+    for stage in given["stages"]:
+        for part in ("score", "train"):
+            _device(small, f"{stage['name']}.{part}", stage[part])
 
 
 def _device(small: Rehearsal, key: str, section: dict[str, Any]) -> None:
@@ -262,11 +255,6 @@ def _device(small: Rehearsal, key: str, section: dict[str, Any]) -> None:
         if not section.get("keep", True):  # to start a process again for every window is most of a rehearsal's time
             section["keep"] = True
             small.never_run[f"{key}.keep"] = "false, which hands an accelerator's memory over between windows"
-
-
-def _installed(package: str) -> bool:
-    found = find_spec(package)
-    return found is not None and found.origin is not None
 
 
 def _stage(small: Rehearsal, stage: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -54,6 +55,13 @@ def stage_samples(
     schema = pa.schema([stored.field(name) for name in columns])
     rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in parts)])
     return rows, pa.Table.from_batches([batch.cast(schema) for _, batch in parts], schema)
+
+
+def event_rows(store: Store, stage: Stage, kind: str) -> Rows:
+    """Rows named by a stage's events of one kind."""
+    events = store.table("events", ["detail"], filter=f"kind = '{kind}' AND stage = '{stage.name}'")
+    rows = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64))
 
 
 def chunks(rows: Rows) -> list[Rows]:

@@ -23,17 +23,25 @@ from mopd_dataplane.base.files import publish_folder
 from mopd_dataplane.errors import DamagedError, ResourceError
 from mopd_dataplane.rollout.log.recovery import epoch_folders
 from mopd_dataplane.rollout.runner import SAVED
+from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.objects import ObjectFiles
 
 _LISTING = "shipped.json"
 
 
+def log_names(store: Store) -> list[str]:
+    """Token logs of a store, wal/<stage>/<writer>."""
+    children = store._place.children
+    return [f"wal/{stage}/{writer}" for stage in children("wal") for writer in children(f"wal/{stage}")]
+
+
 class StoredLog:
     """The copy of one writer's log in a store; a rollout.log.remote_copy.LogCopy."""
 
-    def __init__(self, files: ObjectFiles, stage: str, writer: str) -> None:
+    def __init__(self, files: ObjectFiles, name: str) -> None:
+        """name: wal/<stage>/<writer>."""
         self._files = files
-        self._name = f"wal/{stage}/{writer}"
+        self._name = name
 
     def fetch(self, folder: Path) -> int:
         """Replace a local log of an earlier epoch by the copy; returns the newest claimed epoch."""

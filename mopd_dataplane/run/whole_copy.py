@@ -22,12 +22,11 @@ from mopd_dataplane.base.files import publish_file, try_lock
 from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.rollout.log.ownership import LOCK
 from mopd_dataplane.rollout.log.recovery import epoch_folders
-from mopd_dataplane.run.token_log_copy import StoredLog
+from mopd_dataplane.run.token_log_copy import StoredLog, log_names
 from mopd_dataplane.store.artifacts import ArtifactStore
 from mopd_dataplane.store.copy_files import begin_copy, copy_file, copy_folders, copy_job, copy_weights, finish_copy
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.deletions import FOLDER as DELETIONS
-from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.whole_copy import copy_tables, table_names
 from mopd_dataplane.train.metrics import FILE as METRICS
@@ -66,8 +65,7 @@ def copy_whole(source: Store, target: str) -> Iterator[str]:
 @contextmanager
 def _logs_at_rest(source: Store) -> Iterator[list[str]]:
     """Names of the token logs, wal/<stage>/<writer>, none of which grows until the block ends."""
-    stages = source._place.children("wal")
-    logs = [f"wal/{stage}/{writer}" for stage in stages for writer in source._place.children(f"wal/{stage}")]
+    logs = log_names(source)
     with ExitStack() as stack:
         for name in logs if source.root is not None else ():
             lock = source.path(name) / LOCK
@@ -95,17 +93,12 @@ def _copy_log(source: Store, place: Place, name: str) -> None:
             folder = source.path(name)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            _stored(source.files, name).fetch(folder)
+            StoredLog(source.files, name).fetch(folder)
         epoch = max(epoch_folders(folder), default=0)
         if place.files is not None and epoch:
-            stored = _stored(place.files, name)
+            stored = StoredLog(place.files, name)
             stored.claim(epoch)
             stored.ship(folder, epoch)
-
-
-def _stored(files: ObjectFiles, name: str) -> StoredLog:
-    _, stage, writer = name.split("/")
-    return StoredLog(files, stage, writer)
 
 
 def copy_log_folder(folder: Path, target: Path) -> None:

@@ -20,6 +20,8 @@ from mopd_dataplane.errors import InputError, ResourceError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.ray.replicas import roll_out_on_replicas
+from mopd_dataplane.run.ray.teacher_workers import score_on_workers
 from mopd_dataplane.run.steps.rollout import Part
 from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
 
@@ -32,20 +34,17 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 @dataclass(frozen=True)
 class RayFleet:
-    """A run's engine replicas and teachers; each call starts the workers it needs and ends them."""
+    """A run's engine replicas and teachers, in processes of their own; each call starts the workers it needs and ends
+    them."""
 
     run: Run
 
     def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """See replicas.py."""
-        from mopd_dataplane.run.ray.replicas import roll_out_on_replicas
-
+        """Sample a part as steps.rollout.roll_out does, divided over engine replicas."""
         return roll_out_on_replicas(self.run, part, already, show)
 
     def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """See teacher_workers.py."""
-        from mopd_dataplane.run.ray.teacher_workers import score_on_workers
-
+        """Score every task (steps.score.score_task), on one worker per teacher; `done` is called with each result."""
         score_on_workers(self.run, stage, tasks, done)
 
 

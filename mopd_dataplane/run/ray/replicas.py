@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 
 from mopd_dataplane.job.job import Job, Stage
-from mopd_dataplane.records import sample_uid
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.log.recovery import recover
 from mopd_dataplane.rollout.rollout_report import RolloutReport
@@ -24,7 +23,7 @@ from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.pool import Group, Task, drive
 from mopd_dataplane.run.samplers import Sampler, sampler_of
 from mopd_dataplane.run.stage_rows import stage_samples
-from mopd_dataplane.run.steps.rollout import Part, open_engine, prompts_of, roll_out
+from mopd_dataplane.run.steps.rollout import Part, open_engine, prompts_of, roll_out, uids_of
 from mopd_dataplane.run.token_log_copy import StoredLog
 
 STEPS_OF_SLOTS = 2
@@ -108,7 +107,8 @@ class EngineReplica:
 
 def _shares(run: Run, part: Part, already: set[str]) -> list[tuple[str, set[str]]]:
     """(writer, uids): what logs hold first, then the rest in admission order, under no name yet."""
-    missing = [uids for prompt in part.prompts if (uids := _uids(run, part, prompt.prompt_id) - already)]
+    every = (set(uids_of(run, part.stage, part.iteration, [prompt])) for prompt in part.prompts)
+    missing = [left for uids in every if (left := uids - already)]
     open_uids = set().union(*missing)
     owned: list[tuple[str, set[str]]] = []
     for folder in _logs(run, part.stage):
@@ -131,13 +131,8 @@ def _logs(run: Run, stage: Stage) -> list[Path]:
         return sorted(logs.iterdir())
     for writer in files.children(f"wal/{stage.name}"):
         (logs / writer).mkdir(exist_ok=True)
-        StoredLog(files, stage.name, writer).fetch(logs / writer)
+        StoredLog(files, f"wal/{stage.name}/{writer}").fetch(logs / writer)
     return sorted(logs.iterdir())
-
-
-def _uids(run: Run, part: Part, prompt_id: str) -> set[str]:
-    seed, stage = run.job.seed, part.stage
-    return {sample_uid(seed, stage.name, prompt_id, index, part.iteration) for index in range(stage.rollout.group_size)}
 
 
 def _add(total: RolloutReport, one: RolloutReport) -> None:

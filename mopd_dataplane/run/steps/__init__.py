@@ -7,7 +7,6 @@ plan.py              metadata of a pinned snapshot -> recorded windows
 train.py             planned windows -> a new policy version
 evaluate.py          held-out prompts
 discriminate.py      the discriminator of a stage
-token_stats.py       writes the trainer's per-token statistics to the store
 retain.py            frees hidden states at the end of their lifetime
 explain_plan.py      what a recorded plan holds and will cost
 compare_teachers.py  every teacher of a job on the same answers

@@ -69,10 +69,7 @@ def compare_teachers(
     return sorted(rows, key=lambda row: (list(answers).index(row["domain"]), list(job.teachers).index(row["teacher"])))
 
 
-_Rewarded = tuple[Scorable, float]
-
-
-def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[_Rewarded]:
+def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[tuple[Scorable, float]]:
     """The first answers of a domain that have a reward, with it."""
     every, table = stage_samples(run.store, stage, 0, ["domain"])
     rewards = run.store.table("rewards", columns=["sample_row", "reward"])
@@ -83,16 +80,13 @@ def _rewarded(run: Run, stage: Stage, domain: str, count: int) -> list[_Rewarded
 
 def _is_there(run: Run, teacher: str) -> bool:
     """Whether a teacher's weights exist: a stage of this job has produced them, or they are a folder."""
-    sources = [run.job.teachers[member].source for member in run.job.members_of(teacher)]
-    names = [source.removeprefix("stage:") for source in sources if source.startswith("stage:")]
+    names = [name for member in run.job.members_of(teacher) if (name := run.job.teachers[member].stage) is not None]
     stages = {stage.name: stage for stage in run.job.stages}
     return all(name in stages and run.policies.latest(stages[name]) for name in names)
 
 
 def _accuracy(run: Run, teacher: str, domain: str) -> float | None:
     """Held-out accuracy of the stage that a teacher comes from, where it was evaluated."""
-    source = run.job.teachers[teacher].source
-    if not source.startswith("stage:"):
+    if (name := run.job.teachers[teacher].stage) is None:
         return None
-    stage = run.job.stage(source.removeprefix("stage:"))
-    return accuracy(run, stage.name, run.policies.latest(stage)).get(domain)
+    return accuracy(run, name, run.policies.latest(run.job.stage(name))).get(domain)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from mopd_dataplane.base.files import file_digest
@@ -49,17 +50,13 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
     """
     settings = stage.discriminator
     assert settings is not None
-    rows, samples = stage_samples(run.store, stage, window, ["uid", "prompt_id"])
-    scored = run.store.table("rewards", ["sample_row"], filter=f"verifier = '{stage.verifier}'")[
-        "sample_row"
-    ].to_numpy()
-    if np.isin(rows, scored).all():
+    rows, samples = _by_uid(*stage_samples(run.store, stage, window, ["uid", "prompt_id"]))
+    scored = run.store.table("rewards", ["sample_row"], filter=f"verifier = '{stage.verifier}'")
+    if np.isin(rows, scored["sample_row"].to_numpy()).all():
         return {"rewards": 0.0}
-    order = np.argsort(samples["uid"].to_pylist())
-    rows, prompt_ids = rows[order], [samples["prompt_id"][int(place)].as_py() for place in order]
     students = _tokens(run, rows)
     teachers = _teacher_texts(run, stage, settings.text)
-    pairs = [Pair(teachers[prompt], text) for prompt, text in zip(prompt_ids, students, strict=True)]
+    pairs = [Pair(teachers[prompt.as_py()], text) for prompt, text in zip(samples["prompt_id"], students, strict=True)]
     free_device_memory()
     critic = Discriminator(
         run.policies.start(stage), settings, seed=run.job.seed, device=resolve_device(stage.score.device)
@@ -80,12 +77,17 @@ def discriminate(run: Run, stage: Stage, window: int) -> dict[str, float]:
             critic.save(run.root / after)
             run.work.publish(after)
         scores = critic.scores(students)
-        _store(run, stage, rows, [samples["uid"][int(place)].as_py() for place in order], scores, run.root / after)
+        _store(run, stage, rows, samples["uid"].to_pylist(), scores, run.root / after)
         report.facts = {name: f"{value:.3f}" for name, value in facts.items()}
     for name, value in facts.items():
         event = f"discriminator/{stage.name}/{window}/{name}"
         run.store.add_event(event, stage.name, "discriminator", window, value, {"measure": name})
     return {"rewards": float(len(rows)), **facts}
+
+
+def _by_uid(rows: Rows, samples: pa.Table) -> tuple[Rows, pa.Table]:
+    order = np.argsort(samples["uid"].to_pylist())
+    return rows[order], samples.take(order)
 
 
 def _store(run: Run, stage: Stage, rows: Rows, uids: list[str], scores: NDArray[np.float32], version: Path) -> None:
@@ -101,10 +103,9 @@ def _store(run: Run, stage: Stage, rows: Rows, uids: list[str], scores: NDArray[
 def _teacher_texts(run: Run, stage: Stage, source: str) -> dict[str, NDArray[np.int64]]:
     """Prompt and teacher text of each prompt, as the student's tokens; of several answers the first by uid."""
     if source != "reference":
-        rows, samples = stage_samples(run.store, run.job.stage(source), None, ["uid", "prompt_id"])
-        order = np.argsort(samples["uid"].to_pylist())[::-1]
-        texts = _tokens(run, rows[order])
-        return dict(zip([samples["prompt_id"][int(place)].as_py() for place in order], texts, strict=True))
+        rows, samples = _by_uid(*stage_samples(run.store, run.job.stage(source), None, ["uid", "prompt_id"]))
+        named = zip(samples["prompt_id"].to_pylist(), _tokens(run, rows), strict=True)
+        return dict(reversed(list(named)))  # the first comes last, and stays
     tokenizer = run.tokenizer
     found = {}
     for prompt in run.store.prompts(split="train", domains=run.job.domains_of(stage)):

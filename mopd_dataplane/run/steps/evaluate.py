@@ -45,22 +45,20 @@ def evaluate(run: Run, stage: Stage, version: int) -> dict[str, float]:
         with run.progress.step(label, "evaluate", total=len(todo), unit="prompts") as (advance, report):
             answers = answer(run, stage, folder, version, todo)
             distances = _reverse_kl(run, stage, folder, todo, answers) if run.job.eval.reverse_kl else {}
-            rows = []
-            for prompt, found in zip(todo, answers, strict=True):
-                response = run.decode(found.ids)
-                rows.append(
-                    {
-                        "policy": label,
-                        "policy_version": version,
-                        "prompt_id": prompt.prompt_id,
-                        "domain": prompt.domain,
-                        **verify(run, prompt, found.ids, found.mask)._asdict(),
-                        "reverse_kl": distances.get(prompt.prompt_id),
-                        "response": response,
-                        "response_len": len(found.ids),
-                        "finish_reason": found.finish_reason,
-                    }
-                )
+            rows = [
+                {
+                    "policy": label,
+                    "policy_version": version,
+                    "prompt_id": prompt.prompt_id,
+                    "domain": prompt.domain,
+                    **verify(run, prompt, found.ids, found.mask)._asdict(),
+                    "reverse_kl": distances.get(prompt.prompt_id),
+                    "response": run.decode(found.ids),
+                    "response_len": len(found.ids),
+                    "finish_reason": found.finish_reason,
+                }
+                for prompt, found in zip(todo, answers, strict=True)
+            ]
             run.store.add_evals(rows)
             advance(len(todo))
             report.facts = {domain: f"{value:.3f}" for domain, value in accuracy(run, label, version).items()}

@@ -90,10 +90,10 @@ def _mixture(domains: pa.ChunkedArray, lengths: NDArray[np.int64]) -> dict[str, 
 def _per_token(run: Run, plan: PlanWindow, scores: pa.Table) -> dict[str, float]:
     """Bytes a token of the objective's signals, and of the teachers' whole logits in float32."""
     scored = pc.sum(scores["rows"]).as_py()
-    vocabulary = {teacher.name: teacher.vocab_size for teacher in run.store.teachers().values()}
     if not scored:
         return {}
-    largest = max(vocabulary[name] for name in plan.teachers)
+    known = run.store.teachers()
+    largest = max(known[name].vocab_size for name in plan.teachers)
     return {"stored": round(pc.sum(scores["bytes"]).as_py() / scored, 1), "as_logits": 4.0 * largest}
 
 

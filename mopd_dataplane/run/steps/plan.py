@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pyarrow.compute as pc
 
 from mopd_dataplane.base.memory import freed_memory_kept
@@ -17,6 +19,12 @@ from mopd_dataplane.run.stage_rows import scan_stage, stage_samples
 def window_tag(stage: Stage, window: int) -> str:
     """Tag of the snapshot that a window reads."""
     return f"{stage.name}-{window}"
+
+
+def recorded_windows(run: Run, stage: Stage, first: int = 0) -> Iterator[PlanWindow]:
+    """Recorded windows of a stage from `first` on, in order."""
+    plans = (run.store.plan(stage.name, window) for window in run.store.plans(stage.name) if window >= first)
+    return (plan for plan in plans if plan is not None)
 
 
 def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -> PlanWindow:
@@ -53,8 +61,7 @@ def plan_window(run: Run, stage: Stage, window: int, *, iteration: int | None) -
             "steps": f"{int(stats['steps'])}",
             "density": f"{stats['density']:.3f}",
         }
-    name = f"time/{stage.name}/{window}/plan"
-    run.store.add_event(name, stage.name, "stage_time", window, report.seconds, {"action": "plan"})
+    run.record_time(stage, window, "plan", report.seconds)
     for reason, count in stats.items():
         if reason.startswith("dropped_"):
             name = f"drop/{stage.name}/{window}/{reason}"

@@ -7,16 +7,14 @@ free      every recorded row that still has its bytes, so a run killed in betwee
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from mopd_dataplane.errors import UnknownNameError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.records import PlanWindow, Snapshot
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.stage_rows import Rows, stage_samples
-from mopd_dataplane.run.steps.plan import window_tag
+from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
+from mopd_dataplane.run.steps.plan import recorded_windows, window_tag
 from mopd_dataplane.store.token_stats import free_token_stats
 
 
@@ -44,15 +42,16 @@ def _free_hidden(run: Run, stage: Stage, windows_done: int) -> None:
     if "hidden" not in run.job.objective(stage).signals or not (settings.hidden_passes or settings.hidden_versions):
         return
     latest = min(windows_done, run.policies.latest(stage))
-    windows = [plan for number in run.store.plans(stage.name) if (plan := run.store.plan(stage.name, number))]
+    windows = list(recorded_windows(run, stage))
     served = _served(run, stage, [plan for plan in windows if plan.window < latest], latest)
     waiting = np.concatenate([np.empty(0, np.int64), *(plan.sample_rows for plan in windows if plan.window >= latest)])
-    fresh = np.setdiff1d(served, np.concatenate([waiting, freed_rows(run, stage)]))
+    fresh = np.setdiff1d(served, np.concatenate([waiting, event_rows(run.store, stage, "free")]))
     if len(fresh):
-        done = np.concatenate([_rows_of(run, stage, "drop"), *(p.sample_rows for p in windows if p.window < latest)])
+        trained = (plan.sample_rows for plan in windows if plan.window < latest)
+        done = np.concatenate([event_rows(run.store, stage, "drop"), *trained])
         _record(run, stage, "drop", latest, np.setdiff1d(fresh, done), {"reason": "outlived"})
         _record(run, stage, "free", latest, fresh, {})
-    rows = freed_rows(run, stage)
+    rows = event_rows(run.store, stage, "free")
     if not len(rows):
         return
     for plan in windows:
@@ -75,11 +74,6 @@ def _record(run: Run, stage: Stage, kind: str, latest: int, rows: Rows, detail: 
         run.store.add_event(name, stage.name, kind, latest, float(len(rows)), {**detail, "rows": rows.tolist()})
 
 
-def freed_rows(run: Run, stage: Stage) -> Rows:
-    """Rows of samples whose hidden states are freed, or will be when a killed run continues."""
-    return _rows_of(run, stage, "free")
-
-
 def _served(run: Run, stage: Stage, finished: list[PlanWindow], latest: int) -> Rows:
     """Rows that [retain] lets go."""
     settings = run.job.retain
@@ -90,7 +84,7 @@ def _served(run: Run, stage: Stage, finished: list[PlanWindow], latest: int) -> 
         for plan in finished:
             passes += np.bincount(plan.sample_rows, minlength=len(served))
         served |= passes >= settings.hidden_passes
-        served[_rows_of(run, stage, "drop")] = True
+        served[event_rows(run.store, stage, "drop")] = True
     if settings.hidden_versions:
         served[rows[latest - samples["policy_version_first"].to_numpy() > settings.hidden_versions]] = True
     return np.flatnonzero(served)
@@ -101,13 +95,5 @@ def _unfinished(run: Run, stage: Stage, windows_done: int) -> list[Snapshot]:
     found: list[Snapshot] = []
     for other in run.job.stages:
         first = windows_done if other.name == stage.name else run.policies.latest(other)
-        plans = (run.store.plan(other.name, number) for number in run.store.plans(other.name) if number >= first)
-        found += [plan.snapshot for plan in plans if plan is not None]
+        found += [plan.snapshot for plan in recorded_windows(run, other, first)]
     return found
-
-
-def _rows_of(run: Run, stage: Stage, kind: str) -> Rows:
-    """Rows named by the stage's events of one kind."""
-    events = run.store.table("events", ["detail"], filter=f"kind = '{kind}' AND stage = '{stage.name}'")
-    rows = [json.loads(detail).get("rows", []) for detail in events["detail"].to_pylist()]
-    return np.unique(np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64))

@@ -49,9 +49,7 @@ def rollout(run: Run, stage: Stage, iteration: int, *, follow: bool = False) -> 
     if not reports:
         return []
     seconds, levels = sum(report.seconds for report in reports), {report.level for report in reports}
-    name = f"time/{stage.name}/{iteration}/rollout"
-    detail = {"action": "rollout", "log": "/".join(sorted(levels))}
-    run.store.add_event(name, stage.name, "stage_time", iteration, seconds, detail)
+    run.record_time(stage, iteration, "rollout", seconds, log="/".join(sorted(levels)))
     return reports
 
 
@@ -159,7 +157,7 @@ def roll_out(
             render=as_the_student_reads_it,
             share=share,
             writer=writer,
-            copy=StoredLog(run.work.files, stage.name, writer) if run.work.files is not None else None,
+            copy=StoredLog(run.work.files, f"wal/{stage.name}/{writer}") if run.work.files is not None else None,
         ),
         commit=commit,
         already=already,

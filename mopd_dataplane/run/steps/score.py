@@ -53,7 +53,7 @@ def score(run: Run, stage: Stage, *, iteration: int | None = None) -> dict[str, 
     Returns {"signals": count, "loss_tokens": count}. Raises MismatchError before anything is written when a teacher's
     tokenizer, weights or quantisation do not fit.
     """
-    check_precision(run, (*run.job.teachers_of(stage), *_reference(run, stage)))
+    check_precision(run, run.job.scorers_of(stage))
     work = _missing(run, stage, iteration)
     total = sum(len(rows) for rows in work.values())
     counts = {"signals": 0.0, "loss_tokens": 0.0}
@@ -105,7 +105,7 @@ def register_teachers(run: Run, stage: Stage) -> TeacherPool:
     Raises MismatchError, with nothing written, when a tokenizer or a digest does not fit.
     """
     pool = teacher_pool(run, stage)
-    for teacher in dict.fromkeys((*run.job.teachers_of(stage), *_reference(run, stage))):
+    for teacher in run.job.scorers_of(stage):
         known = run.work.fetch_file(pool.head_file(teacher))
         record = pool.register(teacher, run.root)
         if not known:
@@ -121,7 +121,7 @@ def teacher_pool(
 
     teachers: default those that score the stage's samples. engine: what runs them; default the job's.
     """
-    teachers = teachers or (*run.job.teachers_of(stage), *_reference(run, stage))
+    teachers = teachers or run.job.scorers_of(stage)
     names = dict.fromkeys([*teachers, *(member for teacher in teachers for member in run.job.members_of(teacher))])
     specs = {}
     for name in names:
@@ -149,12 +149,19 @@ def student_topk(run: Run, stage: Stage) -> StudentTopk:
 
 def score_task(run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, task: ScoreTask) -> ScoredTask:
     """Compute and commit the signals of one task; those the store has already are left alone."""
+    samples = list(stored_samples(run, task.rows))
+    reads = prompt_renderer(run, task.teacher, samples)
+    by_kind: dict[str, list[Signal]] = {kind: [] for kind in task.kinds}
+    for signal in score_samples(
+        pool, task.teacher, list(task.kinds), samples, stage.score, render_prompt=reads, student=student
+    ):
+        by_kind[signal.kind].append(signal)
     new = positions = 0
-    for kind, signals in _signals(run, stage, pool, student, task.teacher, list(task.kinds), task.rows).items():
+    for kind, signals in by_kind.items():
         # Before their signals: a run killed in between scores these samples again, and finds the statistics there.
         write_token_stats(run.store, [_stats(stage, task.teacher, s) for s in signals if s.teacher_entropy is not None])
         new += run.store.commit_signals(task.teacher, kind, signals)
-        positions += sum(_positions(signal) for signal in signals)
+        positions += sum(len(value(signal, of_signal(kind)[0].name)) for signal in signals)
     return ScoredTask(task.teacher, new, positions)
 
 
@@ -173,25 +180,9 @@ def _missing(run: Run, stage: Stage, iteration: int | None) -> dict[tuple[str, s
         routed = np.array([run.job.teacher_of(stage, *pair) for pair in pairs])
         kinds = kinds if stage.data == "reference" else (*kinds, *ALWAYS)
         wanted = {(t, kind): rows[routed == t] for t in run.job.teachers_of(stage) for kind in dict.fromkeys(kinds)}
-    wanted |= {(teacher, "logprob"): rows for teacher in _reference(run, stage)}
+    wanted |= {(teacher, "logprob"): rows for teacher in run.job.reference_of(stage)}
     missing = {key: run.store.missing_signals(*key, candidates) for key, candidates in wanted.items()}
     return {key: rows for key, rows in missing.items() if len(rows)}
-
-
-def _reference(run: Run, stage: Stage) -> tuple[str, ...]:
-    term = run.job.objective(stage).policy_gradient
-    return (term.reference,) if term and term.reference else ()
-
-
-def _signals(
-    run: Run, stage: Stage, pool: TeacherPool, student: StudentTopk, teacher: str, kinds: list[str], rows: Rows
-) -> dict[str, list[Signal]]:
-    samples = list(stored_samples(run, rows))
-    signals: dict[str, list[Signal]] = {kind: [] for kind in kinds}
-    renderer = prompt_renderer(run, teacher, samples)
-    for signal in score_samples(pool, teacher, kinds, samples, stage.score, render_prompt=renderer, student=student):
-        signals[signal.kind].append(signal)
-    return signals
 
 
 def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
@@ -200,7 +191,3 @@ def _same_rows(work: dict[str, Rows]) -> list[tuple[list[str], Rows]]:
     for kind, rows in work.items():
         groups.setdefault(rows.tobytes(), ([], rows))[0].append(kind)
     return list(groups.values())
-
-
-def _positions(signal: Signal) -> int:
-    return len(value(signal, of_signal(signal.kind)[0].name))

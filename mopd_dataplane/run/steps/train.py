@@ -6,6 +6,7 @@ One trainer process reads the loader's socket; several ([scale] ranks) are start
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import subprocess
@@ -16,9 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+import numpy as np
+
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
-from mopd_dataplane.errors import InputError, MismatchError
+from mopd_dataplane.errors import DeadlineError, InputError, MismatchError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.job.sections import Scale
 from mopd_dataplane.load.launch import start_server
@@ -30,12 +33,13 @@ from mopd_dataplane.run.checkpoint_copy import StoredCheckpoints
 from mopd_dataplane.run.context import Run
 from mopd_dataplane.run.progress import Advance
 from mopd_dataplane.run.steps.retain import free_served
-from mopd_dataplane.run.steps.token_stats import record_stats
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.token_stats import TokenStats, write_token_stats
 from mopd_dataplane.train.checkpoint import latest_checkpoint
 from mopd_dataplane.train.metrics import MetricsReader
 from mopd_dataplane.train.node_agent import node_count, node_rank
 from mopd_dataplane.train.spec import HeadFile, TrainSpec
+from mopd_dataplane.train.token_stats import FoundOfSample, read_stats, stats_files
 
 POLL_S = 0.1
 STOP_S = 30.0
@@ -63,7 +67,8 @@ class Training:
         self._stage = stage
         self._samples = samples
         self._checkpoints = StoredCheckpoints(run.work, stage.name)
-        self._metrics = MetricsReader(self._checkpoints.folder)
+        self._folder = self._checkpoints.folder
+        self._metrics = MetricsReader(self._folder)
         self._trainer: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
 
@@ -92,8 +97,7 @@ class Training:
             if not stage.train.keep:
                 self._resources.close()
                 self._trainer = None
-            name = f"time/{stage.name}/{plan.window}/train"
-            run.store.add_event(name, stage.name, "stage_time", plan.window, report.seconds, {"action": "train"})
+            run.record_time(stage, plan.window, "train", report.seconds)
         self._record_steps()
         return version
 
@@ -145,11 +149,22 @@ class Training:
             self._record_stats(metrics[-1].step + 1)
 
     def _record_stats(self, before: int) -> None:
-        """Have the per-token statistics of earlier steps in the store; all ranks have left theirs."""
-        record_stats(self._run.store, self._stage.name, self._folder, before=before)
+        """Move the per-token statistics of earlier steps, of which all ranks have left theirs, to the store.
+
+        A sample of which a rank's part is missing is left out: its run was killed in the middle of the step, and takes
+        the step again.
+        """
+        files = stats_files(self._folder, before=before)
+        found = _whole(self._run.store, [one for group in files for one in read_stats(group)])
+        write_token_stats(self._run.store, [TokenStats(stage=self._stage.name, **vars(one)) for one in found])
+        for path in itertools.chain(*files):
+            path.unlink(missing_ok=True)
 
     def _publish_checkpoint(self) -> None:
-        if why_not := self._checkpoints.try_to_publish():
+        try:
+            self._checkpoints.publish()
+        except DeadlineError as failure:
+            why_not = f"the checkpoint stays on this node for now: {failure}"
             self._run.progress.say(f"{self._stage.name:<16} train    {why_not}")
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -212,10 +227,6 @@ class Training:
         """Whether the newest policy has no checkpoint yet."""
         return self._checkpoints.windows_done() < self._run.policies.latest(self._stage)
 
-    @property
-    def _folder(self) -> Path:
-        return self._checkpoints.folder
-
     def _steps_expected(self) -> int:
         """Optimizer steps of the whole stage, for a schedule that decays: the first window's, for every window."""
         first = self._run.store.plan(self._stage.name, 0)
@@ -244,6 +255,15 @@ class Training:
 
     def _died(self, code: int) -> NoReturn:
         raise exit_error(f"stage {self._stage.name!r}: the trainer", code)
+
+
+def _whole(store: Store, found: list[FoundOfSample]) -> list[FoundOfSample]:
+    if not found:
+        return []
+    rows = np.array([one.sample_row for one in found])
+    counts = store.take_samples(rows, ["loss_tokens"])["loss_tokens"].to_pylist()
+    lengths = [len(next(iter(one.values.values()))) for one in found]
+    return [one for one, length, count in zip(found, lengths, counts, strict=True) if length == count]
 
 
 def check_cursor(store: Store, stage: str, folder: Path) -> None:

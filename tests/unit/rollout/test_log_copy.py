@@ -36,7 +36,7 @@ def files(s3: str) -> ObjectFiles:
 @pytest.fixture
 def copy(files: ObjectFiles) -> StoredLog:
     """The copy of the log that the default rollout writes."""
-    return StoredLog(files, "student", "engine-0")
+    return StoredLog(files, "wal/student/engine-0")
 
 
 @pytest.fixture(autouse=True)
