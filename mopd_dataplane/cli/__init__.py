@@ -2,9 +2,8 @@
 
     app.py      the command tree and how it ends: exit codes, errors, Ctrl-C
     jobs.py     run, rollout, score, reward, plan, train
-    answers.py  query, show, report
+    answers.py  query, show, report, compare, schema
     view.py       a store in a browser, or as files
-    schema.py     what tables and columns mean
     teachers.py   teachers on the same answers
     evaluate.py   lm-eval's tasks for a policy
     stores.py     store info, verify, compact, copy, delete, upgrade

@@ -1,4 +1,5 @@
-"""Commands that read stores: SQL, one sample token by token, one HTML report, a comparison of two policies."""
+"""Commands that read stores: SQL, one sample token by token, one HTML report, two policies beside each other, and what
+tables and columns mean."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import typer
 
 from mopd_dataplane.cli.output import note, print_csv, print_grid, print_json, stdout
 from mopd_dataplane.cli.register import register
-from mopd_dataplane.cli.rows import print_table
+from mopd_dataplane.cli.rows import print_fitting, print_table
 from mopd_dataplane.errors import InputError
 
 if TYPE_CHECKING:
@@ -199,8 +200,43 @@ def compare(
     note(grid.caption)
 
 
+def schema(
+    store: StoreUri,
+    table: Annotated[
+        str | None, typer.Argument(metavar="[TABLE]", help="Table, view or macro; default: list them.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array of objects.")] = False,
+) -> None:
+    """Say what the tables of a store hold, or what the columns of one mean.
+
+    Views and macros answer common questions: decoded responses, accuracy, teachers side by side. `mopd query STORE
+    "describe TABLE"` lists the columns of a table or view too.
+    """
+    from mopd_dataplane import open_store
+    from mopd_dataplane.store.describe import columns, relations
+
+    opened = open_store(store)
+    if table is not None:
+        found = columns(opened, table)
+        if as_json:
+            print_json(found)
+        else:
+            print_fitting(
+                ("column", "type", "unit", "meaning"), [(c.name, c.type, c.unit, c.doc) for c in found], tall=True
+            )
+        return
+    listed = list(relations(opened))
+    if as_json:
+        print_json(listed)
+        return
+    print_fitting(
+        ("name", "kind", "rows", "what it holds"), [(r.name, r.kind, r.rows, r.doc) for r in listed], tall=True
+    )
+    note(f"columns of one: mopd schema {store} NAME")
+
+
 def add_to(app: typer.Typer) -> None:
-    """Register query, show, report and compare."""
+    """Register the commands."""
     by_domain = "select domain, count(*), avg(reward) from samples join rewards using (uid) group by 1"
     register(app, query, f'mopd query runs/quickstart "{by_domain}"', panel=PANEL)
     examples = ("mopd show runs/quickstart", "mopd show runs/quickstart --worst --domain spiral_matrix")
@@ -208,3 +244,4 @@ def add_to(app: typer.Typer) -> None:
     register(app, report, "mopd report runs/quickstart -o report.html", panel=PANEL)
     versions = "mopd compare 'runs/quickstart#student@6' 'runs/quickstart#student@12' --plot difference.svg"
     register(app, compare, "mopd compare runs/a runs/b", versions, panel=PANEL)
+    register(app, schema, "mopd schema runs/quickstart", "mopd schema runs/quickstart samples", panel=PANEL)

@@ -33,7 +33,6 @@ from mopd_dataplane.cli import (
     jobs,
     load,
     recipes,
-    schema,
     stores,
     teachers,
     view,
@@ -170,17 +169,8 @@ def root(
     """
 
 
-jobs.add_to(app)
-recipes.add_to(app)
-load.add_to(app)
-answers.add_to(app)
-view.add_to(app)
-schema.add_to(app)
-teachers.add_to(app)
-evaluate.add_to(app)
-stores.add_to(app)
-interchange.add_to(app)
-bench.add_to(app)
+for commands in (jobs, recipes, load, answers, view, teachers, evaluate, stores, interchange, bench):
+    commands.add_to(app)
 
 
 def main() -> None:

@@ -11,14 +11,13 @@ import typer
 
 from mopd_dataplane.base.files import check_target
 from mopd_dataplane.cli.output import note, print_facts, print_json
-from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.register import AsJson, register
 from mopd_dataplane.cli.rows import print_fitting
 from mopd_dataplane.errors import InputError
 
 Folder = Annotated[
     Path, typer.Option("--folder", metavar="DIR", exists=True, file_okay=False, help="Where to measure; default: here.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def plan(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mopd_dataplane.cli.answers import StoreUri
 from mopd_dataplane.cli.output import note, plain, print_facts, print_json, stderr
-from mopd_dataplane.cli.register import register
-
-if TYPE_CHECKING:
-    from mopd_dataplane.interchange.vocabulary import Vocabulary
+from mopd_dataplane.cli.register import AsJson, register
 
 PANEL = "Exchange"
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def import_(
@@ -63,11 +59,16 @@ def import_(
     checked before anything is written. Importing the same rows again adds nothing.
     """
     from mopd_dataplane.interchange.importer import ImportSettings, import_rollouts
+    from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
+    from mopd_dataplane.models import hf
+    from mopd_dataplane.models.hub import model_folder
     from mopd_dataplane.run.progress import Progress
 
     settings = ImportSettings(format=source, stage=stage, domain=domain, policy=policy, teacher=teacher)
     with Progress(stderr()).step(stage or "import", source, total=None, unit="samples") as (advance, _):
-        report = import_rollouts(store, path, settings, _vocabulary(tokenizer, template), progress=advance)
+        read = hf.load_tokenizer(model_folder(tokenizer, weights=False))
+        vocabulary = TokenizerVocabulary(read, hf.tokenizer_digest(read), template=template)
+        report = import_rollouts(store, path, settings, vocabulary, progress=advance)
     print_json(report) if as_json else print_facts(plain(report))
 
 
@@ -123,12 +124,3 @@ def add_to(app: typer.Typer) -> None:
         "mopd export runs/quickstart tokens.parquet --as tokens --signals logprob",
     )
     register(app, export, *examples, panel=PANEL)
-
-
-def _vocabulary(place: str, template: str) -> Vocabulary:
-    from mopd_dataplane.interchange.vocabulary import TokenizerVocabulary
-    from mopd_dataplane.models import hf
-    from mopd_dataplane.models.hub import model_folder
-
-    tokenizer = hf.load_tokenizer(model_folder(place, weights=False))
-    return TokenizerVocabulary(tokenizer, hf.tokenizer_digest(tokenizer), template=template)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,12 +30,10 @@ class RayAnywhere(TyperCommand):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Give a bare `--ray` its empty address, which the parser insists on."""
-        bare = [
-            place for place, (word, after) in enumerate(pairwise([*args, "-"])) if word == "--ray" and after[:1] == "-"
-        ]
-        for place in reversed(bare):
-            args = [*args[: place + 1], "", *args[place + 1 :]]
-        return super().parse_args(ctx, args)
+        given: list[str] = []
+        for word, after in pairwise([*args, "-"]):
+            given += [word, ""] if word == "--ray" and after[:1] == "-" else [word]
+        return super().parse_args(ctx, given)
 
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
@@ -90,16 +88,12 @@ def run(
         loaded.stage(stage)
     require(packages(loaded))
 
+    if rehearsal:
+        _rehearse(loaded, stage, ray, as_json=as_json)
+        return
+
     from mopd_dataplane.run import pipeline
 
-    if rehearsal:
-        from mopd_dataplane.run.rehearsal import rehearse
-
-        began = time.monotonic()
-        small = rehearse(loaded)
-        result = pipeline.run_job(small.job, only=stage, console=stderr(), ray=ray)
-        print_rehearsal(small.facts(), result, seconds=time.monotonic() - began, as_json=as_json)
-        return
     result = pipeline.run_job(loaded, only=stage, console=stderr(), ray=ray)
     if as_json:
         print_json(result)
@@ -116,10 +110,15 @@ def packages(job: Job) -> list[str]:
     return ["torch", "transformers", *(package for package in prompts if package in EXTRAS)]
 
 
-def print_rehearsal(
-    facts: Mapping[str, Mapping[str, str]], result: Mapping[str, Any], *, seconds: float, as_json: bool
-) -> None:
-    """Print what a rehearsal ran unchanged, what it replaced, and what it did not run."""
+def _rehearse(job: Job, only: str | None, ray: str | None, *, as_json: bool) -> None:
+    """Run a small version of a job; print what it ran unchanged, what it replaced, and what it did not run."""
+    from mopd_dataplane.run import pipeline
+    from mopd_dataplane.run.rehearsal import rehearse
+
+    began = time.monotonic()
+    small = rehearse(job)
+    result = pipeline.run_job(small.job, only=only, console=stderr(), ray=ray)
+    facts, seconds = small.facts(), time.monotonic() - began
     if as_json:
         print_json({**facts, "seconds": seconds, "store": result["store"], "report": result["report"]})
         return
@@ -312,7 +311,8 @@ def one_stage(function: str, job: Job, name: str | None, *, as_json: bool, **opt
     stage = choose_stage(job, name, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
 
     work: Callable[..., Any] = getattr(import_module(f"mopd_dataplane.run.{HOMES.get(function, 'pipeline')}"), function)
-    present(work(job, stage, console=stderr(), **options), as_json=as_json)
+    summary = plain(work(job, stage, console=stderr(), **options))
+    print_json(summary) if as_json else print_facts(summary)
 
 
 def print_accuracy(store: str) -> None:
@@ -326,12 +326,3 @@ def print_accuracy(store: str) -> None:
     for grid in section.grids:
         print_grid(grid)
         note(grid.caption)
-
-
-def present(result: Any, *, as_json: bool) -> None:
-    """Print a stage's summary for a person or a script."""
-    summary = plain(result)
-    if as_json:
-        print_json(summary)
-    else:
-        print_facts(summary)

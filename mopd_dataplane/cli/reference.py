@@ -104,13 +104,9 @@ def _is_option(parameter: Any) -> bool:
 def _options(command: Any) -> str:
     rows = ["| | |", "|---|---|"]
     for parameter in command.params:
-        value = f" {parameter.metavar}" if _is_option(parameter) and parameter.metavar else ""
-        names = (
-            ", ".join(f"`{name}{value}`" for name in parameter.opts)
-            if _is_option(parameter)
-            else f"`{parameter.metavar}`"
-        )
-        rows.append(f"| {names} | {parameter.help} |")
+        value = f" {parameter.metavar}" if parameter.metavar else ""
+        spelled = [f"{name}{value}" for name in parameter.opts] if _is_option(parameter) else [parameter.metavar]
+        rows.append(f"| {', '.join(f'`{one}`' for one in spelled)} | {parameter.help} |")
     return "\n".join(rows)
 
 

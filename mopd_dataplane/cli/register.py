@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def register(

@@ -10,14 +10,13 @@ import typer
 
 from mopd_dataplane.cli.answers import StoreUri
 from mopd_dataplane.cli.output import note, plain, print_facts, print_json
-from mopd_dataplane.cli.register import register
+from mopd_dataplane.cli.register import AsJson, register
 from mopd_dataplane.cli.rows import print_fitting
+from mopd_dataplane.errors import InputError, UnknownNameError
 from mopd_dataplane.query.text import size
 
 if TYPE_CHECKING:
     from mopd_dataplane.run.delete import Preview
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 AUDIT_FAILED = 1
 MOST_REASONS = 3
@@ -171,7 +170,6 @@ def delete(
     those that used the samples, and the policies trained on them, are listed. After a kill, the same command continues.
     """
     from mopd_dataplane import open_store
-    from mopd_dataplane.errors import UnknownNameError
     from mopd_dataplane.run import delete as deleting
 
     opened = open_store(store)
@@ -203,21 +201,18 @@ def _show_preview(facts: Preview) -> None:
     print_fitting(("table", "rows that go"), list(facts.rows.items()))
     if facts.uses:
         columns = ("stage", "window", "samples", "steps", "trained on them from version")
-        uses = [[u.stage, u.window, u.samples, u.steps, _or_none(u.first_version)] for u in facts.uses]
+        uses = [
+            [u.stage, u.window, u.samples, u.steps, "none" if u.first_version is None else u.first_version]
+            for u in facts.uses
+        ]
         print_fitting(columns, uses)
         note("policies stay as they are: each later version, and what was trained from it, has seen them too")
     if facts.snapshots:
         note(f"snapshots that hold them and are given up: {', '.join(facts.snapshots)}")
 
 
-def _or_none(version: int | None) -> int | str:
-    return "none" if version is None else version
-
-
 def _confirm(question: str, yes: bool) -> None:
     """Raise InputError unless somebody says yes."""
-    from mopd_dataplane.errors import InputError
-
     if yes:
         return
     if not sys.stdin.isatty():
