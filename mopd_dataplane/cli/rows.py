@@ -176,9 +176,9 @@ def _fitted(text: str, width: int) -> str:
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> int:
     """Lines that a row takes."""
-    parts = [_fitted(text, width).split("\n") for text, width in zip(row, widths, strict=True)]
     return max(
-        sum(max(1, len(textwrap.wrap(line, width))) for line in part) for part, width in zip(parts, widths, strict=True)
+        sum(max(1, len(textwrap.wrap(line, width))) for line in _fitted(text, width).split("\n"))
+        for text, width in zip(row, widths, strict=True)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mopd_dataplane.errors import JobFileError, nearest
-from mopd_dataplane.rollout.engines.kinds import EngineKind, engine_kind, kinds_that
+from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING, engines_that
 
 if TYPE_CHECKING:
@@ -131,15 +131,11 @@ def _check_rollout(job: Job, stage: Stage, at: str) -> None:
             f"{at}: under rollout.teacher_mix = {rollout.teacher_mix} a token is drawn from what two models keep, "
             'not from what the student keeps; take "sampling_mask" out of rollout.record, or set teacher_mix = 0'
         )
-    kind = engine_kind(job.engine.kind)
-
-    def tells(kind: EngineKind | type[EngineKind]) -> bool:
-        return set(rollout.record) <= set(kind.records)
-
-    if not tells(kind):
+    kind, wanted = engine_kind(job.engine.kind), set(rollout.record)
+    if not wanted <= set(kind.records):
         raise JobFileError(
             f"{at}: engine.kind = {job.engine.kind!r} does not say what record = {list(rollout.record)} asks for; "
-            f"set engine.kind = {kinds_that(tells)}, or record = {list(kind.records)}"
+            f"set engine.kind = {kinds_that(lambda one: wanted <= set(one.records))}, or record = {list(kind.records)}"
         )
     if "experts" in rollout.record:
         _check_experts(rollout, at)

@@ -176,15 +176,13 @@ class DivergenceTerm(Term):
         return kind
 
     @model_validator(mode="after")
-    def _plugin_reads_hidden_states(self) -> DivergenceTerm:
-        if self.plugin is not None and self.signal != "hidden":
-            raise ValueError(f"kind {self.kind!r} is over the whole vocabulary; set signal = 'hidden'")
-        return self
-
-    @model_validator(mode="after")
     def _topk_form_exists(self) -> DivergenceTerm:
+        if self.signal != "topk":
+            return self
+        if self.plugin is not None:
+            raise ValueError(f"kind {self.kind!r} is over the whole vocabulary; set signal = 'hidden'")
         sums = ("corrected", "truncated_biased")
-        if self.signal == "topk" and self.topk_mode in sums and self.form_kind not in ("reverse", "forward"):
+        if self.topk_mode in sums and self.form_kind not in ("reverse", "forward"):
             raise ValueError(f"topk_mode {self.topk_mode!r} is defined for reverse and forward, found {self.kind!r}")
         return self
 

@@ -107,8 +107,8 @@ def train_follow(run: Run, stage: Stage) -> dict[str, float]:
                 run.store.pin(plan.snapshot, window_tag(stage, window))  # it may be trained on much later
                 training.train(plan)
                 stall.renew()
-    steps = run.store.table("steps", ["stage", "staleness_mean", "staleness_max", "loss_tokens"]).to_pylist()
-    mine = [step for step in steps if step["stage"] == stage.name]
+    columns = ["staleness_mean", "staleness_max", "loss_tokens"]
+    mine = run.store.table("steps", columns, filter=f"stage = '{stage.name}'").to_pylist()
     tokens = sum(step["loss_tokens"] for step in mine)
     return {
         "steps": len(mine),
