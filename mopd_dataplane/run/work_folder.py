@@ -47,7 +47,7 @@ class Work:
         if self.files is None:
             return (self.root / name).exists()
         if (self.root / name).exists():
-            return self.files.size(name) is not None
+            return self.files.has(name)
         content = self.files.read(name)
         if content is not None:
             publish_file(self.root / name, content)

@@ -52,7 +52,7 @@ class ArtifactStore:
 
     def has(self, name: str) -> bool:
         """Whether a folder is published."""
-        return self._files.size(f"{name}.json") is not None
+        return self._files.has(f"{name}.json")
 
     def publish(self, name: str, folder: Path) -> None:
         """Upload a finished folder; durable on return. Nothing happens when the name is taken."""

@@ -94,7 +94,7 @@ class _Copy:
         for some in _parts(rows, 16 * lengths):
             metadata = _sound("samples", take_rows(old, some, None))
             uids = metadata["uid"].to_pylist()
-            if (self._samples.find(metadata.select(["uid"]))[0] >= 0).all():
+            if (self._rows_of(metadata) >= 0).all():
                 continue
             payload = self._source.read_tokens(some, snapshot=self._at, verify=True)
             places, made = place_payload(tokens, uids, _recorded(metadata), payload.take, token_crcs)

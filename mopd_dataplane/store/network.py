@@ -18,7 +18,6 @@ _RETRIES = re.compile(r"after (\d+) retries")
 _OF_THE_NETWORK = ("performing", "error sending request", "credential", "retries", "error decoding response body")
 """Words of the object-store client; an error without any of them is not the network's."""
 _NO_CREDENTIALS = ("credential", "no providers in chain", "metadata endpoint", "security-credentials")
-_NO_ROOM = (507,)
 
 
 def network_failure(where: str, error: BaseException) -> MopdError | None:
@@ -38,7 +37,7 @@ def network_failure(where: str, error: BaseException) -> MopdError | None:
         return InputError(f"{where}: the object store refuses these credentials ({answer}); {_WHERE_FROM}")
     if not status and any(word in text.lower() for word in _NO_CREDENTIALS):
         return InputError(f"{where}: no credentials for the object store; {_WHERE_FROM}")
-    if status in _NO_ROOM:
+    if status == 507:
         return ResourceError(f"{where}: the object store is full ({answer}); nothing became visible; make room, retry")
     if status and status < 500 and status not in (408, 429):
         return ResourceError(f"{where}: the object store refuses the request ({answer}); {_CONTINUE}")

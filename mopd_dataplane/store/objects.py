@@ -97,10 +97,9 @@ class ObjectFiles:
 
         return self._call(name, digest)
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a file, None when there is none."""
-        found = self._head(name)
-        return None if found is None else int(found["size"])
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self._head(name) is not None
 
     def identity(self, name: str) -> str | None:
         """ETag and size of a file, which tell it from another one of the same name; None when there is none."""

@@ -111,7 +111,7 @@ class Place:
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
-        return self.local(name).is_file() if self.files is None else self.files.size(name) is not None
+        return self.local(name).is_file() if self.files is None else self.files.has(name)
 
     def sha256(self, name: str) -> str:
         """sha256 of a file, hex."""

@@ -35,7 +35,7 @@ def remove_rows(place: Place, table: Table, gone: NDArray[np.int64], blobs: Blob
     blobs: reads what a scan of the table does not show. Raises DamagedError when a row that stays cannot be read, or
     was not copied right; nothing has changed then.
     """
-    while len(gone):
+    while True:
         with committing(place, table.name), writing(table.uri):
             dataset = table.open_to_write()
             touched = [(fragment, ids) for fragment in dataset.get_fragments()
@@ -54,7 +54,6 @@ def remove_rows(place: Place, table: Table, gone: NDArray[np.int64], blobs: Blob
                 continue
         fault_point("delete.removed")
         return int(sum(np.isin(ids, gone).sum() for _, ids in touched))
-    return 0
 
 
 def _without(

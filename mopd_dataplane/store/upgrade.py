@@ -76,14 +76,13 @@ def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> 
     pins = old_snapshots(source)
     for name in [*TABLES, *(name for name in versions if name not in TABLES)]:
         table = Table(target, name)
+        table.create()
         if name in versions:
             pinned = sorted({held[name] for held in pins.values() if name in held})
             _copy_table(source / name, table, versions[name], pinned)
             for version in pinned:
                 if table.barrier is not None:
                     table.barrier.sync_version(table.open(version))
-        else:
-            table.create()
         table.make_durable(table.open())
         yield name
     tables = {name: Table(target, name) for name in versions}
@@ -94,7 +93,6 @@ def upgrade_tables(source: Path, target: Place, versions: Mapping[str, int]) -> 
 
 def _copy_table(source: Path, table: Table, newest: int, pinned: list[int]) -> None:
     old = lance.dataset(str(source), version=newest)
-    table.create()
     copy = _link_files if blob_columns(table.spec) else _copy_rows
     with reading(old.uri), writing(table.uri):
         for version in [*(v for v in pinned if v < newest), newest]:

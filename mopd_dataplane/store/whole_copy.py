@@ -24,15 +24,18 @@ from mopd_dataplane.store.table import Table
 
 
 def copy_tables(source: Store, place: Place) -> Iterator[str]:
-    """Copy every table and snapshot, durable at the end; names each that is done."""
+    """Copy every table and snapshot, durable at the end; names each that is done. Raises DamagedError for a manifest
+    that is not the one that was acknowledged, or pinned."""
     pins = _pins(source)
     at = source.snapshot().versions
     at |= {name: source._table(name).open().version for name in _queues(source)}
     for name, newest in at.items():
         versions = sorted({newest, *(held[name] for held in pins.values() if name in held)})
-        _check_manifest(source._table(name))
+        old = source._table(name)
+        if problem := old.manifest_damage():  # its copy would be acknowledged
+            raise DamagedError(f"{old.uri}: {problem}; nothing is copied of it, restore it from a copy")
         for version in versions:
-            _copy_version(source, place, name, source._table(name).open(version))
+            _copy_version(source, place, name, old.open(version))
             fault_point("whole_copy.version")
         table = Table(place, name)
         for version in versions:
@@ -69,12 +72,6 @@ def _pins(source: Store) -> dict[str, dict[str, int]]:
                 problem = f"version {pins[tag][name]}, which {tag} pins, has another manifest than it had"
                 raise DamagedError(f"{source.uri}/{name}: {problem}; nothing is copied of it, restore it from a copy")
     return pins
-
-
-def _check_manifest(table: Table) -> None:
-    """Raise DamagedError for a manifest that is not the one that was acknowledged: its copy would be."""
-    if problem := table.manifest_damage():
-        raise DamagedError(f"{table.uri}: {problem}; nothing is copied of it, restore it from a copy")
 
 
 def _copy_version(source: Store, place: Place, name: str, dataset: lance.LanceDataset) -> None:

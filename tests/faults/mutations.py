@@ -142,7 +142,7 @@ MUTATIONS = [
     Mutation("open a copy before it is whole", "store/copy_files.py", "    if not report.ok:", "    if False:",
              STORE + "test_store_copy.py -k damaged_row"),
     Mutation("copy a manifest that is not the acknowledged one", "store/whole_copy.py",
-             "    if problem := table.manifest_damage():", "    if problem := \"\":",
+             "        if problem := old.manifest_damage():", "        if problem := \"\":",
              STORE + "test_store_copy.py -k acknowledged_one"),
     Mutation("forget what ended the audit", "store/verify_apart.py",
              "    deadly: dict[Step, str] = {(table, step, row): why for table, step, row, why in given[\"deadly\"]}",
