@@ -91,8 +91,9 @@ def _tokenizers(store: Store) -> Iterator[str]:
     if store.root is not None:
         yield from map(_of_policy, sorted((store.root / "policies").glob("**/tokenizer.json")))
     elif store.files is not None:
-        names = (name for name in store.files.under("policies") if name.endswith("/tokenizer.json"))
-        yield from filter(None, ((store.files.read(name) or b"").decode() for name in names))
+        for name in store.files.under("policies"):
+            if name.endswith("/tokenizer.json") and (content := store.files.read(name)):
+                yield content.decode()
     for name in store._place.children(KEPT):
         kept = store.read_json(f"{KEPT}/{name}")
         if kept is not None:

@@ -91,12 +91,13 @@ class KeyDirectory:
             first = int(ids.offsets(fresh[:1])[0])
             keys = dataset.to_table(columns=self._key, offset=first, limit=len(fresh))
             self._extend(fresh, hash_rows(keys, self._key))
-        for fragment in dataset.get_fragments() if not ids.in_order else ():
-            held = fragment_ids(fragment)
-            fresh = np.flatnonzero(held >= self._end)
-            if len(fresh):
-                keys = fragment.to_table(columns=self._key).take(pa.array(fresh))
-                self._extend(held[fresh], hash_rows(keys, self._key))
+        else:
+            for fragment in dataset.get_fragments():
+                held = fragment_ids(fragment)
+                fresh = np.flatnonzero(held >= self._end)
+                if len(fresh):
+                    keys = fragment.to_table(columns=self._key).take(pa.array(fresh))
+                    self._extend(held[fresh], hash_rows(keys, self._key))
         self._end = ids.end
 
     def _extend(self, rows: Rows, hashes: Hashes) -> None:
