@@ -10,6 +10,7 @@ dataset_format.py  table name -> Lance schema; formats that do not match are ref
 schemas.py         the published contracts, generated from tables.py
 lance_errors.py    errors of Lance, by their cause
 row_ids.py         row ids, by which tables refer to each other's rows, and their positions
+manifests.py       the newest version of a local dataset, and manifests that a power cut cut short
 acknowledged.py    which version of a table was acknowledged last
 held.py            which processes have which version open
 table.py           one dataset: read at a version, append payload, insert rows exactly once

@@ -11,6 +11,7 @@ a second fsync reports success without having written.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lance
@@ -18,7 +19,10 @@ from lance.fragment import FragmentMetadata
 
 from mopd_dataplane.base.files import fsync
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.acknowledged import manifest
+from mopd_dataplane.store.manifests import manifest
+
+AT_ONCE = 8
+"""Files that are synced at once."""
 
 
 class Barrier:
@@ -54,10 +58,12 @@ class Barrier:
         self._synced &= {self._root / "data" / file.path for fragment in fragments for file in fragment.files}
 
     def _sync(self, paths: list[Path]) -> None:
+        """Sync files and their folders at once: the file system then writes its journal once or twice, not for each."""
         above = set() if self._synced else {self._root, self._root.parent}
+        every = [*paths, *({path.parent for path in paths} | above)]
         try:
-            for path in [*paths, *sorted({path.parent for path in paths} | above)]:
-                fsync(path)
+            with ThreadPoolExecutor(AT_ONCE, "sync") as pool:
+                list(pool.map(fsync, every))
         except OSError as error:
             raise ResourceError(
                 f"{self._root}: sync failed ({error}); what was acknowledged before is safe, this commit may not "

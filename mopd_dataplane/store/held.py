@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lance
 
-from mopd_dataplane.store.acknowledged import manifest
+from mopd_dataplane.store.manifests import manifest
 
 CLEANED_S = 30.0
 """Longest wait for a clean-up that has a version locked."""

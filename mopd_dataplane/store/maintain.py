@@ -10,12 +10,12 @@ from typing import Any
 import lance
 
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.store.acknowledged import names_of_versions
 from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.fragments import drop_old, merge_small
 from mopd_dataplane.store.held import free_versions
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
 from mopd_dataplane.store.lock import committing
+from mopd_dataplane.store.manifests import names_of_versions
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.snapshot import tags_of
 from mopd_dataplane.store.table import ATTEMPTS, Table
@@ -75,7 +75,7 @@ def _tidy(place: Place, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
         yield "files_merged", merged
         kept: dict[int, str] = {}
         if now and place.root is not None:
-            versions, freed, kept = _drop_unheld(place.root / table.name, dataset)
+            versions, freed, kept = _drop_unheld(place.root / table.name, dataset, table.acknowledged())
         else:
             versions, freed = drop_old(dataset)
         yield "versions_dropped", versions
@@ -85,13 +85,13 @@ def _tidy(place: Place, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
         yield "kept", list(_reasons(place, dataset, kept, sizes, now=now))
 
 
-def _drop_unheld(root: Path, dataset: lance.LanceDataset) -> tuple[int, int, dict[int, str]]:
-    """Drop every version that no tag pins and no process of this machine has open.
+def _drop_unheld(root: Path, dataset: lance.LanceDataset, acknowledged: int) -> tuple[int, int, dict[int, str]]:
+    """Drop every version before the acknowledged one that no tag pins and no process of this machine has open.
 
     Returns (versions dropped, bytes freed, who holds each of the others).
     """
     pinned = set(tagged(dataset).values())
-    old = [version for version in names_of_versions(root) if version < dataset.version and version not in pinned]
+    old = [version for version in names_of_versions(root) if version < acknowledged and version not in pinned]
     gc.collect()  # a handle that nothing refers to any more holds its version no longer
     with free_versions(root, old) as (free, holders):
         freed = 0

@@ -66,7 +66,7 @@ def free_files(place: Place, table: Table, what: Freeable, in_use: Collection[in
     with committing(place, table.name), writing(table.uri):
         rows = _replace(table, what)
         fault_point("retire.replaced")
-        return Freed(rows, _drop_versions(table.open(), in_use))
+        return Freed(rows, _drop_versions(table.open(), in_use, table.acknowledged()))
 
 
 def _replace(table: Table, what: Freeable) -> int:
@@ -136,10 +136,11 @@ class _States:
         return fresh
 
 
-def _drop_versions(dataset: lance.LanceDataset, in_use: Collection[int]) -> int:
-    """Drop every version but the newest, those in use and those tagged; bytes that left the disk."""
-    keep = {dataset.version, *tagged(dataset).values(), *in_use}
-    old = [entry["version"] for entry in dataset.versions() if entry["version"] not in keep]
+def _drop_versions(dataset: lance.LanceDataset, in_use: Collection[int], acknowledged: int) -> int:
+    """Drop versions before the acknowledged one, but those in use and those tagged; bytes that left the disk."""
+    keep = {*tagged(dataset).values(), *in_use}
+    versions = [entry["version"] for entry in dataset.versions()]
+    old = [version for version in versions if version < acknowledged and version not in keep]
     if not old:
         return 0
     return drop_versions(dataset, versions=old)[1]

@@ -10,7 +10,7 @@ import lance
 
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
 from mopd_dataplane.records import Snapshot
-from mopd_dataplane.store.acknowledged import crc_of_manifest
+from mopd_dataplane.store.manifests import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.tags import drop_tag, set_tag

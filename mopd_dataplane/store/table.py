@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError, MismatchError, ResourceError, UnknownNameError
-from mopd_dataplane.store.acknowledged import Acknowledged, Torn, crc_of_manifest, set_aside, torn_manifests
+from mopd_dataplane.store.acknowledged import Acknowledged
 from mopd_dataplane.store.barrier import Barrier
 from mopd_dataplane.store.dataset_format import blob_columns, check_dataset, lance_schema, spec_of
 from mopd_dataplane.store.fragments import drop_old, is_crowded, merge_small
 from mopd_dataplane.store.held import Gone, hold
 from mopd_dataplane.store.keys import KeyDirectory
 from mopd_dataplane.store.lance_errors import is_overtaken, is_panic, writing
+from mopd_dataplane.store.manifests import Torn, crc_of_manifest, manifest, newest_version, set_aside, torn_manifests
 from mopd_dataplane.store.network import answering, network_failure
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import take_rows
@@ -80,6 +81,8 @@ class Table:
         self.barrier = Barrier(self._folder) if self._folder is not None else None
         self._acknowledged = Acknowledged(place, name)
         self._clean_up_at = 0.0
+        self._newest = 0
+        """The newest version that this process has seen, in a folder."""
         self._torn: list[Torn] = []
         """Manifests that a power cut left above the newest acknowledged version; readers pass them over."""
 
@@ -116,8 +119,8 @@ class Table:
         if not self._checked:
             acknowledged = self._acknowledged.newest()
         if self._folder is not None and version is None and (not self._checked or self._torn):
-            self._torn, newest = torn_manifests(self._folder, acknowledged or self._acknowledged.newest())
-            version = newest if self._torn else None
+            self._torn, self._newest = torn_manifests(self._folder, acknowledged or self._acknowledged.newest())
+            version = self._newest if self._torn else None
         dataset = self._held(version)
         if not self._checked:
             check_dataset(dataset, self.spec)
@@ -128,6 +131,10 @@ class Table:
                 )
             self._checked = True
         return dataset
+
+    def acknowledged(self) -> int:
+        """The newest version that was acknowledged; 0 when none was. Clean-up drops none that is newer."""
+        return self._acknowledged.newest()
 
     def manifest_damage(self) -> str:
         """Damage of the manifest that was acknowledged last, or of the record of it; empty when both are sound."""
@@ -162,18 +169,24 @@ class Table:
         return self.open()
 
     def _held(self, version: int | str | None) -> lance.LanceDataset:
-        """A version, held against clean-up where that is possible."""
+        """A version (None: the newest), held against clean-up where that is possible."""
+        if self._folder is None:
+            return self._open(version)
         for _ in range(ATTEMPTS):
-            dataset = self._open(version)
-            if self._folder is None:
-                return dataset
+            wanted = version
+            if version is None:
+                self._newest = newest_version(self._folder, max(self._newest, self._acknowledged.newest()))
+                wanted = self._newest or None
             try:
+                dataset = self._open(wanted)
                 hold(dataset, self._folder)
+                return dataset
             except Gone:
                 if version is not None:
                     break
-                continue
-            return dataset
+            except DamagedError:  # or it was dropped since it was looked up
+                if version is not None or wanted is None or manifest(self._folder, self._newest).exists():
+                    raise
         raise DamagedError(f"{self.uri}: version {version} was cleaned up; pin the snapshots that are read later")
 
     def _open(self, version: int | str | None) -> lance.LanceDataset:

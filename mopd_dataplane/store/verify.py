@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from mopd_dataplane.store.acknowledged import crc_of_manifest
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.lance_errors import is_panic
+from mopd_dataplane.store.manifests import crc_of_manifest
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import scored_rows, signal_crcs, token_crcs
 from mopd_dataplane.store.row_ids import fragment_ids, row_ids

@@ -16,9 +16,9 @@ from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.records import Snapshot
 from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.acknowledged import manifest_name
 from mopd_dataplane.store.copy_files import copy_file
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.manifests import manifest_name
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.table import Table
 

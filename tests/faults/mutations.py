@@ -127,7 +127,7 @@ MUTATIONS = [
     Mutation("ignore the uid key", "store/table.py",
              "            new = (found < 0) & (first == np.arange(rows.num_rows))",
              "            new = first == np.arange(rows.num_rows)", "8"),
-    Mutation("open a manifest with a hole", "store/acknowledged.py",
+    Mutation("open a manifest with a hole", "store/manifests.py",
              " or any(not any(sector) for sector in sectors)", "",
              STORE + "test_store_disk.py -k hole"),
     Mutation("open whatever the format version", "store/dataset_format.py",

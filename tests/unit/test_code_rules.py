@@ -39,7 +39,7 @@ WRITES = {
     "rollout/engines/kv_file.py": "a cache with a checksum that may be lost", "store/cache.py": "the same",
     "score/vllm_connector.py": "between two processes, read once", "train/token_stats.py": "the same",
     "train/metrics.py": "lines with a checksum each are appended", "train/stop.py": "a lock",
-    "store/acknowledged.py": "a torn manifest is set aside, the folder synced",
+    "store/manifests.py": "a torn manifest is set aside, the folder synced",
     "job/reference.py": "generated pages of this repository", "store/schemas.py": "the same",
 }  # fmt: skip
 """Files that write otherwise, and why; bench/ measures the disk."""

@@ -5,6 +5,7 @@ Each test states a behaviour measured on pylance 14.0.2; docs/decisions/0002-exa
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import pytest
 from lance.commit import CommitConflictError
 from lance.fragment import RowIdSequence, write_fragments
 from lance.optimize import Compaction, CompactionOptions
+
+from mopd_dataplane.store.manifests import manifest
 
 KEY = {b"lance-schema:unenforced-primary-key": b"true"}
 SCHEMA = pa.schema([pa.field("uid", pa.string(), False, KEY), pa.field("v", pa.int64(), False)])
@@ -72,6 +75,19 @@ OVERTAKERS: dict[str, Callable[[str], object]] = {
     "add_columns": lambda uri: lance.dataset(uri).add_columns({"n": "cast(null as int)"}),
     "schema_metadata": lambda uri: lance.dataset(uri).update_schema_metadata({"mopd:key": "2"}),
 }
+
+
+@pytest.mark.parametrize("commit", OVERTAKERS)
+def test_a_commit_takes_the_next_number_and_names_its_manifest_after_it(uri: str, commit: str) -> None:
+    """store/manifests.py looks for the newest version one number after the other, and asks Lance's note first."""
+    swap(lance.dataset(uri), rows("c"))
+    before = lance.dataset(uri).version
+    OVERTAKERS[commit](uri)
+    newest = lance.dataset(uri).version
+    assert newest > before
+    assert all(manifest(Path(uri), version).exists() for version in range(1, newest + 1))
+    assert not manifest(Path(uri), newest + 1).exists()
+    assert json.loads((Path(uri) / "_versions" / "latest_version_hint.json").read_bytes()) == {"version": newest}
 
 
 @pytest.mark.parametrize("overtaker", OVERTAKERS)

@@ -175,7 +175,8 @@ def test_a_failed_sync_is_never_retried(store: Store, monkeypatch: pytest.Monkey
     monkeypatch.setattr(barrier, "fsync", failing)
     with pytest.raises(ResourceError, match="Input/output error"):
         Store.open(store.uri).commit_samples([build.sample(0)])
-    assert len(calls) == 1
+    assert calls
+    assert len(calls) == len(set(calls))
     assert store.samples(["uid"]).num_rows == 0
 
 

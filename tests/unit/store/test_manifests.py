@@ -1,0 +1,101 @@
+"""The newest version is found without a list of all, also after others have committed, merged and dropped versions."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lance
+import pytest
+import store_builders as build
+
+from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.maintain import _drop_unheld
+from mopd_dataplane.store.manifests import manifest, names_of_versions, newest_version
+
+
+def committed(store: Store, count: int, first: int = 0) -> None:
+    for number in range(first, first + count):
+        store.commit_samples([build.sample(number)])
+
+
+def root_of(store: Store, table: str = "samples") -> Path:
+    assert store.root is not None
+    return store.root / table
+
+
+def newest_by_lance(root: Path) -> int:
+    return int(lance.dataset(str(root)).version)
+
+
+@pytest.mark.parametrize("known", [0, 1, 3, 6])
+@pytest.mark.parametrize("note", ["right", "behind", "damaged", "none"])
+def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known: int, note: str) -> None:
+    committed(store, 5)
+    root = root_of(store)
+    hint = root / "_versions" / "latest_version_hint.json"
+    if note == "none":
+        hint.unlink()
+    elif note != "right":
+        hint.write_text('{"version": 2}' if note == "behind" else '{"vers')
+    assert newest_version(root, known) == newest_by_lance(root) == 6
+
+
+def test_no_version_is_none(tmp_path: Path) -> None:
+    assert newest_version(tmp_path, 0) == 0
+    assert newest_version(tmp_path, 7) == 0
+
+
+def test_versions_from_one_on(store: Store) -> None:
+    committed(store, 3)
+    root = root_of(store)
+    assert names_of_versions(root) == [4, 3, 2, 1]
+    assert names_of_versions(root, least=3) == [4, 3]
+
+
+def test_opening_names_the_version(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that Lance does not list all of them."""
+    committed(store, 3)
+    asked: list[Any] = []
+    real = lance.dataset
+
+    def dataset(uri: str, **given: Any) -> lance.LanceDataset:
+        asked.append(given["version"])
+        return real(uri, **given)
+
+    monkeypatch.setattr(lance, "dataset", dataset)
+    reader = Store.open(store.uri)
+    reader.dataset("samples")
+    committed(store, 1, first=3)
+    assert reader.dataset("samples").version == 5
+    assert None not in asked
+
+
+def test_a_store_that_is_open_sees_past_versions_that_a_stranger_has_dropped(store: Store) -> None:
+    """The version that it knows is pinned, those after it are gone: the next number is not the newest."""
+    committed(store, 4)
+    store.snapshot("kept")
+    known = store.dataset("samples").version
+    stranger = lance.dataset(str(root_of(store)))
+    stranger.optimize.compact_files()
+    stranger.cleanup_old_versions(older_than=timedelta(0), error_if_tagged_old_versions=False)
+    root = root_of(store)
+    assert manifest(root, known).exists()
+    assert not manifest(root, known + 1).exists()
+    assert store.dataset("samples").version == newest_by_lance(root) > known
+    committed(store, 1, first=4)
+    assert store.samples(["uid"]).num_rows == 5
+
+
+def test_clean_up_keeps_the_acknowledged_version_and_what_is_newer(store: Store) -> None:
+    """So that a process that knows an older one finds the way to a commit that is not acknowledged yet."""
+    committed(store, 4)
+    table = store._table("samples")
+    acknowledged = table.acknowledged()
+    none = store.table("samples").slice(0, 0).drop_columns(["row_crc"])
+    for _ in range(2):
+        assert table.append_on(table.open(), none) is not None
+    assert table.acknowledged() == acknowledged
+    _drop_unheld(root_of(store), table.open(), acknowledged)
+    assert names_of_versions(root_of(store)) == [acknowledged + 2, acknowledged + 1, acknowledged]
