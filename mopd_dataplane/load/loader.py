@@ -9,13 +9,10 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from mopd_dataplane.errors import InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.load.consumers import Consumer, ConsumerGroup, Item, refusal
@@ -27,7 +24,7 @@ from mopd_dataplane.load.slot_layout import UNCHECKED, seal
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.windows import PROBE_S, Beat, Windows
-from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.plan.balance import deal
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
@@ -47,18 +44,14 @@ HANDED_S = 0.005
 DEALT_STEPS = 2 * AHEAD_PACKS
 """Steps whose dealing is kept."""
 
-Dealer = Callable[[PlanWindow, NDArray[np.int64], int, int], list[list[int]]]
-"""(plan, sample lengths, step, ranks) → pack ids of each rank, -1 for none."""
-
 
 class Loader:
     """Reads ahead of every trainer. All methods may be called from any thread."""
 
-    def __init__(self, store: Store, spec: LoadSpec, ring: Ring, deal: Dealer) -> None:
+    def __init__(self, store: Store, spec: LoadSpec, ring: Ring) -> None:
         self._store = store
         self._spec = spec
         self._ring = ring
-        self._deal = deal
         self._windows = Windows(store, spec)
         self._changed = threading.Condition()
         self._groups: dict[tuple[int, int], ConsumerGroup] = {}
@@ -247,7 +240,7 @@ class Loader:
         if place not in self._dealt:
             while len(self._dealt) >= DEALT_STEPS:
                 del self._dealt[next(iter(self._dealt))]
-            self._dealt[place] = self._deal(source.plan, source.lengths, step, group.ranks)
+            self._dealt[place] = deal(source.plan, source.lengths, step, group.ranks)
         return [pack for pack in self._dealt[place][group.rank] if pack >= 0]
 
     # -- items; the lock is held -----------------------------------------------------------------------------------

@@ -19,11 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mopd_dataplane.base.files import unlink_socket
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
+from mopd_dataplane.job.parse import parse_section
 from mopd_dataplane.load.consumers import Consumer
 from mopd_dataplane.load.launch import STORAGE_OPTIONS, is_served
 from mopd_dataplane.load.loader import Loader
@@ -36,8 +34,7 @@ from mopd_dataplane.load.protocol import (
     error_message,
 )
 from mopd_dataplane.load.ring import Lent, Ring, available_memory
-from mopd_dataplane.load.spec import LoadSpec, parse_spec
-from mopd_dataplane.records import PlanWindow
+from mopd_dataplane.load.spec import LoadSpec
 
 LOOK_S = 0.5
 """Pause between looks whether anybody still needs this process."""
@@ -225,17 +222,6 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-def deal_packs(plan: PlanWindow, lengths: NDArray[np.int64], step: int, ranks: int) -> list[list[int]]:
-    """Deal one step's packs to ranks by work; see plan/balance.py."""
-    from mopd_dataplane.plan.balance import deal, pack_costs
-
-    first, last = int(plan.step_starts[step]), int(plan.step_starts[step + 1])
-    costs = np.zeros(len(plan.pack_teachers))
-    starts = plan.pack_starts[first : last + 1]
-    costs[first:last] = pack_costs(lengths[starts[0] : starts[-1]], starts - starts[0])
-    return deal(plan, step, ranks, costs)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Serve one stage of a store; one JSON line on stdout says that it is ready, or why it is not."""
     parser = argparse.ArgumentParser(prog="python -m mopd_dataplane.load.server", description=main.__doc__)
@@ -254,7 +240,7 @@ def _serve(uri: str, path: Path, spec: str) -> int:
     gc.set_threshold(YOUNG_OBJECTS)
     _allow_open_files()
     try:
-        server = _start(uri, path, parse_spec(spec))
+        server = _start(uri, path, parse_section(LoadSpec, spec, "loader spec"))
     except MopdError as error:
         print(json.dumps(error_message(error)), flush=True)
         return error.exit_code
@@ -281,7 +267,7 @@ def _start(uri: str, path: Path, spec: LoadSpec) -> Server:
     if store.root is None:
         store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
     ring = Ring(max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison)
-    return Server(Loader(store, spec, ring, deal_packs), spec, path)
+    return Server(Loader(store, spec, ring), spec, path)
 
 
 if __name__ == "__main__":

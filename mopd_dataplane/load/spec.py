@@ -8,7 +8,6 @@ from pydantic import Field
 
 from mopd_dataplane.fields import PLUGIN_KIND
 from mopd_dataplane.job.objectives import Objective
-from mopd_dataplane.job.parse import parse_section
 from mopd_dataplane.job.sections import Load
 
 
@@ -58,8 +57,3 @@ class LoadSpec(Load):
             reward_std=bool(gradient and gradient.reward_std),
             **load.model_dump(),
         )
-
-
-def parse_spec(text: str) -> LoadSpec:
-    """Check a spec given as JSON text. Raises InputError naming the key."""
-    return parse_section(LoadSpec, text, "loader spec")

@@ -31,18 +31,20 @@ def work_of(tokens: NDArray[np.int64], squares: NDArray[np.int64]) -> NDArray[np
     return np.asarray(LINEAR_COST * tokens + squares, dtype=np.float64)
 
 
-def deal(plan: PlanWindow, step: int, ranks: int, costs: NDArray[np.float64]) -> list[list[int]]:
+def deal(plan: PlanWindow, lengths: NDArray[np.integer], step: int, ranks: int) -> list[list[int]]:
     """Pack ids of each rank for one step of the window, the same number for every rank.
 
-    costs: [packs] of the whole window. -1 stands for an empty pack where packs run out. Ids ascend within a rank, so
-    teachers stay in order. Another number of ranks re-deals the same packs.
+    lengths: [samples] tokens of the window's samples. -1 stands for an empty pack where packs run out. Ids ascend
+    within a rank, so teachers stay in order. Another number of ranks re-deals the same packs.
     Raises InputError for a step outside the window.
     """
     steps = len(plan.step_starts) - 1
     if not 0 <= step < steps:
         raise InputError(f"step {step} is outside window {plan.window} of stage {plan.stage!r}: it has {steps} steps")
     first, last = int(plan.step_starts[step]), int(plan.step_starts[step + 1])
-    dealt, _ = deal_steps(costs[first:last], np.array([0, last - first]), ranks)
+    starts = plan.pack_starts[first : last + 1]
+    costs = pack_costs(lengths[starts[0] : starts[-1]], starts - starts[0])
+    dealt, _ = deal_steps(costs, np.array([0, last - first]), ranks)
     return [sorted(first + p for p in rank if p >= 0) + [-1] * rank.count(-1) for rank in dealt[0].tolist()]
 
 

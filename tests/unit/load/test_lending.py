@@ -20,7 +20,7 @@ from mopd_dataplane.load.client import LoaderClient
 from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.loader import HANDED_S, Loader
 from mopd_dataplane.load.ring import Ring
-from mopd_dataplane.load.server import Server, deal_packs
+from mopd_dataplane.load.server import Server
 from mopd_dataplane.load.source import WindowSource
 
 
@@ -179,7 +179,7 @@ def test_a_filled_pack_does_not_wait_for_another_one(store, tmp_path, monkeypatc
 
     monkeypatch.setattr(WindowSource, part, slow)
     spec = SPEC.model_copy(update={"slots": 8, "signals": ("logprob",)})
-    server = Server(Loader(store, spec, Ring(max_bytes=1 << 28), deal_packs), spec, tmp_path / "l.sock")
+    server = Server(Loader(store, spec, Ring(max_bytes=1 << 28)), spec, tmp_path / "l.sock")
     runner = threading.Thread(target=server.run, args=(os.getppid(),))
     runner.start()
     with LoaderClient(tmp_path / "l.sock", views="numpy", deadline_s=20, window_deadline_s=5) as client:
@@ -265,7 +265,7 @@ def test_a_pack_that_one_member_has_read_is_kept_for_the_other(store, tmp_path, 
     )
     spec = SPEC.model_copy(update={"slots": 2, "poison": True})
     room = 3 * max(pack_bytes(store)) + 3 * 4096
-    server = Server(Loader(store, spec, Ring(max_bytes=room), deal_packs), spec, tmp_path / "l.sock")
+    server = Server(Loader(store, spec, Ring(max_bytes=room)), spec, tmp_path / "l.sock")
     runner = threading.Thread(target=server.run, args=(os.getppid(),))
     runner.start()
     read: list[list[int]] = [[], []]

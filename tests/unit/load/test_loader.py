@@ -31,7 +31,7 @@ from mopd_dataplane.load.launch import start_server
 from mopd_dataplane.load.loader import Loader
 from mopd_dataplane.load.protocol import VERSION, Channel
 from mopd_dataplane.load.ring import Ring
-from mopd_dataplane.load.server import Server, deal_packs, listen
+from mopd_dataplane.load.server import Server, listen
 from mopd_dataplane.load.spec import LoadSpec
 
 
@@ -276,7 +276,7 @@ class ThreadThatIsOver(threading.Thread):
 def test_a_trainer_that_waits_to_be_accepted_is_served_though_the_one_before_it_has_left(store, tmp_path, monkeypatch):
     monkeypatch.setattr("mopd_dataplane.load.server.threading", SimpleNamespace(Thread=ThreadThatIsOver))
     ring = Ring(max_bytes=1 << 20)
-    server = Server(Loader(store, SPEC, ring, deal_packs), SPEC, tmp_path / "l.sock")
+    server = Server(Loader(store, SPEC, ring), SPEC, tmp_path / "l.sock")
     first, second = (socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2))
     for waiting in (first, second):
         waiting.connect(str(tmp_path / "l.sock"))

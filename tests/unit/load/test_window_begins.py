@@ -14,7 +14,6 @@ from mopd_dataplane.load import source as source_module
 from mopd_dataplane.load import windows as windows_module
 from mopd_dataplane.load.loader import AHEAD_GROWTH, Loader
 from mopd_dataplane.load.ring import Ring
-from mopd_dataplane.load.server import deal_packs
 from mopd_dataplane.load.slot_layout import arrays_of
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
@@ -56,7 +55,7 @@ def test_few_packs_are_looked_up_first_and_then_ever_more(store, monkeypatch):
         return read(source, packs)
 
     monkeypatch.setattr(WindowSource, "_read", recorded)
-    loader = Loader(store, SPEC, Ring(max_bytes=1 << 28), deal_packs)
+    loader = Loader(store, SPEC, Ring(max_bytes=1 << 28))
     trainer = loader.join(0, 1, 0, 1)
     steps, _ = loader.open(trainer, 0, 0, unheard)
     for _ in range(steps):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.job import sections
-from mopd_dataplane.plan.balance import deal, pack_costs
+from mopd_dataplane.plan.balance import deal
 from mopd_dataplane.plan.columns import Columns
 from mopd_dataplane.plan.plan import Training, build_window, plan_digest
 from mopd_dataplane.records import PlanWindow, Snapshot
@@ -144,10 +144,10 @@ def test_the_same_batches_on_any_number_of_ranks(strict):
     lengths = np.random.default_rng(0).integers(1, CAP, 2000).tolist()
     columns = columns_of(lengths)
     plan = plan_of(columns, sections.Plan(pack_tokens=CAP, batch_samples=500, strict_batches=strict))
-    costs = pack_costs(columns.total_len[plan.sample_rows], plan.pack_starts)
+    planned = columns.total_len[plan.sample_rows]
     for step, (first, last) in enumerate(pairwise(plan.step_starts.tolist())):
         for ranks in (1, 2, 4, 64):
-            dealt = deal(plan, step, ranks, costs)
+            dealt = deal(plan, planned, step, ranks)
             assert len({len(packs) for packs in dealt}) == 1, "every rank gets the same number of packs"
             assert sorted(p for packs in dealt for p in packs if p >= 0) == list(range(first, last))
             assert sum(p < 0 for packs in dealt for p in packs) < ranks
@@ -159,7 +159,7 @@ def test_the_same_batches_on_any_number_of_ranks(strict):
 def test_a_step_outside_the_window_is_refused():
     plan = plan_of(columns_of([5, 9, 30]), sections.Plan(pack_tokens=CAP, batch_samples=3))
     with pytest.raises(InputError, match="step 1 is outside window 0"):
-        deal(plan, 1, 1, np.ones(len(plan.pack_teachers)))
+        deal(plan, np.array([5, 9, 30]), 1, 1)
 
 
 @settings(max_examples=60, deadline=None)

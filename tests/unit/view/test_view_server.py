@@ -275,14 +275,14 @@ def test_teachers_prefer_right_answers_as_mopd_teachers_counts_it(page: TestClie
 
 
 def test_packs_are_dealt_to_ranks_as_the_loader_deals_them(page: TestClient, demo_store: Store) -> None:
-    from mopd_dataplane.plan.balance import deal, pack_costs
+    from mopd_dataplane.plan.balance import deal
 
     step = demo_store.table("steps").to_pylist()[-1]
     found = get(page, "step", stage=step["stage"], step=step["step"], ranks=2)
     plan = demo_store.plan(step["stage"], step["window"])
     lengths = demo_store.take_samples(plan.sample_rows, ["total_len"])["total_len"].to_numpy()
     order = [s["step"] for s in demo_store.table("steps").to_pylist() if s["plan_digest"] == step["plan_digest"]]
-    dealt = deal(plan, sorted(order).index(step["step"]), 2, pack_costs(lengths, plan.pack_starts))
+    dealt = deal(plan, lengths, sorted(order).index(step["step"]), 2)
     assert [rank["packs"] for rank in found["ranks"]] == [[pack for pack in rank if pack >= 0] for rank in dealt]
     assert sum(rank["work"] for rank in found["ranks"]) == pytest.approx(2)
 
