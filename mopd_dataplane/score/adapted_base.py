@@ -7,15 +7,13 @@ hundred adapters in it takes seconds to switch, since peft walks through all of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.models import adapters
+from mopd_dataplane.score.model_input import IntArrays
 from mopd_dataplane.score.readers import HfReader
 
 if TYPE_CHECKING:
@@ -94,9 +92,7 @@ class AdapterReader(HfReader):
         self.act()
         return super().head
 
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""
         self.act()
         return super().predicting_states(sequences, predicted)

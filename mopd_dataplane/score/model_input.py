@@ -5,10 +5,14 @@ Axes: P teacher-prompt tokens, R response tokens, M loss-masked response tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+IntArrays = Sequence[NDArray[np.int64]]
+"""Token ids of several sequences, or positions in each of them; an array for each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,18 +5,17 @@ States are always those that the LM head reads, after the final norm; the head i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from mopd_kernels.heads import Head
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from mopd_dataplane.models import hf
+from mopd_dataplane.score.model_input import IntArrays
 
 
 class Reader(Protocol):
@@ -26,9 +25,7 @@ class Reader(Protocol):
     def head(self) -> Head:
         """LM head, which turns its states into logits."""
 
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """[sum of M, D] final-norm state before each predicted token, sequence after sequence.
 
         predicted: [M] positions in each sequence.
@@ -50,9 +47,7 @@ class HfReader:
         return hf.lm_head(self.model)
 
     @torch.no_grad()
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader; all sequences in one pass, in rows padded on the right: under causal attention no real token sees
         the padding, so no mask is needed."""
         ids = pad_sequence([torch.from_numpy(tokens) for tokens in sequences], batch_first=True)

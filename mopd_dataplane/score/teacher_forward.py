@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from mopd_kernels import Head
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.errors import MismatchError
+from mopd_dataplane.score.model_input import IntArrays
 
 if TYPE_CHECKING:
     from mopd_dataplane.score.readers import Reader
@@ -41,7 +40,7 @@ class TeacherForward:
         """Head [V, sum of D] that turns `states` into logits. Raises MismatchError, see blended_head."""
         return blended_head([reader.head for reader in self.readers], self.weights)
 
-    def states(self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]) -> Tensor:
+    def states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """[sum of M, sum of D] states before each predicted token; see Reader.predicting_states."""
         found = [reader.predicting_states(sequences, predicted) for reader in self.readers]
         return found[0] if len(found) == 1 else torch.cat(found, dim=1)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from mopd_kernels.heads import Head
-from numpy.typing import NDArray
 from torch import Tensor
 
 from mopd_dataplane.models import hf
 from mopd_dataplane.models.adapter_files import touches_head
 from mopd_dataplane.models.vllm_adapters import HEAD, VllmAdapters
+from mopd_dataplane.score.model_input import IntArrays
 from mopd_dataplane.score.vllm_extract import ExtractingReader
 from mopd_dataplane.score.vllm_logprobs import SequenceLogprobs, VllmLogprobs
 from mopd_dataplane.score.vllm_states import VllmReader
@@ -73,9 +72,7 @@ class VllmAdapterReader:
             hf.load_head(folder, dtype="float32", device=str(head.weight.device)) if touches_head(folder) else head
         )
 
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""
         self._act()
         return self._shared.predicting_states(sequences, predicted)
@@ -92,7 +89,7 @@ class VllmAdapterLogprobs:
         self._act = act
         self.vocab_size = shared.vocab_size
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
+    def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader."""
         self._act()
         return self._shared.read(sequences, k)

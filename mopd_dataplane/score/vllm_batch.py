@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.vllm_local import answering, require_vllm, start
+from mopd_dataplane.score.model_input import IntArrays
 
 _SLOTS = 64
 """Sequences that vLLM reads together."""
@@ -34,7 +32,7 @@ class VllmBatches:
         """The LoRA request that texts are read with; None for the model itself."""
         self._asked = 0
 
-    def ask(self, sequences: Sequence[NDArray[np.int64]], parameters: Any) -> list[Any]:
+    def ask(self, sequences: IntArrays, parameters: Any) -> list[Any]:
         """vLLM's final output for each sequence of token ids. Raises EngineError."""
         places: dict[str, int] = {}
         answers: dict[int, Any] = {}

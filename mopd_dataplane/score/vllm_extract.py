@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mopd_kernels.heads import Head
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mopd_dataplane.errors import DeadlineError, EngineError
 from mopd_dataplane.models.hf import load_final_norm, model_shape
 from mopd_dataplane.models.vllm_local import is_dead, require_vllm
+from mopd_dataplane.score.model_input import IntArrays
 from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
 from mopd_dataplane.score.vllm_states import predicting
 
@@ -62,9 +61,7 @@ class ExtractingReader:
         }
         self.batches = VllmBatches(folder, arguments, options)
 
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""
         from vllm import SamplingParams
 

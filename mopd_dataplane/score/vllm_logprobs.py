@@ -5,7 +5,7 @@ vLLM takes them from the plain softmax, so they are those of temperature 1, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.hf import model_shape
 from mopd_dataplane.models.vllm_server import VllmServer
+from mopd_dataplane.score.model_input import IntArrays
 from mopd_dataplane.score.vllm_batch import VllmBatches, room_to_generate
 
 _AT_ONCE = 8
@@ -40,7 +41,7 @@ class LogprobReader(Protocol):
 
     vocab_size: int
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
+    def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """Its log-probs of each sequence, with its k likeliest tokens at every position."""
 
     def close(self) -> None:
@@ -55,7 +56,7 @@ class VllmLogprobs:
         arguments = {"dtype": dtype, "max_logprobs": -1, **room_to_generate(folder)}
         self.batches = VllmBatches(folder, arguments, options)
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
+    def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader."""
         from vllm import SamplingParams
 
@@ -79,7 +80,7 @@ class ServerLogprobs:
         self._server = VllmServer(url)
         self._name = self._server.take(folder, digest, reload=False)
 
-    def read(self, sequences: Sequence[NDArray[np.int64]], k: int) -> list[SequenceLogprobs]:
+    def read(self, sequences: IntArrays, k: int) -> list[SequenceLogprobs]:
         """See LogprobReader. A server gives at most its --max-logprobs likeliest tokens, 20 unless told."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             return list(pool.map(lambda ids: self._read(ids, k), sequences))

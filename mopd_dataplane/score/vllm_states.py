@@ -20,6 +20,7 @@ from torch import Tensor
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.models.vllm_local import require_vllm
 from mopd_dataplane.models.vllm_server import VllmServer
+from mopd_dataplane.score.model_input import IntArrays
 from mopd_dataplane.score.vllm_batch import VllmBatches
 
 _TASK = "token_embed"
@@ -46,9 +47,7 @@ class VllmReader:
         }
         self.batches = VllmBatches(folder, arguments, options)
 
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader."""
         from vllm import PoolingParams
 
@@ -72,9 +71,7 @@ class ServerReader:
         self._server = VllmServer(url)
         self._name = self._server.take(folder, digest, reload=False)
 
-    def predicting_states(
-        self, sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-    ) -> Tensor:
+    def predicting_states(self, sequences: IntArrays, predicted: IntArrays) -> Tensor:
         """See Reader; the states of one sequence are one answer."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             found = list(pool.map(self._read, sequences))
@@ -105,9 +102,7 @@ class ServerReader:
         self._server.close()
 
 
-def predicting(
-    states: Sequence[Tensor], sequences: Sequence[NDArray[np.int64]], predicted: Sequence[NDArray[np.int64]]
-) -> Tensor:
+def predicting(states: Sequence[Tensor], sequences: IntArrays, predicted: IntArrays) -> Tensor:
     """[sum of M, D] of states [T, D] of each sequence. Raises EngineError when a sequence has not one state a token."""
     for own, ids in zip(states, sequences, strict=True):
         if len(own) != len(ids):
