@@ -103,20 +103,25 @@ def test_small_packs_are_lent_and_given_back_together(store, tmp_path):
         assert len(batch.packs) > 3
         wait_until_ready(client, len(batch.packs) + 3)
         said = requests_of(client)
-        for pack in batch.packs:
-            assert [message["op"] for message in said] == ["pack"], "one request, and nothing is given back on the way"
+        early, packs = len(batch.packs._leases), len(batch.packs)
+        ops: list[str] = []
+        for place, pack in enumerate(batch.packs):
+            ops += ["pack"] if place == early else []  # those before it came with the batch, as a rule none
+            assert [message["op"] for message in said] == ops, "one request, and nothing is given back on the way"
             expect_pack(store, plan, pack)
             batch.release(pack)
-        assert [message["op"] for message in said] == ["pack", "release", "next"]
-        assert len(said[1]["leases"]) == len(batch.packs)
-        assert len(said[2]["used"]) == len(batch.packs) - 1
+            ops += ["release"] if place + 1 in (early, packs) else []
+        ops.append("next")
+        assert [message["op"] for message in said] == ops
+        assert sum(len(message.get("leases", ())) for message in said) == packs
+        assert sum(len(message.get("used", ())) for message in said) == packs - (early < packs)
         following = next(stream)
         came = sorted(following.packs._leases)
         assert came == list(range(len(came)))
         assert len(came) >= min(3, len(following.packs))
         for place in came:
             expect_pack(store, plan, following.packs[place])
-        assert [message["op"] for message in said] == ["pack", "release", "next"], "they came with their batch"
+        assert [message["op"] for message in said] == ops, "they came with their batch"
         assert wait_until_lent(client, held=len(came))
 
 
