@@ -36,12 +36,15 @@ _COUNTS = {"reward": "rewarded", "kl": "scored", "length": "samples", "truncated
 
 
 def with_intervals(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of rollout_curves with `<name>_ci`: half the width of the 95 % interval of the mean (normal approximation),
-    None for fewer than two."""
+    """A row of rollout_curves with `<name>_ci`, the half_width of each mean."""
     for name, count in _COUNTS.items():
-        spread = row.pop(f"{name}_sd")
-        row[f"{name}_ci"] = Z95 * spread / row[count] ** 0.5 if spread is not None and row[count] > 1 else None
+        row[f"{name}_ci"] = half_width(row.pop(f"{name}_sd"), row[count])
     return row
+
+
+def half_width(deviation: float | None, count: int) -> float | None:
+    """Half the width of the 95 % interval of a mean (normal approximation); None for fewer than two values."""
+    return Z95 * deviation / count**0.5 if deviation is not None and count > 1 else None
 
 
 def step_curves(points: int) -> str:

@@ -87,7 +87,7 @@ def read_sample(
         answer=prompt["answer"],
         metadata=metadata,
         teacher=chosen,
-        spans=_spans(payload, metadata["response_len"]),
+        spans=version_spans(payload["version_starts"], payload["versions"], metadata["response_len"]),
         tokens=_tokens(payload, metadata["prompt_len"], pieces, teacher_logprobs),
         scores=line.scores.to_pylist(),
         rewards=line.rewards.to_pylist(),
@@ -125,9 +125,9 @@ def _teacher_logprobs(store: Store, teacher: str, row: int) -> list[float] | Non
     return [float(v) for v in store.read_signal(teacher, "logprob", [row])[0]] if teacher else None
 
 
-def _spans(payload: dict[str, Any], response_len: int) -> list[dict[str, int]]:
-    ends = [*payload["version_starts"][1:], response_len]
-    triples = zip(payload["version_starts"], ends, payload["versions"], strict=True)
+def version_spans(starts: list[int], versions: list[int], response_len: int) -> list[dict[str, int]]:
+    """Stretches of one policy version: start, end (exclusive) and version."""
+    triples = zip(starts, [*starts[1:], response_len], versions, strict=True)
     return [{"start": start, "end": end, "version": version} for start, end, version in triples]
 
 

@@ -7,7 +7,6 @@
     glance.py         rows of some samples, for which no whole column is read
     index.py          pages and counts by SQL
     histograms.py     counts of columns, over all rows and over those that match
-    asked.py          whether somebody waits for an answer
     shown.py          a store that is shown, or a snapshot of one, with its index
     stores.py         the stores of one server and the snapshots of them that it keeps
     sample.py         one sample with every teacher's signal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -14,7 +15,6 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mopd_dataplane.errors import InputError, MopdError, UnknownNameError
-from mopd_dataplane.query.text import visible
 from mopd_dataplane.view import bundle, labels, life, packs, prompt, run_page, teachers_page, typed_query
 from mopd_dataplane.view.compare import compare
 from mopd_dataplane.view.guard import Guard
@@ -23,7 +23,7 @@ from mopd_dataplane.view.sample import describe, excerpts, read_payload, score_r
 from mopd_dataplane.view.search import Search
 from mopd_dataplane.view.shown import Shown
 from mopd_dataplane.view.stores import ShownStores
-from mopd_dataplane.view.topk import candidates
+from mopd_dataplane.view.topk import candidates, with_pieces
 
 MOST_ROWS = 500
 STATUS = {UnknownNameError: 404, InputError: 400}
@@ -35,12 +35,12 @@ def build_app(stores: ShownStores, *, token: str, port: int) -> Starlette:
     """The server's application. token: what every request must show; port: the one it listens on."""
     routes = [
         Route("/", lambda request: FileResponse(bundle.ASSETS / "index.html")),
-        Route("/api/stores", _all(stores)),
-        *(Route(f"/api/{name}", _answering(stores, answer)) for name, answer in ANSWERS.items()),
-        Route("/api/search", _searching(stores)),
-        Route("/api/sql", _typed(stores)),
-        Route("/api/compare", _over_two(stores, _compare)),
-        Route("/api/difference", _over_two(stores, _difference)),
+        Route("/api/stores", _answering(lambda asked: stores.describe())),
+        *(Route(f"/api/{name}", _answering(partial(_of_one, stores, answer))) for name, answer in ANSWERS.items()),
+        Route("/api/search", _answering(partial(_searching, stores))),
+        Route("/api/sql", _answering(partial(_typed, stores))),
+        Route("/api/compare", _answering(partial(_of_two, stores, _compare))),
+        Route("/api/difference", _answering(partial(_of_two, stores, _difference))),
         Route("/api/labels", _labelling(stores), methods=["POST"]),
         Route("/page.js", lambda request: Response(bundle.script(), media_type="text/javascript")),
         Route("/page.css", lambda request: Response(bundle.style(), media_type="text/css")),
@@ -57,98 +57,56 @@ def _error(error: MopdError) -> Response:
     return _json({"error": str(error), "kind": type(error).__name__}, status)
 
 
-def _answering(stores: ShownStores, answer: Answer) -> Callable[[Request], Any]:
+def _answering(answer: Callable[[dict[str, str]], Any]) -> Callable[[Request], Any]:
+    """An endpoint: what was asked, answered in a thread. answer: gives a Response, or what becomes one."""
+
     async def endpoint(request: Request) -> Response:
-        asked = dict(request.query_params)
-
-        def work() -> Response:
-            try:
-                shown = stores.get(asked.get("store", "0"))
-                with shown.asked():
-                    return _json(answer(shown, asked))
-            except MopdError as error:
-                return _error(error)
-
-        return await run_in_threadpool(work)
+        return await run_in_threadpool(_answered, lambda: answer(dict(request.query_params)))
 
     return endpoint
 
 
-def _all(stores: ShownStores) -> Callable[[Request], Any]:
-    async def endpoint(request: Request) -> Response:
-        def work() -> Response:
-            try:
-                return _json(stores.describe())
-            except MopdError as error:
-                return _error(error)
-
-        return await run_in_threadpool(work)
-
-    return endpoint
+def _answered(work: Callable[[], Any]) -> Response:
+    try:
+        found = work()
+        return found if isinstance(found, Response) else _json(found)
+    except MopdError as error:
+        return _error(error)
 
 
-def _searching(stores: ShownStores) -> Callable[[Request], Any]:
-    async def endpoint(request: Request) -> Response:
-        asked = dict(request.query_params)
-
-        def begin() -> Search:
-            shown = stores.get(asked.get("store", "0"))
-            return Search(shown.store, shown.index(), shown.decoder, kind=asked.get("kind", "text"),
-                          wanted=asked.get("q", ""), where=asked.get("where", ""))  # fmt: skip
-
-        try:
-            search = await run_in_threadpool(begin)
-        except MopdError as error:
-            return _error(error)
-
-        def lines() -> Iterator[str]:
-            try:
-                for item in search.hits():
-                    yield to_json(item) + "\n"
-            except (MopdError, OSError) as error:
-                yield to_json({"error": str(error)}) + "\n"
-
-        return StreamingResponse(lines(), media_type="application/x-ndjson")
-
-    return endpoint
+def _of_one(stores: ShownStores, answer: Answer, asked: dict[str, str]) -> Response:
+    shown = stores.get(asked.get("store", "0"))
+    with shown.asked.asking():
+        return _json(answer(shown, asked))
 
 
-def _typed(stores: ShownStores) -> Callable[[Request], Any]:
-    """Any read-only statement, in the sandbox of `mopd query`."""
-
-    async def endpoint(request: Request) -> Response:
-        asked = dict(request.query_params)
-
-        def work() -> Response:
-            try:
-                shown = stores.get(asked.get("store", "0"))
-                shown.prepare()  # both at once would take more memory than the server promises
-                found = typed_query.ask(shown.store, shown.index().snapshot, asked.get("q", ""))
-                return Response(found, media_type="application/json")
-            except MopdError as error:
-                return _error(error)
-
-        return await run_in_threadpool(work)
-
-    return endpoint
-
-
-def _over_two(stores: ShownStores, answer: Callable[[Shown, Shown, dict[str, str]], Any]) -> Callable[[Request], Any]:
+def _of_two(stores: ShownStores, answer: Callable[[Shown, Shown, dict[str, str]], Any], asked: dict[str, str]) -> Any:
     """An answer that reads the store that was asked and `other`, by default the same."""
+    one = asked.get("store", "0")
+    return answer(stores.get(one), stores.get(asked.get("other", one)), asked)
 
-    async def endpoint(request: Request) -> Response:
-        asked = dict(request.query_params)
 
-        def work() -> Response:
-            try:
-                one = asked.get("store", "0")
-                return _json(answer(stores.get(one), stores.get(asked.get("other", one)), asked))
-            except MopdError as error:
-                return _error(error)
+def _typed(stores: ShownStores, asked: dict[str, str]) -> Response:
+    """Any read-only statement, in the sandbox of `mopd query`."""
+    shown = stores.get(asked.get("store", "0"))
+    shown.prepare()  # both at once would take more memory than the server promises
+    found = typed_query.ask(shown.store, shown.index().snapshot, asked.get("q", ""))
+    return Response(found, media_type="application/json")
 
-        return await run_in_threadpool(work)
 
-    return endpoint
+def _searching(stores: ShownStores, asked: dict[str, str]) -> Response:
+    shown = stores.get(asked.get("store", "0"))
+    search = Search(shown.store, shown.index(), shown.decoder, kind=asked.get("kind", "text"),
+                    wanted=asked.get("q", ""), where=asked.get("where", ""))  # fmt: skip
+
+    def lines() -> Iterator[str]:
+        try:
+            for item in search.hits():
+                yield to_json(item) + "\n"
+        except (MopdError, OSError) as error:
+            yield to_json({"error": str(error)}) + "\n"
+
+    return StreamingResponse(lines(), media_type="application/x-ndjson")
 
 
 def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
@@ -160,14 +118,11 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _json({"error": "labels are sent as application/json"}, 415)
 
-        def work() -> Response:
-            try:
-                shown = stores.get(request.query_params.get("store", "0"))
-                return _json(labels.write(shown.store, shown.index(), shown.labelled, given))
-            except MopdError as error:
-                return _error(error)
+        def work() -> Any:
+            shown = stores.get(request.query_params.get("store", "0"))
+            return labels.write(shown.store, shown.index(), shown.labelled, given)
 
-        return await run_in_threadpool(work)
+        return await run_in_threadpool(_answered, work)
 
     return endpoint
 
@@ -205,7 +160,7 @@ def _sample(shown: Shown, asked: dict[str, str]) -> Any:
     row = index.row(asked.get("uid", ""))
     asked_of_it = prompt.prompt_text(shown.store, row["prompt_id"], index.snapshot)
     view = describe(shown.store, row, index.snapshot, shown.decoder, asked_of_it)
-    return view | {"labels": labels.of_sample(shown.store, row["uid"]), "whole": index.whole}
+    return view | {"labels": labels.standing(shown.store, row["uid"]), "whole": index.whole}
 
 
 def _row(shown: Shown, asked: dict[str, str]) -> Any:
@@ -226,10 +181,7 @@ def _candidates(shown: Shown, asked: dict[str, str]) -> Any:
     token = int(payload.response[position])
     scores = score_rows(shown.store, row["sample_row"], index.snapshot)
     [found] = candidates(shown.store, row, scores, [(token, ordinal)], index.snapshot)
-    for teacher in found:
-        if "ids" in teacher:
-            teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]
-    return {"teachers": found, "note": ""}
+    return {"teachers": [with_pieces(said, shown.decoder) for said in found], "note": ""}
 
 
 def _student(shown: Shown, asked: dict[str, str]) -> Any:
@@ -240,10 +192,9 @@ def _student(shown: Shown, asked: dict[str, str]) -> Any:
     if position >= len(payload.mask) or not payload.mask[position]:
         raise InputError(f"position {position} is no token that the policy wrote; choose one")
     try:
-        found = shown.student.candidates(row, payload, position)
+        return with_pieces(shown.student.candidates(row, payload, position), shown.decoder)
     except (MopdError, OSError) as error:
         return {"note": str(error)}
-    return found | {"pieces": [visible(text) for text in shown.decoder.texts([[i] for i in found["ids"]])]}
 
 
 def _prompt(shown: Shown, asked: dict[str, str]) -> Any:
@@ -258,24 +209,7 @@ def _compare(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
 
 
 def _difference(one: Shown, other: Shown, asked: dict[str, str]) -> Any:
-    sides = ((one, asked.get("a", "")), (other, asked.get("b", "")))
-    return prompt.compared(*(prompt.Side(of.store, of.index(), of.decoder, uid) for of, uid in sides))
-
-
-def _life(shown: Shown, asked: dict[str, str]) -> Any:
-    return life.life(shown.store, shown.index(), asked.get("uid", ""))
-
-
-def _run(shown: Shown, asked: dict[str, str]) -> Any:
-    return shown.remembered(("run",), lambda index: run_page.run_page(shown.store, index))
-
-
-def _trace(shown: Shown, asked: dict[str, str]) -> Any:
-    return run_page.trace(shown.store, shown.index())
-
-
-def _teachers(shown: Shown, asked: dict[str, str]) -> Any:
-    return shown.remembered(("teachers",), lambda index: teachers_page.teachers_page(shown.store, index))
+    return prompt.compared(one, asked.get("a", ""), other, asked.get("b", ""))
 
 
 def _step(shown: Shown, asked: dict[str, str]) -> Any:
@@ -286,9 +220,15 @@ def _step(shown: Shown, asked: dict[str, str]) -> Any:
 ANSWERS: dict[str, Answer] = {
     "samples": _page, "row": _row, "histograms": _histograms, "excerpts": _excerpts, "sample": _sample,
     "candidates": _candidates, "student": _student,
-    "prompt": _prompt, "life": _life, "run": _run, "trace": _trace, "teachers": _teachers,
-    "step": _step, "pulse": lambda shown, asked: shown.pulse(),
+    "prompt": _prompt, "step": _step,
+    "life": lambda shown, asked: life.life(shown.store, shown.index(), asked.get("uid", "")),
+    "run": lambda shown, asked: shown.remembered("run", lambda index: run_page.run_page(shown.store, index)),
+    "trace": lambda shown, asked: run_page.trace(shown.store, shown.index()),
+    "teachers": lambda shown, asked: shown.remembered(
+        "teachers", lambda index: teachers_page.teachers_page(shown.store, index)
+    ),
+    "pulse": lambda shown, asked: shown.pulse(),
     "stages": lambda shown, asked: shown.stages(),
     "store": lambda shown, asked: shown.describe(),
-    "labelled": lambda shown, asked: labels.all_of(shown.store),
+    "labelled": lambda shown, asked: labels.standing(shown.store),
 }  # fmt: skip

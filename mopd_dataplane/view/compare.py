@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
+
+from mopd_dataplane.query.run_curves import half_width
 
 if TYPE_CHECKING:
     from mopd_dataplane.view.index import Index
 
-Z95 = 1.959964
 MEASURES = ("reward", "kl", "response_len", "mean_logprob")
 MOST_PROMPTS = 200
 
@@ -53,11 +55,7 @@ def _compared(domain: str, prompts: list[str], a: dict[str, Any], b: dict[str, A
             found[name] = None
             continue
         gaps = [y - x for x, y in pairs]
-        mean = sum(gaps) / len(gaps)
-        half = None
-        if len(gaps) > 1:
-            variance = sum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
-            half = Z95 * (variance / len(gaps)) ** 0.5
-        means = [sum(pair[side] for pair in pairs) / len(pairs) for side in (0, 1)]
-        found[name] = {"a": means[0], "b": means[1], "difference": mean, "ci": half}
+        half = half_width(stdev(gaps) if len(gaps) > 1 else None, len(gaps))
+        of_a, of_b = map(fmean, zip(*pairs, strict=True))
+        found[name] = {"a": of_a, "b": of_b, "difference": fmean(gaps), "ci": half}
     return found

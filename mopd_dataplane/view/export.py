@@ -15,13 +15,12 @@ import numpy as np
 
 from mopd_dataplane.base.files import publish_file
 from mopd_dataplane.errors import InputError, MopdError
-from mopd_dataplane.query.text import visible
 from mopd_dataplane.view import bundle, life, prompt, run_page, teachers_page
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.plain import to_json
 from mopd_dataplane.view.sample import Payload, describe, excerpts, read_payload, read_teachers, score_rows
 from mopd_dataplane.view.shown import Shown
-from mopd_dataplane.view.topk import candidates
+from mopd_dataplane.view.topk import candidates, with_pieces
 
 MARK = "mopd-view.json"
 """In a folder that an export made; a later one replaces what is there."""
@@ -161,10 +160,7 @@ def _candidates(shown: Shown, index: Index, row: dict[str, Any]) -> dict[str, An
     places = [(int(payload.response[position]), int(ordinals[position])) for position in positions]
     found = {}
     for position, said in zip(positions, candidates(shown.store, row, scores, places, index.snapshot), strict=True):
-        for teacher in said:
-            if "ids" in teacher:
-                teacher["pieces"] = [visible(text) for text in shown.decoder.texts([[i] for i in teacher["ids"]])]
-        found[str(position)] = {"teachers": said, "note": ""}
+        found[str(position)] = {"teachers": [with_pieces(teacher, shown.decoder) for teacher in said], "note": ""}
     return found
 
 

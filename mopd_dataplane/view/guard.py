@@ -47,17 +47,13 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await _with_headers(refusal, scope, receive, send)
-            return
 
         async def headed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
             await send(message)
 
-        await self._app(scope, receive, headed)
+        await (self._refusal(scope) or self._app)(scope, receive, headed)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
@@ -89,9 +85,3 @@ class Guard:
         except CookieError:
             return ""
         return cookie[self._cookie].value if self._cookie in cookie else ""
-
-
-async def _with_headers(response: Response, scope: Scope, receive: Receive, send: Send) -> None:
-    for name, value in HEADERS.items():
-        response.headers[name] = value
-    await response(scope, receive, send)

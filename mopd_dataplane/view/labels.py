@@ -33,7 +33,7 @@ class Labelled:
         """Columns `uid` and `label`, as they were read last."""
         with self._lock:
             if self._table is None:
-                rows = all_of(self._store)
+                rows = standing(self._store)
                 pairs = {name: pa.array([row[name] for row in rows], pa.string()) for name in ("uid", "label")}
                 self._table = pa.table(pairs)
             return self._table
@@ -60,21 +60,12 @@ def write(store: Store, index: Index, labelled: Labelled, given: Any) -> list[di
         "removed": given.get("removed") is True,
     }])  # fmt: skip
     labelled.changed()
-    return of_sample(store, uid)
+    return standing(store, uid)
 
 
-def of_sample(store: Store, uid: str) -> list[dict[str, Any]]:
-    """Labels a sample bears now."""
-    return _standing(store, f"uid = {literal(uid)}")
-
-
-def all_of(store: Store) -> list[dict[str, Any]]:
-    """Labels of all samples."""
-    return _standing(store, None)
-
-
-def _standing(store: Store, keys: str | None) -> list[dict[str, Any]]:
-    """The newest row of each (sample, label), unless it takes the label back."""
+def standing(store: Store, uid: str | None = None) -> list[dict[str, Any]]:
+    """Labels that a sample bears now, or all do: the newest row of each (sample, label), unless it takes it back."""
+    keys = None if uid is None else f"uid = {literal(uid)}"
     rows = store.table("labels", filter=keys).sort_by("created_at").to_pylist()
     newest = {(row["uid"], row["label"]): row for row in rows}
     kept = [row for row in newest.values() if not row["removed"]]

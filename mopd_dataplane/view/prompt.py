@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
     from mopd_dataplane.store.decode import Decoder, Numbers
     from mopd_dataplane.view.index import Index
+    from mopd_dataplane.view.shown import Shown
 
 MOST_ANSWERS = 64
 """Answers of one page; more are paged."""
@@ -166,26 +166,20 @@ def difference(a: list[Any], b: list[Any]) -> list[tuple[str, int, int, int, int
     return parts
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """An answer to be compared, and where it lies."""
-
-    store: Store
-    index: Index
-    decoder: Decoder | Numbers
-    uid: str
-
-
-def compared(a: Side, b: Side) -> dict[str, Any]:
-    """Two answers aligned token by token; those of two stores by their text, since tokenizers may differ.
+def compared(one: Shown, a: str, other: Shown, b: str) -> dict[str, Any]:
+    """Answers a of one store and b of another, aligned token by token; by their text if the stores are two, since
+    tokenizers may differ.
 
     Raises UnknownNameError, DamagedError.
     """
-    responses = [read_payload(s.store, s.index.row(s.uid), s.index.snapshot).response for s in (a, b)]
-    pieces = [pieces_of(s.decoder, response) for s, response in zip((a, b), responses, strict=True)]
-    tokens = [response.tolist() for response in responses] if a.store is b.store else pieces
+    tokens, pieces = [], []
+    for shown, uid in ((one, a), (other, b)):
+        index = shown.index()
+        response = read_payload(shown.store, index.row(uid), index.snapshot).response
+        tokens.append(response.tolist())
+        pieces.append(pieces_of(shown.decoder, response))
     return {
-        "a": {"uid": a.uid, "pieces": pieces[0]},
-        "b": {"uid": b.uid, "pieces": pieces[1]},
-        "parts": difference(*tokens),
+        "a": {"uid": a, "pieces": pieces[0]},
+        "b": {"uid": b, "pieces": pieces[1]},
+        "parts": difference(*(tokens if one.store is other.store else pieces)),
     }

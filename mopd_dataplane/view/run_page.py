@@ -9,7 +9,7 @@ import numpy as np
 
 from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.query.lineage import literal
-from mopd_dataplane.query.run_curves import Z95, rollout_curves, step_curves, with_intervals
+from mopd_dataplane.query.run_curves import half_width, rollout_curves, step_curves, with_intervals
 from mopd_dataplane.query.statistics import share
 from mopd_dataplane.view.columns import STATS
 from mopd_dataplane.view.index import TABLE
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 STEP_POINTS = 1500
 """Most points of a line over steps; longer logs are averaged into this many stretches."""
 TIMES = """
-    select stage, kind, iteration, value as seconds, detail, created_at
-    from events where value is not null order by created_at"""
+    select stage, iteration, value as seconds, coalesce(detail->>'$.action', 'other') as track, created_at
+    from events where kind = 'stage_time' and value is not null order by created_at"""
 TOKEN_CURVES = """
     select stage, step, sum(mean_student_entropy * tokens) / sum(tokens) filter (mean_student_entropy is not null)
              as student_entropy,
@@ -69,20 +69,18 @@ def _by_teacher(index: Index) -> list[dict[str, Any]]:
     ]
     rows = index.rows(" union all ".join(parts) + " order by stage, teacher, iteration") if parts else []
     for row in rows:
-        spread, count = row.pop("sd"), row.pop("scored")
-        row["kl_ci"] = Z95 * spread / count**0.5 if spread is not None and count > 1 else None
+        row["kl_ci"] = half_width(row.pop("sd"), row.pop("scored"))
     return rows
 
 
 def _with_intervals(row: dict[str, Any]) -> dict[str, Any]:
     """Ends of the 95 % intervals of what is entirely right (Wilson's) and of the mean reward; None where not known."""
-    right, graded, n, spread = row.pop("right_answers"), row.pop("graded"), row["answers"], row.pop("sd")
+    right, graded, half = row.pop("right_answers"), row.pop("graded"), half_width(row.pop("sd"), row["answers"])
     row |= dict.fromkeys(("accuracy", "accuracy_low", "accuracy_high", "low", "high"))
     if graded:
         found = share(np.arange(graded) < right)
         row |= {"accuracy": found.value, "accuracy_low": found.low, "accuracy_high": found.high}
-    if n > 1 and spread is not None:
-        half = Z95 * spread / n**0.5
+    if half is not None:
         row |= {"low": row["reward"] - half, "high": row["reward"] + half}
     return row
 
@@ -91,12 +89,8 @@ def _times(store: Store, index: Index) -> list[dict[str, Any]]:
     """Intervals of work: stage, track (the action), iteration, start and end in seconds since the epoch."""
     found = []
     for event in store.sql(TIMES, snapshot=index.snapshot).to_pylist():
-        if event["kind"] != "stage_time":
-            continue
-        end = event["created_at"].timestamp()
-        detail = json.loads(event["detail"])
-        found.append({"stage": event["stage"], "track": detail.get("action", "other"), "iteration": event["iteration"],
-                      "start": end - event["seconds"], "end": end})  # fmt: skip
+        end = event.pop("created_at").timestamp()
+        found.append(event | {"start": end - event.pop("seconds"), "end": end})
     return found
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import MopdError
 from mopd_dataplane.fields import PAYLOAD, column_names
+from mopd_dataplane.query.show import version_spans
 from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.arrow_rows import list_views
 from mopd_dataplane.store.decode import Numbers
@@ -191,7 +192,7 @@ def describe(
         "pieces": pieces_of(decoder, payload.response),
         "mask": packed(payload.mask, "<u1"),
         "sampler": packed(payload.logprobs) if payload.logprobs is not None else None,
-        "spans": spans(payload),
+        "spans": version_spans(payload.version_starts, payload.versions, len(payload.mask)),
         "kept": packed(at_trained(payload.mask, payload.mask_sizes, -1), "<i4")
         if payload.mask_sizes is not None
         else None,
@@ -229,13 +230,6 @@ def stats_of(store: Store, uid: str, mask: NDArray[np.uint8], snapshot: Snapshot
                     "values": packed(at_trained(mask, row[name], np.nan)),
                 }  # fmt: skip
     return found
-
-
-def spans(payload: Payload) -> list[dict[str, int]]:
-    """Stretches of one policy version: start, end (exclusive) and version."""
-    ends = [*payload.version_starts[1:], len(payload.mask)]
-    triples = zip(payload.version_starts, ends, payload.versions, strict=True)
-    return [{"start": start, "end": end, "version": version} for start, end, version in triples]
 
 
 def finite(value: float | None) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from mopd_dataplane.query.job import remembered_job
 from mopd_dataplane.store import snapshot as snapshots
 from mopd_dataplane.store.decode import Decoder, Numbers, find_decoder
 from mopd_dataplane.tables import TABLES
-from mopd_dataplane.view.asked import Asked
 from mopd_dataplane.view.columns import FLAGS
 from mopd_dataplane.view.index import Index
 from mopd_dataplane.view.labels import Labelled
@@ -25,12 +25,39 @@ if TYPE_CHECKING:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
+ASIDE_S, LONGEST_ASIDE_S, STEP_S = 0.05, 1.0, 0.002
 PAUSE = 8
 """Times the building of an index that passes before the next one, so that a growing store leaves time to answer."""
 SHORTEST_PAUSE_S = 1.0
-KEPT_ANSWERS = 32
 KEPT_DIGESTS = 1000
 """Snapshots of a growing store that can be asked for again."""
+
+
+class Asked:
+    """How many ask, so that work which nobody waits for can let them go first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = 0
+        self._last = 0.0
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """While a question is being answered."""
+        with self._lock:
+            self._now += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._now -= 1
+                self._last = time.monotonic()
+
+    def aside(self) -> None:
+        """Wait while somebody asks and for ASIDE_S after it, as the next question is likely on its way."""
+        until = time.monotonic() + LONGEST_ASIDE_S
+        while (self._now or time.monotonic() < self._last + ASIDE_S) and time.monotonic() < until:
+            time.sleep(STEP_S)
 
 
 class Shown:
@@ -49,9 +76,10 @@ class Shown:
         self._decoder: Decoder | Numbers | None = None
         self._next_look = 0.0
         self._ending = False
-        self._answers: dict[tuple[Any, ...], Any] = {}
+        self._answers: dict[tuple[str, str], Any] = {}
         self._seen: OrderedDict[str, Snapshot] = OrderedDict()
-        self._asked = Asked()
+        self.asked = Asked()
+        """While somebody asks, `prepare` steps aside."""
         self.labelled = Labelled(store)
         self.student = Student(store)
 
@@ -103,11 +131,7 @@ class Shown:
     def prepare(self) -> None:
         """Read all columns before anyone asks for them. What is wrong with a store is said to whoever asks."""
         with suppress(MopdError, OSError):
-            self.index().fill(self._asked.aside)
-
-    def asked(self) -> AbstractContextManager[None]:
-        """While this is held, `prepare` steps aside."""
-        return self._asked.asking()
+            self.index().fill(self.asked.aside)
 
     def at(self, snapshot: Snapshot) -> Shown:
         """This store as it was, with the labels of today."""
@@ -137,16 +161,12 @@ class Shown:
                 self._index.rest()
             self._index, self._answers = None, {}
 
-    def remembered(self, key: tuple[Any, ...], make: Any) -> Any:
+    def remembered(self, key: str, make: Callable[[Index], Any]) -> Any:
         """An expensive answer of this index, computed once."""
-        index = self.index()
-        place = (index.snapshot.digest, *key)
-        if place not in self._answers:
-            answers = self._answers
-            if len(answers) >= KEPT_ANSWERS:
-                answers.clear()
+        index, answers = self.index(), self._answers
+        if (place := (index.snapshot.digest, key)) not in answers:
             answers[place] = make(index)
-        return self._answers[place]
+        return answers[place]
 
     def describe(self) -> dict[str, Any]:
         """Answer to the page's first request: name, snapshot, tables, columns, teachers, flags."""

@@ -28,7 +28,7 @@ class ShownStores:
         """Shown.describe() of each; stores of jobs of one name go by their folders too."""
         found = []
         for shown in self._shown:
-            with shown.asked():
+            with shown.asked.asking():
                 found.append(shown.describe())
         times = Counter(about["name"] for about in found)
         for about in found:

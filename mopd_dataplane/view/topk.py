@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.errors import DamagedError, MopdError, UnknownNameError
 from mopd_dataplane.query.lineage import literal
+from mopd_dataplane.query.text import visible
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.tables import signal_table
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from mopd_dataplane.records import Snapshot, Teacher
     from mopd_dataplane.store.dataset import Store
+    from mopd_dataplane.store.decode import Decoder, Numbers
 
 SHOWN = 12
 """Candidates of one teacher."""
@@ -121,6 +123,13 @@ def ranked(ids: Any, logprobs: Any, token: int, *, whole: bool) -> dict[str, Any
         "tail": float(np.clip(1 - np.exp(logprobs[top].astype(np.float64)).sum(), 0, 1)),
         "entropy": float(-(np.exp(logprobs.astype(np.float64)) * logprobs).sum()) if whole else None,
     }
+
+
+def with_pieces(said: dict[str, Any], decoder: Decoder | Numbers) -> dict[str, Any]:
+    """An answer of `candidates` with the text of each id as `pieces`, harmless to look at; an error as it is."""
+    if "ids" not in said:
+        return said
+    return said | {"pieces": [visible(text) for text in decoder.texts([[token] for token in said["ids"]])]}
 
 
 def decode_row(encoded: NDArray[np.uint8], codec: str, width: int) -> NDArray[np.float32]:
