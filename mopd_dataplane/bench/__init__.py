@@ -5,7 +5,6 @@ plan.py          metadata → plan
 load.py          plan → batches in another process
 loaders.py       mopd's loader beside others
 peers.py         other loaders on the same packs
-lance_take.py    Lance's own take, to measure the store's reader against
 trainer.py       a trainer process that only reads
 write.py         figures of the write path
 audit.py         an audit of a large store, and a group-by

@@ -20,9 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mopd_dataplane.bench.crowd import pss_bytes
-from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.models.adapter_files import is_adapter
-from mopd_dataplane.models.hf import check_model_folder
+from mopd_dataplane.bench.train_memory import check_whole_model, figures_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,18 +41,10 @@ def measure(base: Path, folder: Path, *, count: int, rank: int) -> dict[str, Any
     Raises UnknownNameError or InputError for a folder that holds no model, MismatchError for one that holds an adapter,
     EngineError when measuring fails.
     """
-    if is_adapter(base):
-        raise MismatchError(f"{base} is an adapter; give the folder of a whole model: its base, or its merged form")
-    check_model_folder(base)
+    check_whole_model(base)
     if find_spec("peft") is None:
         raise ModuleNotFoundError("peft", name="peft")
-    words = [str(base), str(folder), str(count), str(rank)]
-    command = [sys.executable, "-m", "mopd_dataplane.bench.adapters", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
-    if done.returncode:
-        raise EngineError(f"{' '.join(command[1:3])} ended with exit code {done.returncode}; its messages are above")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
+    return figures_of("adapters", str(base), str(folder), str(count), str(rank), timeout_s=DEADLINE_S)
 
 
 def main() -> None:
@@ -106,9 +96,9 @@ def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
     plain = _pool({"base": base}, digest)
     _said(plain.teacher("base"), texts)  # what a process loads once is not the base's
     plain.close()
-    before = _resident_bytes()
+    before = pss_bytes(os.getpid())
     _said(plain.teacher("base"), texts)
-    held_by_base = _resident_bytes() - before
+    held_by_base = pss_bytes(os.getpid()) - before
     alone = min(_seconds(plain.teacher("base"), texts) for _ in range(3))
     plain.close()
 
@@ -118,7 +108,7 @@ def _measured(base: Path, adapters: list[Path]) -> dict[str, Any]:
         began = time.perf_counter()
         first.append(_seconds(pool.teacher(folder.name), texts, began))
         _progress("read for the first time", len(first), len(adapters))
-    held = _resident_bytes() - before
+    held = pss_bytes(os.getpid()) - before
     again = []
     for folder in adapters:
         again.append(_seconds(pool.teacher(folder.name), texts))
@@ -176,10 +166,6 @@ def _seconds(forward: Any, texts: list[Any], began: float | None = None) -> floa
 def _progress(what: str, done: int, of: int) -> None:
     if done % 10 == 0 or done == of:
         print(f"{what}: {done} of {of}", file=sys.stderr, flush=True)
-
-
-def _resident_bytes() -> int:
-    return pss_bytes(os.getpid())
 
 
 if __name__ == "__main__":

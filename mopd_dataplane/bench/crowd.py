@@ -59,10 +59,11 @@ def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()
         for _ in range(ROUNDS):
             before = cpu_seconds(roots)
             for process in started:
-                _go(process)
+                assert process.stdin is not None
+                process.stdin.write(b"\n")
             answers = [json.loads(_line(process)) for process in started]
             cpu = cpu_seconds(roots) - before
-            rounds.append(Crowd(answers, cpu, sum(pss_bytes(pid) for pid in process_tree(roots))))
+            rounds.append(Crowd(answers, cpu, tree_pss_bytes(roots)))
         for process in started:
             process.communicate(timeout=DEADLINE_S)
     finally:
@@ -72,11 +73,6 @@ def measure_crowd(commands: Sequence[Sequence[str]], helpers: Iterable[int] = ()
             process.wait(DEADLINE_S)
     best = min(rounds, key=lambda one: one.seconds)
     return Crowd(best.answers, min(one.cpu_seconds for one in rounds), max(one.pss_bytes for one in rounds))
-
-
-def _go(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    process.stdin.write(b"\n")
 
 
 def _line(process: subprocess.Popen[bytes]) -> str:
@@ -110,6 +106,11 @@ def cpu_seconds(roots: Iterable[int]) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += sum(int(field) for field in fields[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def tree_pss_bytes(roots: Iterable[int]) -> int:
+    """Proportional set size of all processes of the trees."""
+    return sum(pss_bytes(pid) for pid in process_tree(roots))
 
 
 def pss_bytes(pid: int) -> int:

@@ -19,7 +19,8 @@ shorter the higher the dose.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -117,31 +118,18 @@ class _Bench:
 
     def uninterrupted(self) -> list[Response]:
         """Arm A."""
-        return self._decode([self._request(i, self._key(i)) for i in range(self._samples)])
+        return _decode([self._request(i, self._key(i)) for i in range(self._samples)])
 
     def log_resume(self, kills: int) -> list[Response]:
         """Arm B: the product's rollout with a log on disk, killed again and again in the middle of a step."""
         kept: dict[str, Sample] = {}
         with tempfile.TemporaryDirectory(prefix="length-bias-") as scratch:
             for lifetime in [*(int(n) for n in self._draw.integers(20, 400, kills)), None]:
-                try:
-                    run_rollout(
-                        _Mortal(lifetime),
-                        self._prompts,
-                        RolloutTask(
-                            stage="bias",
-                            iteration=0,
-                            seed=self._seed,
-                            rollout=sections.Rollout(max_new_tokens=MAX_NEW),
-                            wal=sections.Wal(),
-                            wal_dir=Path(scratch),
-                            render=lambda prompt: _ids(prompt.text).tolist(),
-                        ),
-                        commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
-                        already=frozenset(kept),
-                    )
-                except _Killed:
-                    continue
+                with suppress(Killed):
+                    live(
+                        _Mortal(lifetime), self._prompts, kept, Path(scratch), stage="bias", seed=self._seed,
+                        max_new_tokens=MAX_NEW, render=lambda prompt: _ids(prompt.text).tolist(),
+                    )  # fmt: skip
         if kept.keys() != {self._uid(i) for i in range(self._samples)}:
             raise EngineError(f"{len(kept)} samples were committed for {self._samples} admitted prompts")
         ordered = [kept[self._uid(i)] for i in range(self._samples)]
@@ -160,7 +148,7 @@ class _Bench:
         round_ = 0
         while todo:
             round_ += 1
-            done = self._decode([attempts[i] for i in todo])
+            done = _decode([attempts[i] for i in todo])
             cuts = self._draw.geometric(hazard, len(todo))
             again = []
             for i, response, cut in zip(todo, done, cuts, strict=True):
@@ -193,10 +181,6 @@ class _Bench:
             kept += [response if i in taken else None for i, response in enumerate(group)]
         return kept
 
-    def _decode(self, requests: Sequence[Request]) -> list[Response]:
-        """Run requests to their end; each response without the prefix its request came with."""
-        return _decode(ToyEngine(slots=SLOTS), requests)
-
     def _uid(self, ordinal: int) -> str:
         return sample_uid(self._seed, "bias", f"p{ordinal}", 0, 0)
 
@@ -214,8 +198,26 @@ class _Bench:
         return Request(uid=str(ordinal), prompt_ids=prompt, key=key, max_new_tokens=left)
 
 
-class _Killed(BaseException):
+class Killed(BaseException):
     """Simulated SIGKILL; not an Exception, so that no handler catches it."""
+
+
+def live(
+    engine: Engine, prompts: list[Prompt], kept: dict[str, Sample], folder: Path, *, stage: str, seed: int,
+    max_new_tokens: int, render: Callable[[Prompt], list[int]],
+) -> None:  # fmt: skip
+    """Begin a rollout, or go on with it, until it ends or its engine is interrupted, and raise what interrupted it.
+
+    kept: what was committed by uid, to which it adds. folder: of the token log.
+    """
+    task = RolloutTask(
+        stage=stage, iteration=0, seed=seed, rollout=sections.Rollout(max_new_tokens=max_new_tokens),
+        wal=sections.Wal(), wal_dir=folder, render=render,
+    )  # fmt: skip
+    run_rollout(
+        engine, prompts, task, commit=lambda batch: kept.update({sample.uid: sample for sample in batch}),
+        already=frozenset(kept),
+    )  # fmt: skip
 
 
 class _Mortal(ToyEngine):
@@ -229,11 +231,13 @@ class _Mortal(ToyEngine):
         if self._left is not None:
             self._left -= 1
             if self._left < 0:
-                raise _Killed
+                raise Killed
         return super().step()
 
 
-def _decode(engine: Engine, requests: Sequence[Request]) -> list[Response]:
+def _decode(requests: Sequence[Request]) -> list[Response]:
+    """Run requests to their end; each response without the prefix its request came with."""
+    engine = ToyEngine(slots=SLOTS)
     waiting = list(range(len(requests)))[::-1]
     free = list(range(engine.slots))
     running: dict[int, int] = {}
@@ -282,12 +286,10 @@ def _verdict(
 
 def draw_plot(arms: dict[str, list[Response | None]], file: Path) -> None:
     """Empirical length distributions of all arms, and their means."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     means = {}
     for name, arm in arms.items():
         lengths = np.sort(_lengths([response for response in arm if response is not None]))
@@ -301,7 +303,6 @@ def draw_plot(arms: dict[str, list[Response | None]], file: Path) -> None:
     right.axhline(0, color="black", linewidth=0.8)
     right.set(ylabel="mean length against uninterrupted, %")
     publish_figure(figure, file, dpi=150)
-    plt.close(figure)
 
 
 def _ids(text: str) -> NDArray[np.int32]:

@@ -29,6 +29,8 @@ GROUP = 8
 """Packs the hand-rolled loader joins in one buffer, which is what makes it fast."""
 READERS = 1
 """Reading processes of a DataLoader."""
+LANCE_ROWS = 512
+"""Rows of one file of a Lance dataset."""
 Bytes = NDArray[np.uint8]
 Pass = Callable[[], Iterator[Bytes]]
 
@@ -83,12 +85,31 @@ def memmap_plain(work: Work) -> Pass:
 
 def lance(work: Work) -> Pass:
     """torch DataLoader over `take` of a Lance list column."""
-    from mopd_dataplane.bench.lance_take import BareTake, write_records
+    import lance as lance_files
+    import pyarrow as pa
 
     uri = str(work.folder / "records.lance")
     if not Path(uri).exists():
-        write_records(uri, work.offsets, work.records)
-    return _data_loader(BareTake(uri), work.packs, context="spawn")
+        column = pa.LargeListArray.from_arrays(pa.array(work.offsets), pa.array(np.asarray(work.records)))
+        rows = pa.table({"data": column})
+        lance_files.write_dataset(rows, uri, data_storage_version="2.0", max_rows_per_file=LANCE_ROWS)
+    return _data_loader(_LanceRows(uri), work.packs, context="spawn")
+
+
+class _LanceRows:
+    """Opened at first use, so that it can be handed to another process."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri = uri
+        self._rows: Any = None
+
+    def __call__(self, samples: Sequence[int]) -> Bytes:
+        import lance as lance_files
+
+        if self._rows is None:
+            self._rows = lance_files.dataset(self._uri)
+        values: Bytes = self._rows.take(list(samples), columns=["data"])["data"].combine_chunks().flatten().to_numpy()
+        return values
 
 
 def datasets(work: Work) -> Pass:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from mopd_dataplane.bench.write import BENCH_RUN, bench_sample, filled_samples
 from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import SAMPLE_COLUMNS, Columns, collect_columns
 from mopd_dataplane.plan.plan import Training, build_window
-from mopd_dataplane.records import PlanWindow
 from mopd_dataplane.run.stage_rows import scan_stage
 from mopd_dataplane.store.arrow_rows import token_rows
 from mopd_dataplane.store.dataset import Store
@@ -89,35 +87,14 @@ def make_metadata(folder: Path, samples: int) -> Store:
     return store
 
 
-@dataclass
-class _Parts:
-    """Sums over the windows of one measurement."""
-
-    read_s: float = 0.0
-    plan_s: float = 0.0
-    cpu_s: float = 0.0
-    tokens: float = 0.0
-    packs: int = 0
-    steps: int = 0
-    straggler_steps: float = 0.0
-    windows: int = 0
-
-    def add(self, plan: PlanWindow) -> None:
-        stats = plan.stats
-        self.tokens += stats["tokens"]
-        self.packs += int(stats["packs"])
-        self.steps += int(stats["steps"])
-        self.straggler_steps += stats["straggler_ratio"] * stats["steps"]
-        self.windows += 1
-
-
 def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict[str, Any]:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     settings = sections.Plan(
         pack_tokens=CAP, batch_tokens=PACKS_PER_STEP * CAP, strict_batches=strict,
         drop_last=window >= 100_000,  # a few samples do not fill one batch
     )  # fmt: skip
-    parts = _Parts()
+    read_s = plan_s = 0.0
+    planned: list[dict[str, float]] = []
     with opened_files(folder / "tokens" / "data") as payload, freed_memory_kept():
         wall, cpu, kernel = time.perf_counter(), time.process_time(), os.times().system
         store = Store.open(folder)
@@ -125,31 +102,32 @@ def _measure_here(folder: Path, samples: int, window: int, strict: bool) -> dict
         for number, first in enumerate(range(0, samples, window)):
             started = time.perf_counter()
             columns = _columns(store, snapshot, first, window)
-            parts.read_s += time.perf_counter() - started
+            read_s += time.perf_counter() - started
             started = time.perf_counter()
             plan = build_window(
                 columns, settings, seed=0, stage="bench", window=number, snapshot=snapshot, teachers=list(TEACHERS),
                 training=Training(ranks=RANKS),
             )  # fmt: skip
-            parts.plan_s += time.perf_counter() - started
-            parts.add(plan)
+            plan_s += time.perf_counter() - started
+            planned.append(plan.stats)
         wall, cpu, kernel = time.perf_counter() - wall, time.process_time() - cpu, os.times().system - kernel
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     read_speed, copy_speed = _limits(folder)
+    packs, steps = (int(sum(stats[name] for stats in planned)) for name in ("packs", "steps"))
     return {
         "samples": samples,
         "seconds": wall,
-        "density": parts.tokens / (parts.packs * CAP),
-        "straggler_ratio": parts.straggler_steps / parts.steps,
+        "density": sum(stats["tokens"] for stats in planned) / (packs * CAP),
+        "straggler_ratio": sum(stats["straggler_ratio"] * stats["steps"] for stats in planned) / steps,
         "peak_rss_bytes": peak,
         "payload_bytes_read": sum(path.stat().st_size for path in payload),
         "cpu_seconds": cpu,
         "of which in the kernel, CPU s": kernel,
-        "of which reading metadata, s": parts.read_s,
-        "of which planning, s": parts.plan_s,
-        "windows": parts.windows,
-        "steps": parts.steps,
-        "packs": parts.packs,
+        "of which reading metadata, s": read_s,
+        "of which planning, s": plan_s,
+        "windows": len(planned),
+        "steps": steps,
+        "packs": packs,
         "metadata_bytes": sum(path.stat().st_size for path in (folder / "samples" / "data").iterdir()),
         "limit: read of the same files, bytes/s": read_speed,
         "limit: copy in memory, bytes/s": copy_speed,

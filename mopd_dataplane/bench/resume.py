@@ -9,23 +9,22 @@ only as often as rounding allows. The rate is measured, never assumed.
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
+from mopd_dataplane.bench.length_bias import Killed, live
 from mopd_dataplane.bench.length_stats import equivalence
 from mopd_dataplane.errors import EngineError
-from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.rollout.engines.engine import StepOutput
 from mopd_dataplane.rollout.engines.hf import HfEngine
 from mopd_dataplane.rollout.engines.vllm import VllmEngine
-from mopd_dataplane.rollout.runner import RolloutTask, run_rollout
 
 
 def measure(
@@ -45,19 +44,15 @@ def measure(
     the same tokens in nat, and the equivalence test of mean lengths.
     """
     running = {"hf": _InterruptedHf, "vllm": _InterruptedVllm}[engine](model, slots=slots, threads=threads)
-    settings = sections.Rollout(max_new_tokens=max_new_tokens)
     prompts = [Prompt(prompt_id=f"p{i}", domain="sums", text=f"{i} + {7 * i} =") for i in range(samples)]
-    whole = _sampled(running, prompts, settings, None, every)
+    whole = _sampled(running, prompts, max_new_tokens, None, every)
     found = {
-        name: _compared(_sampled(running, prompts, settings, name, every), whole) for name in running.interruptions
+        name: _compared(_sampled(running, prompts, max_new_tokens, name, every), whole)
+        for name in running.interruptions
     }
     running.close()
     facts = {"model": str(model), "engine": engine, "samples": samples, "slots": slots, "threads": threads}
     return facts | found
-
-
-class _Killed(BaseException):
-    """Simulated SIGKILL; not an Exception, so that no handler catches it."""
 
 
 class _InterruptedHf(HfEngine):
@@ -98,13 +93,13 @@ _Interrupted = _InterruptedHf | _InterruptedVllm
 def _interrupt(engine: _Interrupted) -> None:
     engine.left -= 1
     if engine.left == 0 and engine.how == "killed":
-        raise _Killed
+        raise Killed
     if engine.left == 0 and engine.how == "stopped":
         signal.raise_signal(signal.SIGTERM)
 
 
 def _sampled(
-    engine: _Interrupted, prompts: list[Prompt], settings: sections.Rollout, how: str | None, every: int
+    engine: _Interrupted, prompts: list[Prompt], max_new_tokens: int, how: str | None, every: int
 ) -> dict[str, Sample]:
     """All samples by uid, over as many lives as it takes."""
     kept: dict[str, Sample] = {}
@@ -113,22 +108,11 @@ def _sampled(
         while len(kept) < len(prompts):
             engine.left = every
             engine.forget()
-            with contextlib.suppress(_Killed, KeyboardInterrupt):
-                run_rollout(
-                    engine,
-                    prompts,
-                    RolloutTask(
-                        stage="resume",
-                        iteration=0,
-                        seed=0,
-                        rollout=settings,
-                        wal=sections.Wal(),
-                        wal_dir=Path(scratch),
-                        render=lambda prompt: engine.tokenizer.encode(prompt.text),
-                    ),
-                    commit=lambda batch: kept.update({s.uid: s for s in batch}),
-                    already=frozenset(kept),
-                )
+            with suppress(Killed, KeyboardInterrupt):
+                live(
+                    engine, prompts, kept, Path(scratch), stage="resume", seed=0, max_new_tokens=max_new_tokens,
+                    render=lambda prompt: engine.tokenizer.encode(prompt.text),
+                )  # fmt: skip
     return kept
 
 

@@ -240,11 +240,11 @@ def human(count: float) -> str:
     >>> human(3.2e12)
     '3.2 TB'
     """
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if count < 999.5 or unit == "PB":
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
             return f"{count:.3g} {unit}"
         count /= 1000
-    raise AssertionError
+    return f"{count:.3g} PB"
 
 
 def readable(figures: Mapping[str, Any]) -> dict[str, Any]:

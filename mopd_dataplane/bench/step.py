@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.bench.crowd import DEADLINE_S, cpu_seconds, process_tree, pss_bytes
+from mopd_dataplane.bench.crowd import DEADLINE_S, cpu_seconds, tree_pss_bytes
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job.job import Job, load_job
 from mopd_dataplane.store.dataset import Store
@@ -42,7 +42,7 @@ def measure(
     given = _overrides(folder, iterations, model, prompts)
     job = load_job(RECIPE, overrides=given)
     settings = [part for one in given for part in ("--set", one)]
-    ours = _watched([sys.executable, "-m", "mopd_dataplane", "run", RECIPE, *settings], _environment())
+    ours = _watched([sys.executable, "-m", "mopd_dataplane", "run", RECIPE, *settings])
     store = Store.open(job.store)
     (folder / "work.json").write_text(json.dumps(_work(job, store, iterations)))
     figures = {"here": ours | _phases(store, iterations)}
@@ -68,28 +68,25 @@ def _overrides(folder: Path, iterations: int, model: Path | None, prompts: int) 
     return given
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-
-
 def _part(command: list[str], folder: Path) -> dict[str, Any]:
     """Run a part; its own figures, with time and memory of its processes."""
     found = folder / "found.json"
-    taken = _watched([*command, str(folder / "work.json"), str(found)], _environment())
+    taken = _watched([*command, str(folder / "work.json"), str(found)])
     said: dict[str, Any] = json.loads(found.read_text())
     return taken | said
 
 
-def _watched(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+def _watched(command: list[str]) -> dict[str, Any]:
     """Run a command to its end: its wall and processor time, and the most memory of all its processes together."""
     began = time.perf_counter()
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(command, env=environment, stdout=2)  # this command prints figures alone
     memory, processor = 0, 0.0
     try:
         while process.poll() is None:
             time.sleep(LOOK_S)
             try:
-                memory = max(memory, sum(pss_bytes(pid) for pid in process_tree([process.pid])))
+                memory = max(memory, tree_pss_bytes([process.pid]))
                 processor = max(processor, cpu_seconds([process.pid]))
             except (OSError, StopIteration):
                 continue  # one of them has just ended

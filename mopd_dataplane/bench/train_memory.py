@@ -43,15 +43,24 @@ def measure(model: Path) -> list[dict[str, Any]]:
     Raises UnknownNameError or InputError for a folder that holds no model, MismatchError for one that holds an adapter,
     EngineError when measuring fails.
     """
-    if is_adapter(model):
-        raise MismatchError(f"{model} is an adapter; give the folder of a whole model: its base, or its merged form")
-    check_model_folder(model)
-    return [_in_a_process(model, *kind) for kind in KINDS]
+    check_whole_model(model)
+    return [
+        figures_of("train_memory", str(model), dtype, str(rank), option, timeout_s=DEADLINE_S)
+        for dtype, rank, option in KINDS
+    ]
 
 
-def _in_a_process(model: Path, dtype: str, rank: int, option: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "mopd_dataplane.bench.train_memory", str(model), dtype, str(rank), option]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=DEADLINE_S, check=False)
+def check_whole_model(folder: Path) -> None:
+    """Raise UnknownNameError or InputError for a folder that holds no model, MismatchError for an adapter's."""
+    if is_adapter(folder):
+        raise MismatchError(f"{folder} is an adapter; give the folder of a whole model: its base, or its merged form")
+    check_model_folder(folder)
+
+
+def figures_of(module: str, *words: str, timeout_s: float) -> dict[str, Any]:
+    """What a module of this package prints as JSON, run in a process of its own. Raises EngineError when it fails."""
+    command = [sys.executable, "-m", f"mopd_dataplane.bench.{module}", *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=timeout_s, check=False)
     if done.returncode:
         raise EngineError(f"{' '.join(command[1:3])} ended with exit code {done.returncode}; its messages are above")
     figures: dict[str, Any] = json.loads(done.stdout)

@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import numpy as np
 
-from mopd_dataplane.bench.crowd import process_tree, pss_bytes
+from mopd_dataplane.bench.crowd import tree_pss_bytes
 from mopd_dataplane.bench.synthetic import lengths_of, make_store
 from mopd_dataplane.store.dataset import Store
 
@@ -177,7 +177,7 @@ def _memory_of_all(server: PageClient, work: Callable[[], object]) -> int:
         nonlocal most
         while not done.wait(0.05):
             with suppress(OSError, StopIteration):  # one of them has just ended
-                most = max(most, sum(pss_bytes(pid) for pid in process_tree([server.pid])))
+                most = max(most, tree_pss_bytes([server.pid]))
 
     looking = threading.Thread(target=look)
     looking.start()

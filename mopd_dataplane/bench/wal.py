@@ -105,11 +105,11 @@ def _raw_write(path: Path, total: int) -> float:
     return rate
 
 
-def _step(sequences: int, position: int) -> log_records.Step:
+def _step(sequences: int) -> log_records.Step:
     handles = np.arange(sequences, dtype=np.uint32)
     return log_records.Step(
         handles,
-        np.full(sequences, position, np.uint32),
+        np.zeros(sequences, np.uint32),
         handles,
         np.full(sequences, -0.5, np.float32),
         np.zeros(sequences, np.uint8),
@@ -118,7 +118,7 @@ def _step(sequences: int, position: int) -> log_records.Step:
 
 def _unthrottled(log: TokenLog, sequences: int, seconds: float) -> float:
     """Tokens per second through append, the last one durable."""
-    step = _step(sequences, 0)
+    step = _step(sequences)
     steps = 0
     began = time.perf_counter()
     while time.perf_counter() - began < seconds:
@@ -133,7 +133,7 @@ def _unthrottled(log: TokenLog, sequences: int, seconds: float) -> float:
 
 def _paced(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     """Milliseconds from append to durable when nobody waits, at a realistic pace."""
-    step = _step(sequences, 0)
+    step = _step(sequences)
     acks = []
     for _ in range(int(seconds * _PACED_STEPS_PER_S)):
         began = time.perf_counter()
@@ -147,7 +147,7 @@ def _paced(log: TokenLog, sequences: int, seconds: float) -> list[float]:
 
 def _waited(log: TokenLog, sequences: int, seconds: float) -> list[float]:
     """Milliseconds from append to durable when somebody waits for it."""
-    step = _step(sequences, 0)
+    step = _step(sequences)
     waits = []
     for _ in range(int(seconds * _PACED_STEPS_PER_S)):
         began = time.perf_counter()
