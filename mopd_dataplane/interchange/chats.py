@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects
+from mopd_dataplane.interchange.row_files import Fields, floats, integers, number, objects, part
 from mopd_dataplane.interchange.rows import (
     Messages,
     Row,
     as_response,
+    drawn,
     finish_reason,
     read_messages,
     read_prompt,
@@ -26,31 +27,28 @@ def read_openai(fields: Fields, place: str) -> Iterator[Row]:
     The request and the response lie in one object, or under `request` and `response`. Token ids are read where the
     server told them (vLLM: `return_token_ids`), and with them the sampler's log-probs.
     """
-    request, response = _object(fields, "request", place), _object(fields, "response", place)
-    whole = {**fields, **request, **_object(response, "body", place), **response}
+    request, response = part(fields, "request", place), part(fields, "response", place)
+    whole = {**fields, **request, **part(response, "body", place), **response}
     messages = read_messages(whole.get("messages"), "messages", place)
     reward = number(fields, "reward", place)
-    given: dict[str, Any] = {"temperature": number(whole, "temperature", place), "top_p": number(whole, "top_p", place)}
-    drawn = {name: value for name, value in given.items() if value is not None}
-    if (top_k := integer(whole, "top_k", place)) > 0:
-        drawn["top_k"] = top_k
+    given = drawn(whole, place)
     common: dict[str, Any] = {"place": place, "rewards": {} if reward is None else {("reward", ""): reward}}
     if "choices" not in whole:
         if messages[-1]["role"] != "assistant" or len(messages) < 2:
             raise InputError(f"{place}: the last message is of {messages[-1]['role']!r:.40}, expected the assistant's")
         _check_tools(whole, place)
         said = as_response(messages[-1:], "messages", place)
-        yield Row(**common, prompt=messages[:-1], response=said, sample=drawn)
+        yield Row(**common, prompt=messages[:-1], response=said, sample=given)
         return
     for choice in objects(whole, "choices", place):
-        row = Row(**common, prompt=messages, sample={**drawn, **finish_reason(choice.get("finish_reason"))})
+        row = Row(**common, prompt=messages, sample={**given, **finish_reason(choice.get("finish_reason"))})
         if choice.get("token_ids") is None or whole.get("prompt_token_ids") is None:
             _check_tools(whole, place)
             row.response = as_response(read_messages([choice.get("message")], "message", place), "message", place)
         else:
             row.prompt_ids = integers(whole["prompt_token_ids"], "prompt_token_ids", place)
             row.response_ids = integers(choice["token_ids"], "token_ids", place)
-            told = objects(_object(choice, "logprobs", place), "content", place)
+            told = objects(part(choice, "logprobs", place), "content", place)
             row.logprobs = floats([entry.get("logprob") for entry in told], "logprobs.content", place) if told else None
         yield row
 
@@ -113,10 +111,3 @@ def _check_tools(fields: Fields, place: str) -> None:
         raise InputError(
             f"{place}: how 'tools' are written for the model depends on its server; such rows need token ids"
         )
-
-
-def _object(fields: Fields, name: str, place: str) -> Fields:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected an object")
-    return value or {}

@@ -88,9 +88,10 @@ class Traces:
         for first, last in pairwise(bounds):
             sampled = first >= start and mask[first - start] == 1
             at = slice(first - start, last - start)
+            [text] = self._decoder.plain_texts([tokens[first:last]])
             node: dict[str, Any] = {
                 "parent": len(nodes) - 1 if nodes else None,
-                "message": {"role": "assistant" if sampled else "user", "content": self._text(tokens[first:last])},
+                "message": {"role": "assistant" if sampled else "user", "content": text},
                 "sampled": sampled, "token_ids": tokens[first:last], "mask": [sampled] * (last - first),
                 "logprobs": sample["logprobs"][at] if sampled and sample["logprobs"] is not None else [],
             }  # fmt: skip
@@ -98,6 +99,3 @@ class Traces:
                 node["reference_logprobs"] = reference[at]
             nodes.append(node)
         return nodes
-
-    def _text(self, ids: list[int]) -> str:
-        return self._decoder.plain_texts([ids])[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,8 @@ def _as_text(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-def _publish_heads(store: Store, teachers: Any, out: Place, scratch: Path) -> None:
+def _publish_heads(store: Store, teachers: Iterable[Teacher], out: Place, scratch: Path) -> None:
     """Copies of the heads beside the export."""
-    teacher: Teacher
     for teacher in teachers:
         if not teacher.head_file:
             continue

@@ -19,7 +19,7 @@ from typing import Any
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.fields import PAYLOAD, RECORDED
 from mopd_dataplane.interchange.chats import read_openai, read_preference, read_sft
-from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, part, text
 from mopd_dataplane.interchange.rows import Reader, Row, finish_reason, read_prompt, read_response
 from mopd_dataplane.interchange.signal_entries import signals_in
 from mopd_dataplane.interchange.trajectories import read_prime_rl, read_tinker
@@ -79,16 +79,17 @@ def _skyrl(fields: Fields, place: str) -> Iterator[Row]:
 
 def _plain(fields: Fields, place: str) -> Iterator[Row]:
     fields = {FORMAT_1_NAMES.get(name, name): value for name, value in fields.items()}
-    ids: tuple[list[int] | None, list[int] | None] = (None, None)
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
     if fields.get("tokens") is not None:
         whole, length = integers(fields["tokens"], "tokens", place), integer(fields, "prompt_len", place, default=-1)
         if not 0 <= length <= len(whole):
             raise InputError(
                 f"{place}: prompt_len is {length}, tokens has {len(whole)}; give the number of prompt tokens"
             )
-        ids = whole[:length], whole[length:]
+        prompt_ids, response_ids = whole[:length], whole[length:]
     elif fields.get("prompt_ids") is not None or fields.get("response_ids") is not None:
-        ids = tuple(integers(fields.get(name), name, place) for name in ("prompt_ids", "response_ids"))  # type: ignore[assignment]
+        prompt_ids, response_ids = (integers(fields.get(name), name, place) for name in ("prompt_ids", "response_ids"))
     given = fields.get("logprobs")
     mask = fields.get("loss_mask")
     reward = number(fields, "reward", place)
@@ -101,16 +102,14 @@ def _plain(fields: Fields, place: str) -> Iterator[Row]:
             rewards[verifier, text(entry, "verifier_version", place, default="")] = value
             detail = text(entry, "detail", place, default="") or None
             verdicts[verifier] = {"detail": detail, "correct": _truth(entry, "correct", place)}
-    known_question = fields.get("question_fields") or {}
-    if not isinstance(known_question, dict):
-        raise InputError(f"{place}: field 'question_fields' is {known_question!r:.60}, expected an object")
+    known_question = part(fields, "question_fields", place)
     yield Row(
         place=place,
         ignored=tuple(name for name in fields if name not in _PLAIN),
-        prompt=read_prompt(fields, "prompt", place, optional=ids[0] is not None),
-        response=None if ids[1] is not None else read_response(fields, "response", place),
-        prompt_ids=ids[0],
-        response_ids=ids[1],
+        prompt=read_prompt(fields, "prompt", place, optional=prompt_ids is not None),
+        response=None if response_ids is not None else read_response(fields, "response", place),
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
         logprobs=None if given is None else floats(given, "logprobs", place),
         loss_mask=None if mask is None else integers(mask, "loss_mask", place),
         answer=text(fields, "answer", place, default=""),
@@ -169,12 +168,10 @@ def _truth(fields: Fields, name: str, place: str) -> bool | None:
 
 def _stated(fields: Fields, place: str) -> dict[str, Any]:
     """Fields of Sample that a plain row states, checked."""
-    readers: tuple[tuple[tuple[str, ...], Callable[[str], Any]], ...] = (
-        (_TEXTS, lambda name: text(fields, name, place)),
-        (_WHOLES, lambda name: integer(fields, name, place)),
-        (_REALS, lambda name: number(fields, name, place)),
-    )
-    stated = {name: read(name) for names, read in readers for name in names if fields.get(name) is not None}
+    readers: list[tuple[tuple[str, ...], Callable[[Fields, str, str], Any]]]
+    readers = [(_TEXTS, text), (_WHOLES, integer), (_REALS, number)]
+    there = ((name, read) for names, read in readers for name in names if fields.get(name) is not None)
+    stated = {name: read(fields, name, place) for name, read in there}
     for listed in _LISTS:
         if (given := fields.get(listed.name)) is not None:
             stated[listed.name] = (floats if listed.is_float else integers)(given, listed.name, place)

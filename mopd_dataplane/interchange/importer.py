@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from mopd_dataplane.base.file_urls import Place
+from mopd_dataplane.base.file_urls import Place, files_at
 from mopd_dataplane.base.plugins import find_plugin
 from mopd_dataplane.errors import EngineError, InputError, MismatchError, MopdError
 from mopd_dataplane.fields import IDS, INT32, RECORDED, Field, arguments
 from mopd_dataplane.interchange.formats import FORMATS
-from mopd_dataplane.interchange.row_files import files_of, read_rows
+from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.rows import Messages, Row
 from mopd_dataplane.interchange.signal_entries import TeacherSignal
 from mopd_dataplane.interchange.teachers_in import Teachers
@@ -103,7 +103,7 @@ def import_rollouts(
     a teacher of that name that the store has scored with.
     """
     find_plugin("mopd.importers", settings.format, FORMATS)
-    files = files_of(path)
+    files = files_at(path, SUFFIXES)
     target = Store.find(store) if isinstance(store, str) else store
     teachers = Teachers(target, [str(path), *files], (vocabulary.digest, vocabulary.size))
     prompts = _check(target, path, _samples(files, settings, vocabulary), teachers)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
-from mopd_dataplane.base.file_urls import Place, files_at, open_file, suffix_of
+from mopd_dataplane.base.file_urls import Place, open_file, suffix_of
 from mopd_dataplane.errors import InputError
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -18,20 +18,14 @@ _ROWS = 64
 Fields = dict[str, Any]
 
 
-def files_of(path: Place) -> list[str]:
-    """The file, the files with a known suffix under a folder, or those a pattern fits, local or by URL, in the order of
-    their names (numbers by value). Raises InputError when there is none.
-    """
-    return files_at(path, SUFFIXES)
-
-
 def read_rows(file: Place) -> Iterator[tuple[str, Fields]]:
     """(place, fields) of every row: line numbers of JSONL, row numbers of Parquet and Arrow, from 1.
 
     Raises InputError with the place of a row that cannot be read.
     """
     readers = {".parquet": _parquet, ".arrow": _arrow}
-    return readers.get(suffix_of(file), _jsonl)(file)
+    batches = readers.get(suffix_of(file))
+    return _jsonl(file) if batches is None else _tabular(file, batches)
 
 
 def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
@@ -53,39 +47,35 @@ def _jsonl(file: Place) -> Iterator[tuple[str, Fields]]:
             yield place, fields
 
 
-def _parquet(file: Place) -> Iterator[tuple[str, Fields]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with open_file(file) as content, pq.ParquetFile(content) as stored:
-            for batch in stored.iter_batches(batch_size=_ROWS):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield f"{file}:{number}", fields
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
-        raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
-
-
-def _arrow(file: Place) -> Iterator[tuple[str, Fields]]:
-    """An Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets holds."""
+def _tabular(file: Place, batches: Callable[[BinaryIO], Iterator[Any]]) -> Iterator[tuple[str, Fields]]:
     import pyarrow as pa
 
     number = 0
     try:
         with open_file(file) as content:
-            whole = content.read(len(_ARROW_FILE)) == _ARROW_FILE
-            content.seek(0)
-            opened = pa.ipc.open_file(content) if whole else pa.ipc.open_stream(content)
-            batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if whole else opened
-            for batch in batches:
+            for batch in batches(content):
                 for start in range(0, batch.num_rows, _ROWS):
                     for fields in batch.slice(start, _ROWS).to_pylist():
                         number += 1
                         yield f"{file}:{number}", fields
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
         raise InputError(f"{file}: row {number + 1} cannot be read ({error})") from None
+
+
+def _parquet(content: BinaryIO) -> Iterator[Any]:
+    import pyarrow.parquet as pq
+
+    yield from pq.ParquetFile(content).iter_batches(batch_size=_ROWS)
+
+
+def _arrow(content: BinaryIO) -> Iterator[Any]:
+    """An Arrow file, or an Arrow stream, which is what a folder of Hugging Face datasets holds."""
+    import pyarrow as pa
+
+    whole = content.read(len(_ARROW_FILE)) == _ARROW_FILE
+    content.seek(0)
+    opened = pa.ipc.open_file(content) if whole else pa.ipc.open_stream(content)
+    yield from (opened.get_batch(i) for i in range(opened.num_record_batches)) if whole else opened
 
 
 _ARROW_FILE = b"ARROW1"
@@ -116,13 +106,10 @@ def integer(fields: Fields, name: str, place: str, *, default: int = 0) -> int:
     value = fields.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_whole(value):
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole:
         raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected an integer")
     return int(value)
-
-
-def _is_whole(value: float) -> bool:
-    return math.isfinite(value) and int(value) == value
 
 
 def number(fields: Fields, name: str, place: str) -> float | None:
@@ -163,6 +150,14 @@ def objects(fields: Fields, name: str, place: str) -> list[Fields]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of objects")
     return value
+
+
+def part(fields: Fields, name: str, place: str) -> Fields:
+    """An object; missing is an empty one."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected an object")
+    return value or {}
 
 
 def _shown(value: Any) -> str:

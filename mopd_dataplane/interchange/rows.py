@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.row_files import Fields, check_unicode, text
+from mopd_dataplane.interchange.row_files import Fields, check_unicode, integer, number, text
 
 if TYPE_CHECKING:
     from mopd_dataplane.interchange.signal_entries import TeacherSignal
@@ -72,6 +72,13 @@ def finish_reason(value: Any) -> dict[str, Any]:
     return {"finish_reason": _FINISHED[value]} if isinstance(value, str) and value in _FINISHED else {}
 
 
+def drawn(fields: Fields, place: str) -> dict[str, Any]:
+    """Sampling parameters of a policy, as far as its source has them."""
+    stated: dict[str, Any] = {name: number(fields, name, place) for name in ("temperature", "top_p")}
+    stated["top_k"] = max(0, integer(fields, "top_k", place)) or None
+    return {name: value for name, value in stated.items() if value is not None}
+
+
 def read_prompt(fields: Fields, name: str, place: str, *, optional: bool = False) -> str | Messages | None:
     """A prompt: text or messages. Raises InputError for something else, or none where it is not optional."""
     value = fields.get(name)
@@ -102,7 +109,7 @@ def as_response(messages: Messages, name: str, place: str) -> str | Messages:
     if not messages or messages[0]["role"] != "assistant":
         found = messages[0]["role"] if messages else "no message"
         raise InputError(f"{place}: field {name!r} begins with {found!r:.40}, expected a message of the assistant")
-    last = max(number for number, message in enumerate(messages) if message["role"] == "assistant")
+    last = max(at for at, message in enumerate(messages) if message["role"] == "assistant")
     kept = messages[: last + 1]
     if len(kept) == 1 and set(kept[0]) == {"role", "content"}:
         return str(kept[0]["content"])
@@ -116,7 +123,7 @@ def read_messages(value: Any, name: str, place: str) -> Messages:
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected a list of messages")
-    return [_message(message, f"{name}[{number}]", place) for number, message in enumerate(value)]
+    return [_message(message, f"{name}[{at}]", place) for at, message in enumerate(value)]
 
 
 def _message(value: Any, name: str, place: str) -> dict[str, Any]:

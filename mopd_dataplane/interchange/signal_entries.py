@@ -75,9 +75,9 @@ class SignalsOut:
         self._store, self._snapshot = store, snapshot
         self.kinds = tuple(kinds)
         self.teachers = {name: known[name] for name in (teachers or known)}
-        scores = store.table("scores", ["sample_row", "teacher", "kind", *_FACTS], snapshot=snapshot) if kinds else None
         self._facts: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
-        for row in scores.to_pylist() if scores is not None else ():
+        columns = ["sample_row", "teacher", "kind", *_FACTS]
+        for row in store.table("scores", columns, snapshot=snapshot).to_pylist() if kinds else ():
             key = row.pop("teacher"), row.pop("kind")
             self._facts.setdefault(key, {})[row.pop("sample_row")] = row
         there = dict.fromkeys((*SIGNAL_KINDS, *(kind for _, kind in self._facts)))

@@ -8,11 +8,10 @@ them, that model's. verifiers writes log-probs with four decimals unless it is t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from mopd_dataplane.errors import InputError
-from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
-from mopd_dataplane.interchange.rows import Row, as_response, finish_reason, read_messages
+from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, part, text
+from mopd_dataplane.interchange.rows import Row, as_response, drawn, finish_reason, read_messages
 
 TRACE_VERSION = 1
 
@@ -27,7 +26,7 @@ def read_traces(fields: Fields, place: str) -> Iterator[Row]:
         version = trace.get("version", TRACE_VERSION)
         if version != TRACE_VERSION:
             raise InputError(f"{place}: trace version {version!r:.20}; this reads version {TRACE_VERSION}")
-        if _part(trace, "agent", place).get("trainable") is False:
+        if part(trace, "agent", place).get("trainable") is False:
             continue
         nodes = objects(trace, "nodes", place)
         for leaf in _leaves(nodes, place):
@@ -38,20 +37,17 @@ def read_traces(fields: Fields, place: str) -> Iterator[Row]:
 
 def _leaves(nodes: list[Fields], place: str) -> list[int]:
     """Nodes that no other continues, but for attempts at a shorter context that were never taken up."""
-    parents = set()
-    taken_up = set()
+    parents, attempts, taken_up = set(), set(), set()
     for place_of, node in enumerate(nodes):
         parent = node.get("parent")
         if parent is not None and (not isinstance(parent, int) or not 0 <= parent < place_of):
             raise InputError(f"{place}: nodes[{place_of}].parent is {parent!r:.20}, expected null or an earlier node")
         parents.add(parent)
-        links = objects(node, "semantic_parents", place)
-        taken_up |= {link.get("node") for link in links if link.get("type") == "compaction"}
-    attempts = {
-        place_of
-        for place_of, node in enumerate(nodes)
-        if any(link.get("type") == "compaction_attempt" for link in objects(node, "semantic_parents", place))
-    }
+        for link in objects(node, "semantic_parents", place):
+            if link.get("type") == "compaction":
+                taken_up.add(link.get("node"))
+            elif link.get("type") == "compaction_attempt":
+                attempts.add(place_of)
     return [leaf for leaf in range(len(nodes)) if leaf not in parents and leaf not in attempts - taken_up]
 
 
@@ -64,8 +60,8 @@ def _path(nodes: list[Fields], leaf: int) -> list[int]:
 
 def _row(episode: Fields, trace: Fields, path: list[int], place: str) -> Row:
     nodes = [trace["nodes"][step] for step in path]
-    environment = _part(episode, "env", place)
-    work = _part(_part(episode, "run", place), "work", place)
+    environment = part(episode, "env", place)
+    work = part(part(episode, "run", place), "work", place)
     calls = [call for call in objects(trace, "calls", place) if call.get("node") == path[-1]]
     sampling = [call["sampling"] for call in calls if isinstance(call.get("sampling"), dict)]
     row = Row(
@@ -76,7 +72,7 @@ def _row(episode: Fields, trace: Fields, path: list[int], place: str) -> Row:
         rewards=_reward(trace, place),
         sample={
             **(finish_reason(calls[-1].get("finish_reason")) if calls else {}),
-            **(_drawn(sampling[-1], place) if sampling else {}),
+            **(drawn(sampling[-1], place) if sampling else {}),
         },
     )
     if all(node.get("token_ids") for node in nodes if node.get("sampled") is True):
@@ -142,7 +138,7 @@ def _first_sampled(nodes: list[Fields]) -> int:
 
 def _reward(trace: Fields, place: str) -> dict[tuple[str, str], float]:
     """The weighted sum of the trace's rewards, as verifiers makes it; none where nothing was scored."""
-    scored = [entry for entry in _part(trace, "rewards", place).values() if isinstance(entry, dict)]
+    scored = [entry for entry in part(trace, "rewards", place).values() if isinstance(entry, dict)]
     if not scored:
         return {}
     total = 0.0
@@ -150,19 +146,3 @@ def _reward(trace: Fields, place: str) -> dict[tuple[str, str], float]:
         weight = number(entry, "weight", place)
         total += (number(entry, "score", place) or 0.0) * (1.0 if weight is None else weight)
     return {("verifiers", ""): total}
-
-
-def _drawn(sampling: Fields, place: str) -> dict[str, Any]:
-    """Sampling parameters of the policy, as far as the call has them."""
-    stated = {name: number(sampling, name, place) for name in ("temperature", "top_p")}
-    top_k = integer(sampling, "top_k", place)
-    return {name: value for name, value in stated.items() if value is not None} | (
-        {"top_k": top_k} if top_k > 0 else {}
-    )
-
-
-def _part(fields: Fields, name: str, place: str) -> Fields:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise InputError(f"{place}: field {name!r} is {value!r:.60}, expected an object")
-    return value or {}

@@ -6,13 +6,16 @@ of its capture, and the decoded conversations of its evaluations; `transitions[]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
-from mopd_dataplane.interchange.rows import Row, as_response, finish_reason, read_messages, read_prompt
+from mopd_dataplane.interchange.rows import Row, as_response, drawn, finish_reason, read_messages, read_prompt
 from mopd_dataplane.interchange.traces import read_traces
+
+_Turn = tuple[list[int], list[int], list[int], list[float] | None]
+"""Prompt, then the policy's tokens with their mask and log-probs."""
 
 
 def read_prime_rl(fields: Fields, place: str) -> Iterator[Row]:
@@ -25,9 +28,19 @@ def _trajectory(fields: Fields, place: str) -> Iterator[Row]:
     if not isinstance(trajectory, list) or not trajectory:
         raise InputError(f"{place}: field 'trajectory' is {trajectory!r:.60}, expected a list of steps with tokens")
     reward = number(fields, "reward", place)
-    domain = text(fields, "env_name", place, default="") or text(fields, "task", place, default="")
     answer = fields.get("answer")
-    open_row: Row | None = None
+    common: dict[str, Any] = {
+        "place": place,
+        "prompt": read_prompt(fields, "prompt", place, optional=True),
+        "answer": text(fields, "answer", place, default="") if isinstance(answer, str) else "",
+        "domain": text(fields, "env_name", place, default="") or text(fields, "task", place, default=""),
+        "iteration": integer(fields, "step", place),
+    }
+    rewards = {} if reward is None else {("prime-rl", ""): reward}
+    yield from _responses(_steps(trajectory, place), lambda: Row(**common, rewards=dict(rewards)))
+
+
+def _steps(trajectory: list[Any], place: str) -> Iterator[_Turn]:
     for turn, step in enumerate(trajectory):
         tokens = step.get("tokens") if isinstance(step, dict) else None
         if not isinstance(tokens, dict):
@@ -40,25 +53,7 @@ def _trajectory(fields: Fields, place: str) -> Iterator[Row]:
         logprobs = None if given is None else floats(given, f"{name}.completion_logprobs", place)
         if len(mask) != len(said) or (logprobs is not None and len(logprobs) != len(said)):
             raise InputError(f"{place}: {name}: completion ids, mask and log-probs differ in length")
-        if open_row is not None and _continues(open_row, prompt):
-            _extend(open_row, prompt, said, mask, logprobs)
-            continue
-        if open_row is not None:
-            yield open_row
-        open_row = Row(
-            place=place,
-            prompt=read_prompt(fields, "prompt", place, optional=True),
-            prompt_ids=prompt,
-            response_ids=said,
-            logprobs=logprobs,
-            loss_mask=mask,
-            answer=text(fields, "answer", place, default="") if isinstance(answer, str) else "",
-            domain=domain,
-            iteration=integer(fields, "step", place),
-            rewards={} if reward is None else {("prime-rl", ""): reward},
-        )
-    if open_row is not None:
-        yield open_row
+        yield prompt, said, mask, logprobs
 
 
 def read_tinker(fields: Fields, place: str) -> Iterator[Row]:
@@ -73,24 +68,22 @@ def _capture(fields: Fields, place: str) -> Iterator[Row]:
     kind = text(fields, "kind", place)
     if kind != "sample" or fields.get("status") not in (None, "ok"):
         return
-    scope, drawn = fields.get("scope") or {}, fields.get("sampling_params") or {}
-    if not isinstance(scope, dict) or not isinstance(drawn, dict):
-        raise InputError(f"{place}: scope and sampling_params are {scope!r:.40} and {drawn!r:.40}, expected objects")
+    scope, sampling = fields.get("scope") or {}, fields.get("sampling_params") or {}
+    if not isinstance(scope, dict) or not isinstance(sampling, dict):
+        raise InputError(f"{place}: scope and sampling_params are {scope!r:.40} and {sampling!r:.40}, expected objects")
     if fields.get("prompt_tokens") is None:
         raise InputError(f"{place}: the call has no prompt_tokens; prompts with images cannot be imported")
-    stated = {name: value for name in ("temperature", "top_p") if (value := number(drawn, name, place)) is not None}
-    if (top_k := integer(drawn, "top_k", place)) > 0:
-        stated["top_k"] = top_k
+    given = drawn(sampling, place)
     for sequence in objects(fields, "samples", place):
         said = integers(sequence.get("tokens"), "samples.tokens", place)
-        given = sequence.get("logprobs")
+        logprobs = sequence.get("logprobs")
         yield Row(
             place=place,
             prompt_ids=integers(fields["prompt_tokens"], "prompt_tokens", place),
             response_ids=said,
-            logprobs=None if given is None else floats(given, "samples.logprobs", place),
+            logprobs=None if logprobs is None else floats(logprobs, "samples.logprobs", place),
             iteration=integer(scope, "iteration", place),
-            sample={**stated, **finish_reason(sequence.get("stop_reason"))},
+            sample={**given, **finish_reason(sequence.get("stop_reason"))},
         )
 
 
@@ -120,7 +113,12 @@ def _transitions(fields: Fields, place: str) -> Iterator[Row]:
         raise InputError(f"{place}: field 'transitions' is {transitions!r:.60}, expected a list of transitions")
     rewards = [number(step, "reward", place) or 0.0 for step in transitions if isinstance(step, dict)]
     total = sum(rewards) + (number(fields, "final_reward", place) or 0.0)
-    open_row: Row | None = None
+    iteration = integer(fields, "sampling_client_step", place)
+    turns = _actions(transitions, place)
+    yield from _responses(turns, lambda: Row(place=place, iteration=iteration, rewards={("tinker", ""): total}))
+
+
+def _actions(transitions: list[Any], place: str) -> Iterator[_Turn]:
     for turn, step in enumerate(transitions):
         action = step.get("ac") if isinstance(step, dict) else None
         if not isinstance(action, dict):
@@ -131,22 +129,7 @@ def _transitions(fields: Fields, place: str) -> Iterator[Row]:
         logprobs = None if given is None else floats(given, f"transitions[{turn}].ac.maybe_logprobs", place)
         if logprobs is not None and len(logprobs) != len(said):
             raise InputError(f"{place}: transitions[{turn}].ac has {len(said)} tokens and {len(logprobs)} log-probs")
-        if open_row is not None and _continues(open_row, seen):
-            _extend(open_row, seen, said, [1] * len(said), logprobs)
-            continue
-        if open_row is not None:
-            yield open_row
-        open_row = Row(
-            place=place,
-            prompt_ids=seen,
-            response_ids=said,
-            logprobs=logprobs,
-            loss_mask=[1] * len(said),
-            iteration=integer(fields, "sampling_client_step", place),
-            rewards={("tinker", ""): total},
-        )
-    if open_row is not None:
-        yield open_row
+        yield seen, said, [1] * len(said), logprobs
 
 
 def _observation(value: Any, name: str, place: str) -> list[int]:
@@ -157,22 +140,28 @@ def _observation(value: Any, name: str, place: str) -> list[int]:
     return integers(value, name, place)
 
 
-def _continues(row: Row, prompt: list[int]) -> bool:
-    """Whether a step's prompt begins with all the tokens so far."""
-    before = [*(row.prompt_ids or []), *(row.response_ids or [])]
-    return prompt[: len(before)] == before
+def _responses(turns: Iterable[_Turn], begin: Callable[[], Row]) -> Iterator[Row]:
+    """One response for turns of which each one's prompt continues all the tokens so far. begin: a row without tokens.
 
-
-def _extend(row: Row, prompt: list[int], said: list[int], mask: list[int], logprobs: list[float] | None) -> None:
-    """Append a turn: what the environment said since, unmasked, then the policy's tokens."""
-    assert row.prompt_ids is not None
-    assert row.response_ids is not None
-    assert row.loss_mask is not None
-    heard = prompt[len(row.prompt_ids) + len(row.response_ids) :]
-    row.response_ids += [*heard, *said]
-    row.loss_mask += [*([0] * len(heard)), *mask]
-    if row.logprobs is not None and logprobs is not None:
-        row.logprobs += [*([0.0] * len(heard)), *logprobs]
-    else:
-        row.logprobs = None
-    row.turns += 1
+    To a response that goes on, what the environment said since is appended unmasked, then the policy's tokens.
+    """
+    row: Row | None = None
+    before: list[int] = []
+    for prompt, said, mask, logprobs in turns:
+        if row is None or prompt[: len(before)] != before:
+            if row is not None:
+                yield row
+            row = begin()
+            row.prompt_ids, row.response_ids, row.loss_mask, row.logprobs = prompt, said, mask, logprobs
+        else:
+            heard = prompt[len(before) :]
+            row.response_ids = [*(row.response_ids or []), *heard, *said]
+            row.loss_mask = [*(row.loss_mask or []), *([0] * len(heard)), *mask]
+            if row.logprobs is not None and logprobs is not None:
+                row.logprobs = [*row.logprobs, *([0.0] * len(heard)), *logprobs]
+            else:
+                row.logprobs = None
+            row.turns += 1
+        before = [*prompt, *said]
+    if row is not None:
+        yield row

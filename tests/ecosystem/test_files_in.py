@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from mopd_dataplane.base.file_urls import files_at
 from mopd_dataplane.interchange.formats import FORMATS
-from mopd_dataplane.interchange.row_files import files_of, read_rows
+from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.rows import Row
 
 HERE = Path(__file__).parent
@@ -35,7 +36,7 @@ def rows_of(source: str, folder: Path) -> list[Row]:
     """All rows of a folder, without the files they came from."""
     found = [
         dataclasses.replace(row, place="")
-        for file in files_of(folder)
+        for file in files_at(folder, SUFFIXES)
         for place, fields in read_rows(file)
         for row in FORMATS[source](fields, place)
     ]

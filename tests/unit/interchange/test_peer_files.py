@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from mopd_dataplane import Store, create_store
+from mopd_dataplane.base.file_urls import files_at
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.interchange.formats import FORMATS
 from mopd_dataplane.interchange.importer import ImportReport, ImportSettings, import_rollouts
-from mopd_dataplane.interchange.row_files import files_of, read_rows
+from mopd_dataplane.interchange.row_files import SUFFIXES, read_rows
 from mopd_dataplane.interchange.rows import Row
 from mopd_dataplane.interchange.traces import read_traces
 from mopd_dataplane.query.show import read_sample
@@ -50,7 +51,10 @@ class Letters:
 def rows_of(source: str, folder: Path) -> list[Row]:
     """All rows of a file or folder."""
     return [
-        row for file in files_of(folder) for place, fields in read_rows(file) for row in FORMATS[source](fields, place)
+        row
+        for file in files_at(folder, SUFFIXES)
+        for place, fields in read_rows(file)
+        for row in FORMATS[source](fields, place)
     ]
 
 
