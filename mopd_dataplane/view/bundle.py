@@ -29,9 +29,9 @@ def script(folder: Path = ASSETS) -> str:
     return "\n".join(parts)
 
 
-def style(folder: Path = ASSETS) -> str:
+def style() -> str:
     """All style sheets."""
-    return (folder / "vendor" / "uPlot.min.css").read_text() + "\n" + (folder / "view.css").read_text()
+    return (ASSETS / "vendor" / "uPlot.min.css").read_text() + "\n" + (ASSETS / "view.css").read_text()
 
 
 def _add(folder: Path, name: str, done: list[str], parts: list[str], above: tuple[str, ...]) -> None:

@@ -20,7 +20,10 @@ def compare(one: Index, other: Index, where_a: str, where_b: str) -> dict[str, A
 
     where_a, where_b: filters over the rollouts of `one` and `other`. Raises QueryError.
     """
-    a, b = (_by_prompt(index, where) for index, where in ((one, where_a), (other, where_b)))
+    a, b = (
+        {row.pop("prompt_id"): row for row in index.rows(_means(index, where))}
+        for index, where in ((one, where_a), (other, where_b))
+    )
     shared = sorted(set(a) & set(b))
     domains: dict[str, list[str]] = {}
     for prompt in shared:
@@ -33,10 +36,6 @@ def compare(one: Index, other: Index, where_a: str, where_b: str) -> dict[str, A
         "sql": [one.over(_means(one, where_a)), other.over(_means(other, where_b))],
         "prompts": [{"prompt_id": p, "a": a[p], "b": b[p]} for p in moved],
     }  # fmt: skip
-
-
-def _by_prompt(index: Index, where: str) -> dict[str, dict[str, Any]]:
-    return {row.pop("prompt_id"): row for row in index.rows(_means(index, where))}
 
 
 def _means(index: Index, where: str) -> str:

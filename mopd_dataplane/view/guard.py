@@ -36,10 +36,10 @@ def new_token() -> str:
 class Guard:
     """ASGI middleware that passes only requests that meet the conditions of this module's docstring."""
 
-    def __init__(self, app: ASGIApp, *, token: str, port: int, names: tuple[str, ...] = LOCAL_NAMES) -> None:
+    def __init__(self, app: ASGIApp, *, token: str, port: int) -> None:
         self._app = app
         self._token = token
-        self._hosts = {f"{name}:{port}" for name in names}
+        self._hosts = {f"{name}:{port}" for name in LOCAL_NAMES}
         self._cookie = f"mopd_view_{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

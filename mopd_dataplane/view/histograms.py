@@ -63,8 +63,9 @@ class Histograms:
     def of(self, columns: Sequence[Column], clause: str) -> dict[str, dict[str, Any]]:
         """The histogram of each column by name. clause: " where …", or empty for all rows. Raises QueryError."""
         with self._lock:
-            missing = [column for column in columns if column.name not in self._bars]
-            self._bars |= self._measured(missing)
+            if missing := [column for column in columns if column.name not in self._bars]:
+                table = self._index.rollouts.table([column.name for column in missing])
+                self._bars |= {column.name: self._bars_of(column, table[column.name]) for column in missing}
         bars = {column.name: self._bars[column.name] for column in columns}
         here = self._counts([b.place for b in bars.values()], clause) if clause else None
         return {
@@ -91,13 +92,6 @@ class Histograms:
             if values[number] is not None:
                 found[number][values[number]] = count
         return found
-
-    def _measured(self, columns: Sequence[Column]) -> dict[str, Bars]:
-        """Bars of columns that are not known yet, by name."""
-        if not columns:
-            return {}
-        table = self._index.table([column.name for column in columns])
-        return {column.name: self._bars_of(column, table[column.name]) for column in columns}
 
     def _bars_of(self, column: Column, values: pa.ChunkedArray) -> Bars:
         if column.kind in ("number", "time"):

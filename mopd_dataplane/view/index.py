@@ -61,8 +61,8 @@ class Index:
         self.snapshot = snapshot
         self._glance = glance = Glance(store, snapshot)
         self.teachers, self.definition, self.columns = glance.teachers, glance.definition, glance.columns
-        self._rollouts = Rollouts(store, snapshot, glance.vocabularies, glance.has, going)
-        self.total = len(self._rollouts.sample_rows)
+        self.rollouts = Rollouts(store, snapshot, glance.vocabularies, glance.has, going)
+        self.total = len(self.rollouts.sample_rows)
         self._labelled = labelled
         self._resources = ExitStack()
         scratch = self._resources.enter_context(scratch_folder())  # gone with this object, or by the next one's sweep
@@ -74,14 +74,9 @@ class Index:
         self._histograms = Histograms(self, TABLE)
 
     @property
-    def spent(self) -> float:
-        """Seconds that reading columns has taken."""
-        return self._rollouts.spent
-
-    @property
     def whole(self) -> bool:
         """Whether the columns are there that compare a sample with others."""
-        return self._rollouts.has(OF_MANY)
+        return self.rollouts.has(OF_MANY)
 
     def fill(self, aside: Callable[[], None] = lambda: None) -> None:
         """Have all columns, those of histograms that a page begins with first.
@@ -90,14 +85,10 @@ class Index:
         """
         own = [name for name in self.columns if name.startswith("kl_") and name != "kl_spread"][:FIRST_TEACHERS]
         first = [*FIRST, *own]
-        self._rollouts.fill(first, aside)
+        self.rollouts.fill(first, aside)
         aside()
         self.histograms("", first)
-        self._rollouts.fill(self._rollouts.names, aside)
-
-    def rest(self) -> None:
-        """End `fill` early."""
-        self._rollouts.rest()
+        self.rollouts.fill(self.rollouts.names, aside)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -109,7 +100,7 @@ class Index:
             except duckdb.BinderException:
                 # Over all columns, without rows: the refusal then says which of them a mistyped name is near to.
                 self._answered(self._over(self._glance.empty), sql, values)
-                return self._answered(self._over(self._rollouts.table(self._rollouts.names)), sql, values)
+                return self._answered(self._over(self.rollouts.table(self.rollouts.names)), sql, values)
         except duckdb.Error as error:
             raise QueryError(str(error)) from error
 
@@ -128,7 +119,7 @@ class Index:
 
     def _over_named(self, sql: str) -> duckdb.DuckDBPyConnection:
         """A cursor for a statement, over the columns that it names."""
-        return self._over(self._rollouts.table(referenced(self._connection.cursor(), sql, self._rollouts.names)))
+        return self._over(self.rollouts.table(referenced(self._connection.cursor(), sql, self.rollouts.names)))
 
     def _over(self, table: pa.Table) -> duckdb.DuckDBPyConnection:
         return self._connection.cursor().register(TABLE, table).register("labelled", self._labelled.table())
@@ -139,13 +130,9 @@ class Index:
         names = [column[0] for column in answer.description or ()]
         return [dict(zip(names, row, strict=True)) for row in answer.fetchall()]
 
-    def table(self, names: Sequence[str]) -> pa.Table:
-        """Columns of all samples."""
-        return self._rollouts.table(names)
-
     def take(self, sample_rows: NDArray[np.int64], names: Sequence[str]) -> pa.Table:
         """Columns of samples that are in the table, in the asked order."""
-        return self._rollouts.table(names).select(list(names)).take(self._rollouts.places(sample_rows))
+        return self.rollouts.table(names).select(list(names)).take(self.rollouts.places(sample_rows))
 
     def condition(self, where: str) -> str:
         """The filter as a clause. Raises QueryError unless it is one expression that reads only."""
@@ -182,7 +169,7 @@ class Index:
         if clause or order:
             wanted = self._ids(f"{clause}{sort} limit {int(limit)} offset {int(offset)}")
         else:
-            wanted = self._rollouts.sample_rows[offset : offset + limit]
+            wanted = self.rollouts.sample_rows[offset : offset + limit]
         rows = self._rows_at(wanted, whole=whole)
         return {"total": total, "columns": list(self.columns), "sql": self.statement(where, order, limit),
                 "rows": [[row[name] for name in self.columns] for row in rows],
@@ -200,9 +187,9 @@ class Index:
     def _rows_at(self, wanted: NDArray[np.int64], *, whole: bool) -> list[dict[str, Any]]:
         """Rows of samples in this order."""
         if whole:
-            self._rollouts.read(OF_MANY)
-        if self._rollouts.whole:
-            held: list[dict[str, Any]] = self.take(wanted, sorted(self._rollouts.names)).to_pylist()
+            self.rollouts.read(OF_MANY)
+        if self.rollouts.whole:
+            held: list[dict[str, Any]] = self.take(wanted, sorted(self.rollouts.names)).to_pylist()
             return held
         rows = self._glance.rows(wanted)
         if not self.whole:
@@ -226,7 +213,7 @@ class Index:
 
     def rows_of(self, uids: Sequence[str], *, whole: bool = False) -> dict[str, dict[str, Any]]:
         """Rows of samples by uid; `whole` as for `page`. Raises UnknownNameError."""
-        if self._rollouts.has(["uid"]):
+        if self.rollouts.has(["uid"]):
             wanted = self._ids(f" where uid in ({', '.join('?' * len(uids))})", uids) if uids else NO_IDS
         else:
             wanted = self._glance.sample_rows(uids)

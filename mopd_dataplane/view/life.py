@@ -37,8 +37,7 @@ def lives(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> d
         at = row["sample_row"]
         found[row["uid"]] = [
             _sampled(row), *_resumed(row), *map(_scored, scored[at]), *map(_rewarded, rewarded[at]), *used[at],
-            *({"kind": "freed", "at": "", "title": f"hidden states of {teacher} freed", "facts": {}, "uids": []}
-              for teacher in gone[at]),
+            *(_event("freed", f"hidden states of {teacher} freed", {}) for teacher in gone[at]),
         ]  # fmt: skip
     return found
 
@@ -53,41 +52,31 @@ def _by_row(rows: Iterable[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 def _resumed(row: dict[str, Any]) -> list[Event]:
     if not (times := row["interruptions"]):
         return []
+    title = f"interrupted {'once' if times == 1 else f'{times} times'}, resumed {row['resume']}"
     versions = f"{row['policy_version_first']} to {row['policy_version_last']}"
-    return [{
-        "kind": "resumed", "at": "",
-        "title": f"interrupted {'once' if times == 1 else f'{times} times'}, resumed {row['resume']}",
-        "facts": {"policy versions": versions}, "uids": [],
-    }]  # fmt: skip
+    return [_event("resumed", title, {"policy versions": versions})]
 
 
-def _sampled(row: dict[str, Any]) -> dict[str, Any]:
+def _sampled(row: dict[str, Any]) -> Event:
     given = row["policy"] == "reference"
-    return {
-        "kind": "sampled", "at": _iso(row["created_at"]), "uids": [],
-        "title": "reference answer" if given else f"sampled by {row['policy']} v{row['policy_version_first']}",
-        "facts": {
-            "stage": row["stage"], "iteration": row["iteration"], "writer": row["writer"],
-            "tokens": row["response_len"], "finished": row["finish_reason"],
-            "temperature": row["temperature"], "top-p": row["top_p"], "top-k": row["top_k"],
-        },
+    title = "reference answer" if given else f"sampled by {row['policy']} v{row['policy_version_first']}"
+    facts = {
+        "stage": row["stage"], "iteration": row["iteration"], "writer": row["writer"],
+        "tokens": row["response_len"], "finished": row["finish_reason"],
+        "temperature": row["temperature"], "top-p": row["top_p"], "top-k": row["top_k"],
     }  # fmt: skip
+    return _event("sampled", title, facts, row["created_at"])
 
 
-def _scored(score: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "scored", "at": _iso(score["created_at"]), "uids": [], "title": f"scored by {score['teacher']}",
-        "facts": {"signal": score["kind"], "positions": score["rows"], "bytes": score["bytes"], "codec": score["codec"],
-                  "mean reverse KL": finite(score["mean_reverse_kl"])},
-    }  # fmt: skip
+def _scored(score: dict[str, Any]) -> Event:
+    facts = {"signal": score["kind"], "positions": score["rows"], "bytes": score["bytes"], "codec": score["codec"],
+             "mean reverse KL": finite(score["mean_reverse_kl"])}  # fmt: skip
+    return _event("scored", f"scored by {score['teacher']}", facts, score["created_at"])
 
 
-def _rewarded(reward: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "rewarded", "at": _iso(reward["created_at"]), "uids": [],
-        "title": f"reward {reward['reward']:g} by {reward['verifier']}",
-        "facts": {"version": reward["verifier_version"], "detail": reward["detail"] or ""},
-    }  # fmt: skip
+def _rewarded(reward: dict[str, Any]) -> Event:
+    facts = {"version": reward["verifier_version"], "detail": reward["detail"] or ""}
+    return _event("rewarded", f"reward {reward['reward']:g} by {reward['verifier']}", facts, reward["created_at"])
 
 
 def _used(store: Store, snapshot: Snapshot, rows: Sequence[dict[str, Any]]) -> dict[int, list[Event]]:
@@ -124,23 +113,19 @@ def _members(plan: dict[str, Any], pack: int) -> list[int]:
 
 def _planned(plan: dict[str, Any], use: dict[str, Any], others: list[str], count: int) -> Event:
     teacher = plan["pack_teachers"][use["pack"]]
-    return {
-        "kind": "planned", "at": _iso(plan["created_at"]), "uids": others,
-        "title": f"planned for {use['stage']}, window {use['window']}, pack {use['pack']}",
-        "facts": {"packed with": count - 1,
-                  "teacher of the pack": plan["teachers"][teacher] if 0 <= teacher < len(plan["teachers"]) else "none"},
-    }  # fmt: skip
+    name = plan["teachers"][teacher] if 0 <= teacher < len(plan["teachers"]) else "none"
+    title = f"planned for {use['stage']}, window {use['window']}, pack {use['pack']}"
+    facts = {"packed with": count - 1, "teacher of the pack": name}
+    return _event("planned", title, facts, plan["created_at"], others)
 
 
 def _trained(row: dict[str, Any], step: dict[str, Any]) -> Event:
     share = row["loss_tokens"] / step["loss_tokens"] if step["loss_tokens"] else None
-    return {
-        "kind": "trained", "at": _iso(step["created_at"]), "uids": [], "step": step["step"], "stage": step["stage"],
-        "title": f"trained at step {step['step']} of {step['stage']}",
-        "facts": {"policy version": step["policy_version"], "share of the step's trained tokens": share,
-                  "staleness": step["policy_version"] - row["policy_version_first"], "loss of the step": step["loss"],
-                  "learning rate": step["learning_rate"]},
-    }  # fmt: skip
+    facts = {"policy version": step["policy_version"], "share of the step's trained tokens": share,
+             "staleness": step["policy_version"] - row["policy_version_first"], "loss of the step": step["loss"],
+             "learning rate": step["learning_rate"]}  # fmt: skip
+    event = _event("trained", f"trained at step {step['step']} of {step['stage']}", facts, step["created_at"])
+    return event | {"step": step["step"], "stage": step["stage"]}
 
 
 def _gone(store: Store, scored: dict[int, list[dict[str, Any]]]) -> dict[int, list[str]]:
@@ -157,5 +142,6 @@ def _gone(store: Store, scored: dict[int, list[dict[str, Any]]]) -> dict[int, li
     return gone
 
 
-def _iso(time: Any) -> str:
-    return time.isoformat() if time is not None else ""
+def _event(kind: str, title: str, facts: dict[str, Any], at: Any = None, uids: Sequence[str] = ()) -> Event:
+    time = "" if at is None else at.isoformat()
+    return {"kind": kind, "at": time, "title": title, "facts": facts, "uids": list(uids)}

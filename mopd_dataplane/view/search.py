@@ -101,13 +101,8 @@ class Search:
 
     def _parts(self, tokens: lance.LanceDataset) -> Iterator[tuple[pa.Table, pa.Array, int]]:
         """Some samples at a time with their tokens, and how many were looked at so far."""
-        searched = 0
-        if self.total < SCAN_SHARE * self._index.total:
-            for part, column in self._chosen():
-                searched += part.num_rows
-                yield part, column, searched
-            return
-        if self._run is not None and self.total:
+        few = self.total < SCAN_SHARE * self._index.total
+        if self._run is not None and self.total and not few:
             samples = self._store.dataset("samples", self._index.snapshot)
             rows, payload_rows, prompts = (
                 self._rows[name].to_numpy() for name in ("sample_row", "payload_row", "prompt_len")
@@ -115,7 +110,8 @@ class Search:
             if (found := scan_tokens(samples, tokens, rows, payload_rows, prompts, self._run)) is not None:
                 yield from self._read(found)
                 return
-        for part, column in self._scanned(tokens):
+        searched = 0
+        for part, column in self._chosen() if few else self._scanned(tokens):
             searched += part.num_rows
             yield part, column, searched
 

@@ -108,9 +108,9 @@ class Shown:
                 self._going()
                 snapshot = self._pinned or self.store.snapshot()
                 if held is None or snapshot.versions != held.snapshot.versions:
-                    self._next_look = time.monotonic() + PAUSE * (held.spent if held is not None else 0.0)
+                    self._next_look = time.monotonic() + PAUSE * (held.rollouts.spent if held is not None else 0.0)
                     if held is not None:
-                        held.rest()
+                        held.rollouts.rest()
                     self.labelled.changed()
                     held, self._answers = Index(self.store, snapshot, self.labelled, self._going), {}
                     self._index = held
@@ -158,7 +158,7 @@ class Shown:
         """Give the index up; who asks next makes it again."""
         with self._lock:
             if self._index is not None:
-                self._index.rest()
+                self._index.rollouts.rest()
             self._index, self._answers = None, {}
 
     def remembered(self, key: str, make: Callable[[Index], Any]) -> Any:

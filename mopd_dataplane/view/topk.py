@@ -60,7 +60,8 @@ def candidates(
             if source == "hidden":
                 said = _from_states(store, teachers[name], row["sample_row"], ordinals, snapshot)
             else:
-                said = _from_topk(store, name, row["sample_row"], ordinals, snapshot)
+                stored = store.read_signal(name, "topk", [row["sample_row"]], snapshot)[0]
+                said = [(stored[0][ordinal], stored[1][ordinal]) for ordinal in ordinals]
             for answers, (ids, logprobs), (token, _) in zip(found, said, places, strict=True):
                 answers.append(about | ranked(ids, logprobs, token, whole=source == "hidden"))
         except (MopdError, OSError, ValueError) as error:
@@ -78,13 +79,6 @@ def freed(store: Store, teacher: str, uids: Iterable[str]) -> set[str]:
     keys = f"uid IN ({', '.join(map(literal, sorted(asked)))})"
     table = store.table(signal_table(teacher, "hidden"), ["uid", "codec"], keys).to_pylist()
     return asked - {row["uid"] for row in table if row["codec"] != FREED}
-
-
-def _from_topk(
-    store: Store, teacher: str, row: int, ordinals: Sequence[int], snapshot: Snapshot
-) -> list[tuple[Any, Any]]:
-    ids, logprobs = store.read_signal(teacher, "topk", [row], snapshot)[0]
-    return [(ids[ordinal], logprobs[ordinal]) for ordinal in ordinals]
 
 
 def _from_states(
