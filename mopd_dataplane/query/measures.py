@@ -23,6 +23,9 @@ Rows = list[dict[str, Any]]
 CURVE_POINTS = 400
 """Most points of one line; longer step logs are averaged into this many stretches."""
 LENGTH_BINS = 24
+_KL = """
+            select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
+            from scores where not isnan(mean_reverse_kl) group by uid, teacher"""
 
 QUERIES: dict[str, str] = {
     "heldout_kl": """
@@ -35,20 +38,16 @@ QUERIES: dict[str, str] = {
             from samples join (select distinct uid, teacher from scores) using (uid) group by stage, domain, teacher)
         select stage, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
         from counted group by stage, domain order by stage, domain""",
-    "teacher_kl": """
+    "teacher_kl": f"""
         select stage, teacher, iteration,
                (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
                sum(loss_tokens)::bigint as tokens
-        from samples join (
-            select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
-            from scores where not isnan(mean_reverse_kl) group by uid, teacher) using (uid)
+        from samples join ({_KL}) using (uid)
         where loss_tokens > 0 group by stage, teacher, iteration order by stage, teacher, iteration""",
-    "suitability": """
+    "suitability": f"""
         select domain, teacher, (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
                count(*) as samples
-        from samples join (
-            select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
-            from scores where not isnan(mean_reverse_kl) group by uid, teacher) using (uid)
+        from samples join ({_KL}) using (uid)
         where loss_tokens > 0 group by domain, teacher order by domain, teacher""",
     "rewards": """
         select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples
@@ -131,16 +130,18 @@ class Measures:
 
     def numbers(self) -> dict[str, Any]:
         """The measures and the recovery as plain values, for --json."""
-        facts = {
+        return {
             "name": self.name,
             "uri": self.uri,
             "versions": self.snapshot.versions,
             "digest": self.snapshot.digest,
             "rows": self.rows,
+            "split": self.held_out.split,
+            "accuracy": self.accuracy,
+            "accuracy_by_version": self.accuracy_by_version,
+            **{name: getattr(self, name) for name in QUERIES},
+            "recovery": recovery(self),
         }
-        accuracies = {"split": self.held_out.split, "accuracy": self.accuracy}
-        accuracies["accuracy_by_version"] = self.accuracy_by_version
-        return {**facts, **accuracies, **{name: getattr(self, name) for name in QUERIES}, "recovery": recovery(self)}
 
 
 def measure(store: Store) -> Measures:

@@ -77,21 +77,20 @@ class Line:
 
 def line_plot(key: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False) -> Plot:
     """Lines over whole-numbered x. share: y is a share, shown in percent. `key` makes ids unique on the page."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes, figure = _axes()
     for index, line in enumerate(lines[:MOST_SERIES]):
         colour, dash = SERIES[index % len(SERIES)], DASHES[index // len(SERIES)]
         marker = "o" if len(line.x) <= 40 else ""
-        values = [float("nan") if value is None else value for value in line.y]
-        axes.plot(line.x, values, color=colour, linestyle=dash, marker=marker, label=_name(line.name))
+        axes.plot(line.x, _floats(line.y), color=colour, linestyle=dash, marker=marker, label=_name(line.name))
         if line.low:
-            low, high = ([float("nan") if value is None else value for value in end] for end in (line.low, line.high))
-            axes.fill_between(line.x, low, high, color=colour, alpha=0.18, linewidth=0)
+            axes.fill_between(line.x, _floats(line.low), _floats(line.high), color=colour, alpha=0.18, linewidth=0)
         if line.level is not None:
             axes.axhline(line.level, color=colour, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
     if share:
-        _percent_axis(axes)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(0, 1.03)
     else:
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.set(xlabel=x, ylabel=y)
@@ -156,11 +155,8 @@ def _axes(height: float = 2.9) -> tuple[Axes, Figure]:
         return figure.subplots(), figure
 
 
-def _percent_axis(axes: Axes) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylim(0, 1.03)
+def _floats(values: Sequence[float | None]) -> list[float]:
+    return [float("nan") if value is None else value for value in values]
 
 
 def _name(text: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mopd_dataplane.query.measures import Measures, Rows
 from mopd_dataplane.query.plots import Line, grouped, line_plot
-from mopd_dataplane.query.sections import Cell, Grid, Plots, Section
-from mopd_dataplane.query.text import count, number
+from mopd_dataplane.query.sections import Cell, Grid, Plots, Section, ends
+from mopd_dataplane.query.text import count
 
 STEP_CURVES = (
     ("loss", "Loss.", "objective value"),
@@ -46,7 +46,7 @@ def rollouts(measures: Measures) -> Section:
             lines = [_with_interval(d, own, name) for d, own in grouped(rows, "domain").items()]
             lines = [line for line in lines if any(value is not None for value in line.y)]
             if lines:
-                alt = f"{stage}: {caption} {_ends(lines)}"
+                alt = f"{stage}: {caption} {ends(lines)}"
                 share = name == "truncated"
                 plot = line_plot(f"run{len(plots)}", alt, lines, x="iteration", y=unit, share=share)
                 plots.append((f"{stage}: {caption[0].lower()}{caption[1:]}", plot))
@@ -66,7 +66,7 @@ def training(measures: Measures) -> Section:
             if any(row[name] is not None for row in rows)
         ]
         if lines:
-            alt = f"{caption} {_ends(lines)}"
+            alt = f"{caption} {ends(lines)}"
             plots.append((caption, line_plot(f"trained{len(plots)}", alt, lines, x="step", y=unit)))
     return Section(key="training", title=title, plots=plots)
 
@@ -121,12 +121,3 @@ def _with_interval(name: str, rows: Rows, column: str) -> Line:
         low=[pair and max(pair[0] - pair[1], least) for pair in known],
         high=[pair and pair[0] + pair[1] for pair in known],
     )  # fmt: skip
-
-
-def _ends(lines: Sequence[Line]) -> str:
-    said = []
-    for line in lines:
-        known = [value for value in line.y if value is not None]
-        if known:
-            said.append(f"{line.name} from {number(known[0])} to {number(known[-1])}")
-    return "; ".join(said) + "."

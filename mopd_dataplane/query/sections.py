@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ MEAN_REWARD = "Mean reward of the same answers, partial credit included, ± its 
 
 
 def _accuracy_rows(
-    measures: Measures, domains: Sequence[str], policies: Iterable[str], recovered: Rows, own: set[tuple[str, str]]
+    measures: Measures, domains: Sequence[str], policies: Mapping[str, int], recovered: Rows, own: set[tuple[str, str]]
 ) -> list[list[Cell]]:
     at = {(row["policy"], row["domain"]): row for row in measures.accuracy if row["accuracy"] is not None}
     notes = {(row["policy"], row["domain"]): _recovery_note(row) for row in recovered}
@@ -125,8 +125,8 @@ def _accuracy_rows(
             cells.append(Cell(text=_share(row), heat=row["accuracy"], note=note, marked=marked) if row else NOTHING)
         body.append(cells)
     means = [Cell(text="mean")]
-    for policy in policies:
-        right = measures.held_out.policies[policy, _version(measures.accuracy, policy)].correct
+    for policy, version in policies.items():
+        right = measures.held_out.policies[policy, version].correct
         if not right:
             means.append(NOTHING)
             continue
@@ -177,10 +177,6 @@ def _reading(recovered: Rows) -> str:
     return " ".join(parts)
 
 
-def _version(rows: Rows, policy: str) -> int:
-    return next(int(row["policy_version"]) for row in rows if row["policy"] == policy)
-
-
 def comparison_grid(comparison: Comparison) -> Grid:
     """A comparison of two policies as a table."""
     head = ["domain", "prompts", "A", "B", "B − A, points", "only A · only B", "McNemar p", "mean reward, B − A", ""]
@@ -218,7 +214,7 @@ def learning(measures: Measures) -> Section:
             _line(domain, part, "policy_version", "accuracy", level=theirs.get((policy, domain)))
             for domain, part in grouped(rows, "domain").items()
         ]
-        alt = f"Held-out accuracy of {policy} by version. {_ends(lines, percent)}"
+        alt = f"Held-out accuracy of {policy} by version. {ends(lines, percent)}"
         dashed = " Dashed: the domain's teacher." if any(line.level is not None for line in lines) else ""
         plot = line_plot(f"acc{len(plots)}", alt, lines, x="policy version", y="held-out accuracy", share=True)
         plots.append((f"{policy}: held-out accuracy.{dashed}", plot))
@@ -232,20 +228,20 @@ def divergence(measures: Measures) -> Section:
     for run, rows in grouped(measures.teacher_kl, "stage").items():
         lines = [_line(t, part, "iteration", "reverse_kl") for t, part in grouped(rows, "teacher").items()]
         if max(len(line.x) for line in lines) > 1:
-            alt = f"Reverse KL of {run} to each teacher by iteration. {_ends(lines, number)}"
+            alt = f"Reverse KL of {run} to each teacher by iteration. {ends(lines)}"
             plot = line_plot(f"kl{len(plots)}", alt, lines, x="iteration", y="nat per token")
             plots.append((f"{run}: reverse KL to each teacher on its own rollouts.", plot))
     for policy, rows in grouped(measures.heldout_kl, "policy").items():
         if not _is_curve(rows):
             continue
         lines = [_line(d, part, "policy_version", "reverse_kl") for d, part in grouped(rows, "domain").items()]
-        alt = f"Held-out reverse KL of {policy} by version. {_ends(lines, number)}"
+        alt = f"Held-out reverse KL of {policy} by version. {ends(lines)}"
         plot = line_plot(f"kl{len(plots)}", alt, lines, x="policy version", y="nat per token")
         plots.append((f"{policy}: reverse KL to the routed teacher on held-out prompts.", plot))
     stages = grouped([row for row in measures.steps if row["reverse_kl"] is not None], "stage")
     if stages:
         lines = [_line(stage, rows, "step", "reverse_kl") for stage, rows in stages.items()]
-        alt = f"Reverse KL of the training batches by step. {_ends(lines, number)}"
+        alt = f"Reverse KL of the training batches by step. {ends(lines)}"
         plots.append(
             ("Reverse KL of the training batches.", line_plot("klstep", alt, lines, x="step", y="nat per token"))
         )
@@ -335,7 +331,7 @@ def staleness(measures: Measures) -> Section:
                 _line(f"{stage} mean", rows, "step", "staleness_mean"),
                 _line(f"{stage} max", rows, "step", "staleness_max"),
             ]
-    alt = f"Policy versions between sampling and training by step. {_ends(lines, number)}"
+    alt = f"Policy versions between sampling and training by step. {ends(lines)}"
     plot = line_plot("stale", alt, lines, x="step", y="versions")
     return Section(key="staleness", title=title, plots=[("Versions between sampling and training.", plot)])
 
@@ -345,7 +341,8 @@ def times(measures: Measures) -> Section:
     if not measures.times:
         return Section(key="time", title="Time per stage", empty="No stage times are recorded.")
     spent = {(row["stage"], row["action"]): row["seconds"] for row in measures.times}
-    actions = sorted({action for _, action in spent}, key=lambda action: (_place(action), action))
+    order = {action: place for place, action in enumerate(FLOW)}
+    actions = sorted({action for _, action in spent}, key=lambda action: (order.get(action, len(order)), action))
     stages = dict.fromkeys(stage for stage, _ in spent)
     rows = {stage: {action: spent.get((stage, action), 0.0) for action in actions} for stage in stages}
     totals = {stage: sum(parts.values()) for stage, parts in rows.items()}
@@ -388,18 +385,15 @@ def _line(name: str, rows: Rows, x: str, y: str, *, level: float | None = None) 
     return Line(name=name, x=[row[x] for row in rows], y=[row[y] for row in rows], level=level)
 
 
-def _ends(lines: Sequence[Line], show: Any) -> str:
-    """First and last value of each line, in words."""
-    return "; ".join(f"{line.name} from {show(line.y[0])} to {show(line.y[-1])}" for line in lines if line.y) + "."
+def ends(lines: Iterable[Line], show: Callable[[float | None], str] = number) -> str:
+    """First and last known value of each line, in words."""
+    known = [(line.name, [value for value in line.y if value is not None]) for line in lines]
+    return "; ".join(f"{name} from {show(y[0])} to {show(y[-1])}" for name, y in known if y) + "."
 
 
 def _is_curve(rows: Rows) -> bool:
     """Whether a policy has several versions of its own, beside the one it starts from."""
     return len({row["policy_version"] for row in rows} - {0}) > 1
-
-
-def _place(action: str) -> int:
-    return FLOW.index(action) if action in FLOW else len(FLOW)
 
 
 def _plain(*texts: str) -> list[Cell]:

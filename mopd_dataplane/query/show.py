@@ -77,7 +77,7 @@ def read_sample(
     metadata = line.sample.to_pylist()[0]
     chosen = _choose_teacher(line, teacher)
     payload = store.read_tokens([line.sample_row]).to_pylist()[0]
-    teacher_logprobs = _teacher_logprobs(store, chosen, line.sample_row)
+    teacher_logprobs = store.read_signal(chosen, "logprob", [line.sample_row])[0].tolist() if chosen else None
     pieces = (decoder or find_decoder(store, tokenizer)).pieces(payload["tokens"][metadata["prompt_len"] :])
     prompt = line.prompt.to_pylist()[0] if line.prompt.num_rows else {"text": "", "answer": ""}
     return SampleView(
@@ -119,10 +119,6 @@ def _choose_teacher(line: SampleLineage, wanted: str | None) -> str:
     if wanted not in scored:
         raise UnknownNameError(f"teacher {wanted!r} has no log-probs for {line.uid}: {nearest(wanted, scored)}")
     return wanted
-
-
-def _teacher_logprobs(store: Store, teacher: str, row: int) -> list[float] | None:
-    return [float(v) for v in store.read_signal(teacher, "logprob", [row])[0]] if teacher else None
 
 
 def version_spans(starts: list[int], versions: list[int], response_len: int) -> list[dict[str, int]]:

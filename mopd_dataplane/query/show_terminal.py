@@ -104,9 +104,8 @@ def _strongest(view: SampleView) -> Table:
     table = _titled(
         "where teacher and sampler differ most" if view.has_sampler_logprobs else "least likely for its teacher"
     )
-    for name, justify in (("position", "right"), ("token", "left"), ("sampler", "right"), ("teacher", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("difference", justify="right")
+    for name in ("position", "token", "sampler", "teacher", "difference"):
+        table.add_column(name, justify="left" if name == "token" else "right")
     if view.has_sampler_logprobs:
         strongest = disagreements(view.tokens, STRONGEST)
     else:

@@ -3,10 +3,9 @@
 | question | function | method |
 |---|---|---|
 | what share is right | `share` | Wilson's score interval |
-| what is the mean | `mean` | standard error; percentile bootstrap over prompts |
+| what share is right over domains | `mean_share` | standard error; percentile bootstrap over prompts |
 | do two policies differ | `compare` | pairs of one prompt: bootstrap over prompts, exact McNemar test |
 | how much of a teacher's lead is recovered | `recover` | (student - base) / (teacher - base), bootstrap over prompts |
-| what is the mean over runs | `over_runs` | Student's t |
 
 Intervals are of 95 %. Prompts are the unit that is drawn: answers of several policies to one prompt are dependent, so a
 bootstrap draws prompts and keeps the answers of all policies to a prompt together. Domains are strata: prompts are
@@ -46,12 +45,7 @@ class Estimate:
     error: float
     """Standard error."""
     n: int
-    """Prompts, or runs."""
-
-    @property
-    def half(self) -> float:
-        """Half of the interval's width."""
-        return (self.high - self.low) / 2
+    """Prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +105,6 @@ def share(right: ArrayLike) -> Estimate:
     half = _Z / scale * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
     low, high = max(0.0, centre - half), min(1.0, centre + half)
     return Estimate(value=p, low=min(low, p), high=max(high, p), error=math.sqrt(p * (1 - p) / n), n=n)
-
-
-def mean(values: ArrayLike) -> Estimate:
-    """Mean of [N] numbers with a bootstrap interval. Raises ValueError for none."""
-    found = _values(values)
-    low, high = _interval(_means({"": (found,)})[0])
-    return Estimate(value=float(found.mean()), low=low, high=high, error=standard_error(found), n=len(found))
 
 
 def mean_share(right: Mapping[str, ArrayLike]) -> Estimate:
@@ -183,26 +170,6 @@ def recover(
     low, high = _interval((of_student - of_base)[usable] / leads[usable])
     gain, _ = _pooled([own - first for first, _, own in strata.values()])
     return Recovery(value=gain / lead.value, low=low, high=high, lead=lead, n=lead.n)
-
-
-def over_runs(values: Sequence[float]) -> Estimate:
-    """Mean over runs (seeds) with Student's interval; of one run the interval is unknown: nan to nan."""
-    found = _values(values)
-    error = standard_error(found)
-    half = student_quantile(len(found) - 1) * error if len(found) > 1 else math.nan
-    value = float(found.mean())
-    return Estimate(value=value, low=value - half, high=value + half, error=error, n=len(found))
-
-
-def student_quantile(freedom: int) -> float:
-    """t with P(|T| <= t) = LEVEL at that many degrees of freedom.
-
-    With t = sqrt(freedom) tan(u) the density of u is proportional to cos(u)^(freedom - 1), which is summed up.
-    """
-    edges = np.linspace(0.0, math.pi / 2, 200_001)
-    middles = (edges[:-1] + edges[1:]) / 2
-    mass = np.concatenate([[0.0], np.cumsum(np.cos(middles) ** (freedom - 1))])
-    return float(math.sqrt(freedom) * math.tan(np.interp(LEVEL, mass / mass[-1], edges)))
 
 
 def _values(given: ArrayLike) -> Values:

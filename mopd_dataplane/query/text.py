@@ -61,11 +61,11 @@ def size(value: float) -> str:
     >>> size(0), size(1536), size(5 << 30)
     ('0 B', '1.5 KiB', '5.0 GiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
-    raise AssertionError("unreachable: TiB takes every size")
+    return f"{value:.1f} TiB"
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Every figure of query/statistics.py against another way to it: fractions, enumeration, printed tables."""
+"""Every figure of query/statistics.py against another way to it: fractions, enumeration, simulation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 from mopd_dataplane.query.statistics import (
     compare,
     mcnemar,
-    mean,
     mean_share,
-    over_runs,
     recover,
     share,
-    student_quantile,
 )
 
 Z = statistics.NormalDist().inv_cdf(0.975)
@@ -51,7 +48,7 @@ def test_bootstrap_interval_is_that_of_every_possible_resample() -> None:
     """Four prompts have 256 resamples; the interval of all of them, weighed alike, is the bootstrap's."""
     values = [0.1, 0.4, 0.4, 0.9]
     every = sorted(statistics.mean(drawn) for drawn in itertools.product(values, repeat=4))
-    found = mean(values)
+    found = mean_share({"x": values})
     assert found.low == pytest.approx(np.quantile(every, 0.025), abs=0.02)
     assert found.high == pytest.approx(np.quantile(every, 0.975), abs=0.02)
     assert found.error == pytest.approx(statistics.stdev(values) / 2)
@@ -159,15 +156,3 @@ def test_domains_weigh_alike_however_many_prompts_they_have() -> None:
     assert compare(a, b, binary=True).value == pytest.approx(0.25)
     with pytest.raises(ValueError, match="pair them by prompt"):
         compare(a, {**b, "few": [True]}, binary=True)
-
-
-@pytest.mark.parametrize(("freedom", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262), (30, 2.042)])
-def test_student_quantile_is_the_one_in_the_tables(freedom: int, t: float) -> None:
-    assert student_quantile(freedom) == pytest.approx(t, abs=6e-4)
-
-
-def test_runs_have_students_interval_and_one_run_has_none() -> None:
-    found = over_runs([0.50, 0.54, 0.58])
-    assert found.value == pytest.approx(0.54)
-    assert found.half == pytest.approx(4.3027 * 0.04 / math.sqrt(3), rel=1e-3)
-    assert math.isnan(over_runs([0.5]).low)
