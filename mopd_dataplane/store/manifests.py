@@ -69,7 +69,7 @@ def _noted(root: Path) -> int:
     """The version that Lance noted beside the manifests; 0 when there is no note."""
     try:
         return int(json.loads((root / "_versions" / "latest_version_hint.json").read_bytes())["version"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         return 0
 
 

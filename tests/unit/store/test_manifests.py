@@ -14,6 +14,15 @@ from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.maintain import _drop_unheld
 from mopd_dataplane.store.manifests import manifest, names_of_versions, newest_version
 
+HINTS = {
+    "behind": '{"version": 2}',
+    "ahead": '{"version": 99}',
+    "cut": '{"vers',
+    "endless": '{"version": Infinity}',
+    "list": "[1]",
+}
+"""What Lance's note may say when it is not right."""
+
 
 def committed(store: Store, count: int, first: int = 0) -> None:
     for number in range(first, first + count):
@@ -30,7 +39,7 @@ def newest_by_lance(root: Path) -> int:
 
 
 @pytest.mark.parametrize("known", [0, 1, 3, 6])
-@pytest.mark.parametrize("note", ["right", "behind", "damaged", "none"])
+@pytest.mark.parametrize("note", ["right", "none", *HINTS])
 def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known: int, note: str) -> None:
     committed(store, 5)
     root = root_of(store)
@@ -38,7 +47,7 @@ def test_the_newest_version_is_found_from_any_one_before_it(store: Store, known:
     if note == "none":
         hint.unlink()
     elif note != "right":
-        hint.write_text('{"version": 2}' if note == "behind" else '{"vers')
+        hint.write_text(HINTS[note])
     assert newest_version(root, known) == newest_by_lance(root) == 6
 
 
