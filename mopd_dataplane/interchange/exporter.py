@@ -18,6 +18,7 @@ from mopd_dataplane.interchange.signal_entries import SignalsOut
 from mopd_dataplane.interchange.teachers_in import head_beside
 from mopd_dataplane.records import Snapshot, Teacher
 from mopd_dataplane.store.dataset import Store
+from mopd_dataplane.store.reading import fitting_rows
 
 KINDS = ("parquet", "jsonl", "arrow", "datasets")
 _ROWS = 512
@@ -96,10 +97,7 @@ def _chosen(store: Store, where: str | None, snapshot: Snapshot) -> np.ndarray:
     rows = np.concatenate([np.empty(0, np.int64), *(rows for rows, _ in parts)])
     if where is None:
         return rows
-    try:
-        wanted = store.samples(["uid"], where, snapshot)["uid"]
-    except (ValueError, OSError) as error:
-        raise InputError(f"filter {where!r:.200} is no predicate over samples: {error!s:.300}") from None
+    wanted = fitting_rows(store.dataset("samples", snapshot), "samples", where, ["uid"])["uid"]
     uids = pa.chunked_array([batch["uid"] for _, batch in parts], pa.string())
     chosen: np.ndarray = rows[pa.compute.is_in(uids, value_set=wanted.combine_chunks()).to_numpy()]
     return chosen

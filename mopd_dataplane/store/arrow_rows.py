@@ -40,7 +40,7 @@ def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
         raise InputError(f"table {spec.name!r} has no column {name!r}: {nearest(name, spec.schema.names)}")
     try:
         rows = pa.Table.from_pylist(filled, schema=spec.schema)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError) as error:
         raise InputError(f"table {spec.name!r}: {error}") from error
     for field, column in zip(spec.schema, rows.columns, strict=True):
         if column.null_count and not field.nullable:

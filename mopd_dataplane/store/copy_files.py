@@ -35,7 +35,8 @@ def begin_copy(source: Store, place: Place, where: str) -> None:
     where: the predicate of the samples that fit; empty for the whole store.
     Raises InputError for a place that cannot be used, MismatchError for half a copy of something else.
     """
-    if place.uri == source.uri or place.uri.startswith(f"{source.uri}/") or source.uri.startswith(f"{place.uri}/"):
+    here, there = (str(at.uri if at.root is None else at.root.resolve()) for at in (source, place))
+    if f"{here}/".startswith(f"{there}/") or f"{there}/".startswith(f"{here}/"):
         raise InputError(f"{place.uri} and {source.uri} overlap; give a place of its own")
     wanted = {"source": source.uuid, "where": where}
     begun = place.read_json(PROGRESS)

@@ -192,10 +192,7 @@ class Store:
     ) -> pa.Table:
         """Rows of a table, in the order of their ids. `filter` is a Lance SQL predicate, such as "domain = 'math'"."""
         dataset = self.dataset(name, snapshot)
-        for column in columns or ():
-            if column not in dataset.schema.names:
-                known = nearest(column, dataset.schema.names)
-                raise UnknownNameError(f"table {name!r} has no column {column!r}: {known}")
+        reading.check_columns(name, dataset, columns or ())
         with lance_errors.reading(dataset.uri):
             read: dict[str, Any] = {"columns": None if columns is None else list(columns), "filter": filter}
             return in_row_order(dataset, read, limit)
@@ -241,8 +238,8 @@ class Store:
     ) -> pa.Table:
         """Payload of given rows of `samples`, in the asked order: columns of `tokens`.
 
-        Raises DamagedError when a payload row is not the sample's (uid echo) or, with `verify`, when its checksum
-        differs.
+        Raises UnknownNameError for a column that there is not, DamagedError when a payload row is not the sample's
+        (uid echo) or, with `verify`, when its checksum differs.
         """
         tokens = self.dataset("tokens", snapshot)
         wanted = list(columns) if columns is not None else list(tokens.schema.names)

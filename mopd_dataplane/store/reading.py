@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, nearest
 from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names, of_signal
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.arrow_rows import list_views, tokens_crc
@@ -33,6 +33,8 @@ IN_PLACE_BYTES = 32 << 20
 """Payload of one read that is worth looking up how its files are laid out: some ten milliseconds a file."""
 TOKEN_BYTES = 9
 """Bytes of a token in `tokens`, about: id, log-prob and mask."""
+NO_COLUMN = "mopd_no_column"
+"""A name that no column has."""
 SCAN_ROWS = 65_536
 """Rows of a batch of a scan: few calls, and columns that stay in the cache."""
 
@@ -58,6 +60,13 @@ def scan_rows(
         for batch in scan.to_batches():
             yield rows[done : done + batch.num_rows], batch
             done += batch.num_rows
+
+
+def check_columns(table: str, dataset: lance.LanceDataset, columns: Sequence[str]) -> None:
+    """Raise UnknownNameError for a column that a table does not have."""
+    for column in columns:
+        if column not in dataset.schema.names:
+            raise UnknownNameError(f"table {table!r} has no column {column!r}: {nearest(column, dataset.schema.names)}")
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:
@@ -94,17 +103,33 @@ def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: li
     """Columns of the rows of a table that match a predicate, and their ids in `_rowid`. Raises InputError for a text
     that is no predicate over it."""
     try:
-        return dataset.to_table(columns=columns, filter=where, with_row_id=True)
+        found = dataset.to_table(columns=columns, filter=where, with_row_id=True)
     except BaseException as error:
         if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
             raise
         raise InputError(f"filter {where!r:.200} is no predicate over {name}: {error!s:.300}") from None
+    if not _read_to_its_end(dataset, where):
+        raise InputError(f"filter {where!r:.200} is no predicate over {name}: it goes on where a predicate ends")
+    return found
+
+
+def _read_to_its_end(dataset: lance.LanceDataset, where: str) -> bool:
+    """Whether Lance has read all of a predicate: it leaves out what follows one, as in "a = 1 b = 2".
+
+    If it has, it also reads a condition behind it, and refuses that.
+    """
+    try:
+        dataset.scanner(columns=[], filter=f"({where}\n) AND {NO_COLUMN}").explain_plan()
+    except ValueError as error:
+        return f"No field named {NO_COLUMN}" in str(error)
+    return False
 
 
 def read_tokens(
     samples: lance.LanceDataset, tokens: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str], *, verify: bool
 ) -> pa.Table:
     """Columns of `tokens` for rows of `samples`; see Store.read_tokens."""
+    check_columns("tokens", tokens, columns)
     metadata = take_rows(samples, rows, ["uid", "payload_row", "payload_crc"])
     read = [*dict.fromkeys(["uid", *columns, *(checked_columns(tokens) if verify else ())])]
     payload = take_payload(tokens, metadata["payload_row"].to_numpy(), read)
@@ -161,6 +186,8 @@ def signal_rows(scores: lance.LanceDataset, teacher: str, kind: str, rows: Array
 def read_signal(dataset: lance.LanceDataset, kind: str, found: pa.Table, *, verify: bool) -> list[Any]:
     """Arrays of one signal for rows of signal_rows; see Store.read_signal."""
     rows = found["payload_row"].to_pylist()
+    if not rows:
+        return []
     header = take_rows(dataset, rows, header_columns(dataset, kind))
     check_echo(dataset.uri, found, header)
     if "codec" in header.column_names and FREED in (codecs := header["codec"].to_pylist()):

@@ -27,6 +27,7 @@ _WHOLES = {
     "group_index": INT16, "iteration": INT32, "writer_seq": INT64, "top_k": IDS, "prompt_len": IDS, "turns": INT16,
     "interruptions": INT16,
 }  # fmt: skip
+_TEXTS = ("prompt_id", "group_id", "domain", "effort", "stage", "writer", "policy", "sampler", "tokenizer")
 
 
 def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[Any]:
@@ -74,6 +75,13 @@ def check_values(sample: Sample) -> None:
         value = getattr(sample, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
             raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: whole numbers, {low} to {high}")
+    for name in _TEXTS:
+        value = getattr(sample, name)
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise MismatchError(f"{where}: {name} is {value!r:.40}: {error}") from None
     if sample.logprobs is not None:
         log_probs(sample.logprobs, where)
     for name, most, kind in (("temperature", math.inf, "at least 0"), ("top_p", 1.0, "0 to 1")):

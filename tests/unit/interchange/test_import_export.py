@@ -223,8 +223,9 @@ def test_a_filter_chooses_what_is_exported(demo_store: Store, tmp_path: Path) ->
         export_samples(demo_store, tmp_path / "some.parquet", "parquet")
     with pytest.raises(UnknownNameError, match="no sample fits"):
         export_samples(demo_store, tmp_path / "none.parquet", "parquet", where="domain = 'x'")
-    with pytest.raises(InputError, match="no predicate over samples"):
-        export_samples(demo_store, tmp_path / "none.parquet", "parquet", where="domain ==== 1")
+    for wrong in ("domain ==== 1", "domain = 'chain_sum' iteration = 0"):
+        with pytest.raises(InputError, match="no predicate over samples"):
+            export_samples(demo_store, tmp_path / "none.parquet", "parquet", where=wrong)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["some.parquet"]
 
 

@@ -41,6 +41,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("writer_seq", 1 << 70, "writer_seq is"),
     ("group_index", -1, "group_index is -1"),
     ("turns", True, "turns is True"),
+    ("prompt_id", "\ud800", "prompt_id is '.ud800'.*surrogates not allowed"),
 ]
 
 

@@ -180,11 +180,18 @@ def test_a_copy_that_was_killed_goes_on(source: Store, tmp_path: Path, point: st
 
 def test_what_cannot_be_copied_is_refused_and_nothing_is_left(source: Store, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    for where, error in (("no such", InputError), ("domain = 'x'", UnknownNameError), ("nocol = 1", InputError)):
+    half = (f"{WHERE} iteration = 0", f"{WHERE}; drop table samples", f"({WHERE})) and iteration = 0", f"{WHERE}) --")
+    for where, error in (
+        ("no such", InputError), ("domain = 'x'", UnknownNameError), ("nocol = 1", InputError),
+        *((some, InputError) for some in half),
+    ):  # fmt: skip
         with pytest.raises(error):
             list(copy_samples(source, str(target), where))
     with pytest.raises(InputError, match="overlap"):
         list(copy_whole(source, f"{source.uri}/inside"))
+    (tmp_path / "link").symlink_to(source.uri)
+    with pytest.raises(InputError, match="overlap"):
+        list(copy_whole(source, f"{tmp_path}/link/inside"))
     assert not target.exists()
     target.mkdir()
     (target / "mine").write_text("mine")

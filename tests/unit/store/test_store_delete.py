@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mopd_dataplane import Store
-from mopd_dataplane.errors import MismatchError, ResourceError, UnknownNameError
+from mopd_dataplane.errors import InputError, MismatchError, ResourceError, UnknownNameError
 from mopd_dataplane.job.sections import Wal
 from mopd_dataplane.load.source import WindowSource
 from mopd_dataplane.load.spec import LoadSpec
@@ -256,6 +256,12 @@ def test_on_an_object_store(s3: str) -> None:
         name: [row for row in held if batch[2].uid not in row and "'p2'" not in row] for name, held in before.items()
     }
     assert "before" not in after.info()["snapshots"]
+
+
+def test_a_predicate_that_lacks_a_word_deletes_nothing(filled: Store) -> None:
+    for wrong in ("stage = 'student' iteration = 0", "stage = 'student'; and iteration = 0"):
+        with pytest.raises(InputError, match="goes on where a predicate ends"):
+            preview(filled, wrong)
 
 
 def test_nothing_is_deleted_unasked(filled: Store) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mopd_dataplane.errors import DamagedError, EngineError, InputError, MismatchError, UnknownNameError
-from mopd_dataplane.records import Sample
+from mopd_dataplane.records import Prompt, Sample
 from mopd_dataplane.store.arrow_rows import sample_crc, token_rows
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.store.reading import take_payload
@@ -224,6 +224,21 @@ def test_unknown_teachers_and_missing_signals_are_named(scored: Store) -> None:
     scored.commit_signals("b", "logprob", [build.signal(build.sample(0), 0, "logprob")])
     with pytest.raises(UnknownNameError, match="2 samples lack signal 'logprob' of teacher 'b', the first in row 4"):
         scored.read_signal("b", "logprob", [0, 4, 2])
+    assert scored.read_signal("b", "logprob", []) == []
+
+
+def test_an_unknown_column_of_tokens_is_no_damage(scored: Store) -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'tokens'"):
+        scored.read_tokens([0], columns=["token"])
+
+
+def test_a_prompt_that_is_given_twice_is_the_same_prompt(store: Store) -> None:
+    prompt = Prompt(prompt_id="p", domain="d", text="one")
+    with pytest.raises(MismatchError, match="text is 'one' before, 'two' now"):
+        store.add_prompts([prompt, dataclasses.replace(prompt, text="two")])
+    assert store.add_prompts([prompt, prompt]) == 1
+    with pytest.raises(InputError, match="surrogates not allowed"):
+        store.add_prompts([dataclasses.replace(prompt, prompt_id="q", text="\ud800")])
 
 
 def test_rows_that_do_not_exist_are_refused(scored: Store) -> None:
