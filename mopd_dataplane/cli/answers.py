@@ -52,15 +52,18 @@ def query(
     _arrow_without_pandas()
     from mopd_dataplane import open_store
     from mopd_dataplane.store.snapshot import tagged
+    from mopd_dataplane.store.sql import values_of
 
     opened = open_store(store)
     table = opened.sql(sql, tagged(opened, snapshot) if snapshot is not None else None)
+    most = limit or (table.num_rows if as_json or as_csv else 50)
+    rows = list(zip(*values_of(table.slice(0, min(most, table.num_rows))), strict=True))
     if as_json:
-        print_json(table.slice(0, limit).to_pylist())
+        print_json([dict(zip(table.column_names, row, strict=True)) for row in rows])
     elif as_csv:
-        print_csv(table.slice(0, limit))
+        print_csv(table.column_names, rows)
     else:
-        print_table(table, limit=limit or 50)
+        print_table(table.column_names, rows, total=table.num_rows)
 
 
 def _arrow_without_pandas() -> None:

@@ -11,7 +11,7 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,6 @@ from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.query.text import one_line, visible
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from mopd_dataplane.errors import MopdError
     from mopd_dataplane.query.sections import Cell, Grid
 
@@ -75,12 +73,12 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def print_csv(table: pa.Table) -> None:
-    """An Arrow table as CSV on stdout; nested values are JSON inside their cell."""
+def print_csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Rows as CSV on stdout; nested values are JSON inside their cell."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
     shown = visible if sys.stdout.isatty() else str  # a file gets the bytes as they are, a terminal none that steer it
-    writer.writerow(map(shown, table.column_names))
-    for row in zip(*(column.to_pylist() for column in table.columns), strict=True):
+    writer.writerow(map(shown, head))
+    for row in rows:
         cells = (json.dumps(value) if isinstance(value, list | dict) else value for value in map(plain, row))
         writer.writerow([shown(value) if isinstance(value, str) else value for value in cells])
 

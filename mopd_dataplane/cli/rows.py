@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -17,9 +17,6 @@ from rich.text import Text
 
 from mopd_dataplane.cli.output import cell, note, stdout, width_of
 from mopd_dataplane.query.text import one_line
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 DIGEST = re.compile(r"[0-9a-f]{32,64}")
 """A uid or a digest: its first digits say enough."""
@@ -42,13 +39,12 @@ BLOCK_COLUMNS = 12
 """Columns of a block when several rows are shown and more than one would be left out; a single row shows all of its."""
 
 
-def print_table(table: pa.Table, *, limit: int) -> None:
-    """An Arrow table on the terminal, at most `limit` rows, and a note that says how many there are."""
-    head = [one_line(name) for name in table.column_names]
-    rows = list(zip(*(column.to_pylist() for column in table.slice(0, limit).columns), strict=True))
+def print_table(names: Sequence[str], rows: Sequence[Sequence[Any]], *, total: int) -> None:
+    """Rows on the terminal, and a note that says how many there are."""
+    head = [one_line(name) for name in names]
     is_table = print_fitting(head, rows)
-    more = f"; the first {limit} are shown, --limit N or --json shows more" if table.num_rows > limit else ""
-    note(f"{table.num_rows:,} {'row' if table.num_rows == 1 else 'rows'}{more}")
+    more = f"; the first {len(rows)} are shown, --limit N or --json shows more" if total > len(rows) else ""
+    note(f"{total:,} {'row' if total == 1 else 'rows'}{more}")
     if not is_table and (hidden := head[len(_kept(head, rows)) :]):
         note(f"more columns: {', '.join(hidden)}; select them by name, or ask for one row, --json or --csv")
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
@@ -84,6 +84,7 @@ def run_sql(store: Store, query: str, snapshot: Snapshot | None = None, limits: 
                     f"the query needs more than {limits.memory} of memory: narrow it, or ask `mopd query`"
                 ) from None
             raise QueryError(_explain(error, store)) from error
+    answer = answer.rename_columns(_distinct(answer.column_names))
     described = DESCRIBE.fullmatch(query)
     return answer if described is None else _with_comments(answer, store, described["name"])
 
@@ -100,6 +101,33 @@ def _answer(connection: duckdb.DuckDBPyConnection, query: str, limits: Limits | 
             if held == limits.rows:
                 break
         return pa.Table.from_batches(batches, reader.schema)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Names of columns, a repeated one with a number behind it: a row as a dict has each name once.
+
+    >>> _distinct(["uid", "uid", "uid_1"])
+    ['uid', 'uid_2', 'uid_1']
+    """
+    distinct: list[str] = []
+    for place, name in enumerate(names):
+        new, number = name, 0
+        while new in distinct or (number and new in names[place:]):
+            number += 1
+            new = f"{name}_{number}"
+        distinct.append(new)
+    return distinct
+
+
+def values_of(table: pa.Table) -> list[list[Any]]:
+    """Columns of an answer as values of Python. Raises QueryError for a time that Python has no value for."""
+    columns = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        try:
+            columns.append(column.to_pylist())
+        except (OverflowError, ValueError) as error:
+            raise QueryError(f"column {name!r}: {error}; cast it to varchar") from error
+    return columns
 
 
 @contextmanager

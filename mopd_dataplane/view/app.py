@@ -113,7 +113,7 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
         try:
             given = json.loads(await request.body())
-        except ValueError:
+        except (ValueError, RecursionError):
             return _json({"error": "the body is not JSON"}, 400)
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _json({"error": "labels are sent as application/json"}, 415)
@@ -132,7 +132,7 @@ def _labelling(stores: ShownStores) -> Callable[[Request], Any]:
 
 def _number(asked: dict[str, str], name: str, default: int, most: int | None = None) -> int:
     text = asked.get(name, str(default))
-    if not text.isdigit() or len(text) > 12:
+    if not text.isdecimal() or len(text) > 12:
         raise InputError(f"{name}={text!r} is not a whole number")
     return min(int(text), most) if most is not None else int(text)
 

@@ -114,8 +114,11 @@ class Index:
                 raise DeadlineError(f"the query ran for {QUERY_S:g} s; narrow the filter") from None
 
     def arrow(self, sql: str) -> pa.Table:
-        """The answer to a statement of ours as an Arrow table."""
-        return self._over_named(sql).sql(sql).to_arrow_table()
+        """The answer to a statement as an Arrow table. Raises QueryError."""
+        try:
+            return self._over_named(sql).sql(sql).to_arrow_table()
+        except duckdb.Error as error:
+            raise QueryError(str(error)) from error
 
     def _over_named(self, sql: str) -> duckdb.DuckDBPyConnection:
         """A cursor for a statement, over the columns that it names."""
@@ -140,6 +143,7 @@ class Index:
         if not text:
             return ""
         try:
+            duckdb.SQLExpression(text)  # nothing that closes the bracket below and goes on behind it
             statements = self._connection.cursor().extract_statements(f"select * from {TABLE} where ({text}\n)")
         except duckdb.Error as error:
             raise QueryError(f"the filter is not an SQL expression: {error}") from error

@@ -11,18 +11,24 @@ if TYPE_CHECKING:
 
 
 def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, known: Collection[str]) -> set[str]:
-    """Those of `known` that a SELECT names; all where it may need all: `*`, a row as one value, or no SELECT.
+    """Those of `known` that a SELECT names; all where it may need all: `*`, a row as one value, no SELECT, or one that
+    is nested too deep to look at.
 
     Names are compared as DuckDB does, without regard to case. A name that is no column is left to DuckDB to refuse.
     """
-    [parsed] = (json.loads(row[0]) for row in cursor.execute("select json_serialize_sql(?)", [sql]).fetchall())
+    [(text,)] = cursor.execute("select json_serialize_sql(?)", [sql]).fetchall()
+    try:
+        parsed = json.loads(text)
+        nodes = list(_nodes(parsed))
+    except RecursionError:
+        return set(known)
     if parsed["error"]:
         return set(known)
     named: set[str] = set()
     alone: set[str] = set()
     """Names without that of a table before them."""
     tables: set[str] = set()
-    for node in _nodes(parsed["statements"]):
+    for node in nodes:
         if node.get("class") == "STAR" or node.get("ref_type") == "NATURAL":
             return set(known)
         if node.get("class") == "COLUMN_REF":

@@ -92,13 +92,13 @@ def _private_mb(pid: int) -> float:
 def _answer(asked: dict[str, Any]) -> str:
     from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.sql import Limits, run_sql
+    from mopd_dataplane.store.sql import Limits, run_sql, values_of
     from mopd_dataplane.view.plain import to_json
 
     store = Store.open(asked["uri"])
     limits = Limits(rows=ROWS + 1, seconds=SECONDS, memory=BUFFERS, spilled=SPILLED)
     table = run_sql(store, asked["query"], Snapshot(uri=asked["uri"], versions=asked["versions"]), limits)
-    rows = [list(row.values()) for row in table.slice(0, ROWS).to_pylist()]
+    rows = list(zip(*values_of(table.slice(0, ROWS)), strict=True))
     text = to_json({"columns": table.column_names, "rows": rows, "more": table.num_rows > ROWS})
     if len(text) > ANSWER_MB * 1e6:
         raise QueryError(f"the answer is {len(text) / 1e6:,.0f} MB, {ANSWER_MB} MB are shown: select less of it")

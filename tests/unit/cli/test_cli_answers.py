@@ -68,6 +68,9 @@ def test_query_json_is_one_array_with_nulls_for_what_json_lacks(demo_store: Stor
     rows = answered("query", demo_store.uri, sql, "--json")
     assert rows[0] | {"e": ""} == {"a": 1, "b": None, "c": [1, 2], "d": None, "e": "", "f": "78"}
     assert answered("query", demo_store.uri, "select 1 where false", "--json") == []
+    assert answered("query", demo_store.uri, "select 1 as a, 2 as a", "--json", "--limit", str(10**20)) == [
+        {"a": 1, "a_1": 2}
+    ]
 
 
 def test_query_csv_is_read_back(demo_store: Store) -> None:
@@ -110,6 +113,7 @@ def test_query_shows_model_text_harmlessly(demo_store: Store) -> None:
         ("select 1; select 2", "give exactly one"),
         ("select * from sampels", "did you mean 'samples'"),
         ("selct 1", "syntax error"),
+        ("select timestamp '290000-01-01' as far", "column 'far'"),  # legal in SQL, no value of Python
     ],
 )
 def test_query_refuses_in_one_paragraph(demo_store: Store, sql: str, said: str) -> None:

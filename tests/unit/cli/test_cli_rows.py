@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mopd_dataplane import Store
 from mopd_dataplane.cli import output, rows
+from mopd_dataplane.store.sql import values_of
 
 
 @pytest.fixture
@@ -22,7 +23,8 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Any:
         out, err = io.StringIO(), io.StringIO()
         monkeypatch.setattr(rows, "stdout", lambda: Console(file=out, width=width, highlight=False))
         monkeypatch.setattr(output, "stderr", lambda: Console(file=err, width=10_000, highlight=False))
-        rows.print_table(table, limit=limit)
+        shown = list(zip(*values_of(table.slice(0, limit)), strict=True))
+        rows.print_table(table.column_names, shown, total=table.num_rows)
         return out.getvalue().splitlines(), err.getvalue()
 
     return show

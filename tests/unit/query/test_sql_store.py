@@ -158,6 +158,11 @@ def test_anything_but_reading_the_store_is_refused(store: Store, query: str) -> 
         store.sql(query)
 
 
+def test_columns_of_the_same_name_are_told_apart(store: Store) -> None:
+    rows = store.sql("select 1 as a, 2 as a, 3 as a_1, 4 as a").to_pylist()
+    assert rows == [{"a": 1, "a_2": 2, "a_1": 3, "a_3": 4}]
+
+
 def test_python_variables_are_not_tables(store: Store) -> None:
     secret = pa.table({"v": [1]})
     assert secret.num_rows == 1

@@ -69,6 +69,8 @@ def test_only_labels_are_written_and_only_as_json(page: TestClient) -> None:
         assert page.post(f"/api/{name}").status_code == 405
     plain = page.post("/api/labels", content="{}", headers={"content-type": "text/plain"})
     assert plain.status_code == 415, "a form of another page cannot send JSON"
+    deep = page.post("/api/labels", content="[" * 100_000, headers={"content-type": "application/json"})
+    assert deep.status_code == 400
 
 
 def test_labels_are_kept_and_taken_back(make_store: Callable[..., Store], tmp_path: Path) -> None:
@@ -86,6 +88,8 @@ def test_labels_are_kept_and_taken_back(make_store: Callable[..., Store], tmp_pa
     assert store.table("labels").num_rows == 3, "what was said stays"
     for wrong in ({"uid": uid, "label": ""}, {"uid": uid, "label": "x" * 65}, {"uid": "0", "label": "x"}, ["x"]):
         assert page.post("/api/labels", json=wrong).status_code in (400, 404)
+    half = f'{{"uid": "{uid}", "label": "\\ud800"}}'  # half of a character, which JSON can carry and a table cannot
+    assert page.post("/api/labels", content=half, headers={"content-type": "application/json"}).status_code == 400
 
 
 # -- one sample --------------------------------------------------------------------------------------------------------

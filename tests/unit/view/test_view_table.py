@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from starlette.testclient import TestClient
-from viewing import BEARER, client_of, get, rows_of
+from viewing import BEARER, client_of, get, rows_of, some_uid
 
 from mopd_dataplane import Store
 from mopd_dataplane.bench.crowd import process_tree
@@ -179,6 +179,8 @@ def test_a_bar_of_a_histogram_filters_to_its_count(page: TestClient) -> None:
         "uid in (select content from read_text('/etc/hostname'))",
         "1 = (select count(*) from read_csv('/etc/passwd'))",
         "1) ; select (1",
+        "1 = 1) union all select 5 from rollouts where (1 = 1",
+        "1 = 1) order by (1",
     ],
 )
 def test_a_filter_reads_nothing_but_the_rollouts(page: TestClient, where: str) -> None:
@@ -186,6 +188,22 @@ def test_a_filter_reads_nothing_but_the_rollouts(page: TestClient, where: str) -
     assert answer.status_code == 400
     assert answer.json()["kind"] == "QueryError"
     assert get(page, "samples", limit=1)["total"] > 0, "the table is still there"
+
+
+def test_a_filter_may_be_nested_as_deep_as_duckdb_lets_it(page: TestClient) -> None:
+    everything = get(page, "samples", limit=1)["total"]
+    assert get(page, "samples", where="1" + " + 1" * 900 + " > 0", limit=1)["total"] == everything
+
+
+def test_a_search_says_what_is_wrong_with_its_filter(page: TestClient) -> None:
+    answer = page.get("/api/search", params={"q": "1", "kind": "tokens", "where": "count(*) > 1"})
+    assert answer.status_code == 400
+    assert "aggregates" in answer.json()["error"]
+
+
+def test_a_position_is_a_whole_number(page: TestClient) -> None:
+    answer = page.get("/api/candidates", params={"uid": some_uid(page), "position": "²"})
+    assert (answer.status_code, answer.json()["kind"]) == (400, "InputError")
 
 
 def test_a_filter_that_runs_away_is_stopped(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +224,8 @@ def test_sql_is_that_of_mopd_query(page: TestClient, demo_store: Store) -> None:
     found = get(page, "sql", q="select domain, count(*) as n from samples group by 1 order by 1")
     assert found["rows"] == [list(row.values()) for row in demo_store.sql(
         "select domain, count(*) as n from samples group by 1 order by 1").to_pylist()]  # fmt: skip
+    twice = get(page, "sql", q="select 1 as a, 2 as a, 3 as b")
+    assert (len(twice["columns"]), twice["rows"]) == (3, [[1, 2, 3]])
     refused = page.get("/api/sql", params={"q": "copy samples to '/tmp/stolen.csv'"})
     assert refused.json()["kind"] == "QueryError"
 
