@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from mopd_dataplane.base.file_urls import Place, open_file, suffix_of
 from mopd_dataplane.errors import InputError
@@ -14,6 +15,7 @@ SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _LINE_BYTES = 256 << 20
 """Longest line of a JSONL file: about twenty million tokens."""
 _ROWS = 64
+LARGEST = float(np.finfo(np.float32).max)
 
 Fields = dict[str, Any]
 
@@ -112,12 +114,17 @@ def integer(fields: Fields, name: str, place: str, *, default: int = 0) -> int:
     return int(value)
 
 
+def _is_finite(value: float) -> bool:
+    """Whether a column of float32 can hold it; JSON has integers of any length."""
+    return abs(value) <= LARGEST
+
+
 def number(fields: Fields, name: str, place: str) -> float | None:
     """A finite number, None when the field is missing."""
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a finite number")
     return float(value)
 
@@ -137,7 +144,7 @@ def floats(value: Any, name: str, place: str) -> list[float]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InputError(f"{place}: field {name!r} is {_shown(value)}, expected a list of numbers")
     for position, item in enumerate(value):
-        if isinstance(item, bool) or not isinstance(item, int | float) or not math.isfinite(item):
+        if isinstance(item, bool) or not isinstance(item, int | float) or not _is_finite(item):
             raise InputError(f"{place}: {name}[{position}] is {_shown(item)}, expected a finite number")
     return [float(item) for item in value]
 

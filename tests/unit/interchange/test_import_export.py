@@ -242,6 +242,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "mask of another length": ({**GOOD, "loss_mask": [1, 1]}, "loss_mask has 2 values"),
     "half a surrogate": ({"prompt": "\ud800", "response": "b"}, "no valid Unicode at character 0"),
     "reward in words": ({**GOOD, "reward": "high"}, "'reward' is 'high'"),
+    "reward that no float32 holds": ({**GOOD, "reward": 1e39}, "'reward' is 1e\\+39, expected a finite number"),
+    "reward that no float holds": ({**GOOD, "reward": 10**400}, "'reward' is 1000"),
     "another tokenizer": ({**GOOD, "tokenizer": "words"}, "tokenizer 'words'"),
     "a uid that is none": ({**GOOD, "uid": "../../etc"}, "is not 32 hex digits"),
     "a kept id of another vocabulary": (
