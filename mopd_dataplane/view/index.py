@@ -23,7 +23,7 @@ from mopd_dataplane.store.sql import interrupted_after
 from mopd_dataplane.view.columns import LABELLED
 from mopd_dataplane.view.glance import OF_MANY, Glance
 from mopd_dataplane.view.histograms import Histograms
-from mopd_dataplane.view.referenced import referenced
+from mopd_dataplane.view.referenced import FUNCTIONS, called, referenced
 from mopd_dataplane.view.rollouts import Rollouts
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ class Index:
             raise QueryError(f"the filter is not an SQL expression: {error}") from error
         if len(statements) != 1 or statements[0].type.name != "SELECT":
             raise QueryError("the filter must be one SQL expression, such as: domain = 'math' and response_len > 100")
+        for name in sorted(called(self._connection.cursor(), f"select * from {TABLE} where ({text}\n)") - FUNCTIONS):
+            raise QueryError(f"the filter calls {name!r:.80}, which a filter may not: {nearest(name, FUNCTIONS)}")
         return f" where ({text}\n)"
 
     def order(self, order: str) -> str:

@@ -1,13 +1,45 @@
-"""Which columns of the table of rollouts a statement speaks of, so that no others are read for it."""
+"""What a statement speaks of: columns of the table of rollouts, so that no others are read for it, and functions."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.errors import QueryError
+
 if TYPE_CHECKING:
     import duckdb
+
+
+FUNCTIONS = {
+    "abs", "ceil", "ceiling", "floor", "round", "sign", "sqrt", "ln", "log", "log10", "log2", "exp", "pow", "power",
+    "mod", "greatest", "least", "isnan", "isinf", "isfinite", "lower", "upper", "length", "len", "strlen", "trim",
+    "ltrim", "rtrim", "left", "right", "substr", "substring", "contains", "starts_with", "ends_with", "prefix",
+    "suffix", "position", "strpos", "instr", "like_escape", "ilike_escape", "not_like_escape", "not_ilike_escape",
+    "regexp_matches", "regexp_full_match", "regexp_extract", "split_part", "list_contains", "list_has",
+    "array_contains", "list_has_any", "list_has_all", "list_position", "list_value", "list_min", "list_max",
+    "list_sum", "list_avg", "list_extract", "array_extract", "element_at", "row", "struct_pack", "struct_extract",
+    "year", "month", "day", "hour", "minute", "second", "date_part", "date_trunc", "date_diff", "datediff", "epoch",
+    "now", "current_date", "today", "coalesce", "ifnull", "nullif", "if", "typeof", "hash", "count", "count_star",
+    "min", "max", "avg", "mean", "sum", "median", "any_value",
+}  # fmt: skip
+"""What a filter may call beside operators: none makes a value longer than those it is given. A filter is worked out in
+the server's process, where one value of DuckDB's may take all memory."""
+_CALL = re.compile(r'"function_name":"((?:[^"\\]|\\.)*)"')
+
+
+def called(cursor: duckdb.DuckDBPyConnection, sql: str) -> set[str]:
+    """Names of the functions that a SELECT calls, in small letters; operators are not among them.
+
+    Found in the text of the parsed statement, where a quote of a constant is escaped, so that none is nested too deep.
+    Raises QueryError for a statement of which DuckDB gives no such text.
+    """
+    [(text,)] = cursor.execute("select json_serialize_sql(?)", [sql]).fetchall()
+    if text.startswith('{"error":true'):
+        raise QueryError("DuckDB does not say how it reads the filter: write it in another way, or as typed SQL")
+    return {name.lower() for name in _CALL.findall(text) if re.search(r"\w", name)}
 
 
 def referenced(cursor: duckdb.DuckDBPyConnection, sql: str, known: Collection[str]) -> set[str]:
