@@ -44,8 +44,11 @@ def require(modules: Iterable[str]) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; a mere folder of that name has no origin."""
-    found = importlib.util.find_spec(module)
+    """Whether a module can be imported: no finder refuses it, and it is no mere folder of that name."""
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return False
     return found is not None and found.origin is not None
 
 

@@ -21,6 +21,13 @@ Nothing here imports torch or lance before a command runs.
 
 from __future__ import annotations
 
-from mopd_dataplane.cli.app import main
+import sys
 
-__all__ = ["main"]
+
+def main() -> None:
+    """Run the command of this process. Ctrl-C while the commands are being imported ends it without a traceback too."""
+    try:
+        from mopd_dataplane.cli.app import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()

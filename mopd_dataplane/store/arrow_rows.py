@@ -18,7 +18,7 @@ from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, value
 from mopd_dataplane.records import FINISH_REASONS, RESUME_KINDS, PlanWindow, Sample, Snapshot
 from mopd_dataplane.store.repetition import repetition
 from mopd_dataplane.store.sample_values import check_values, whole_numbers
-from mopd_dataplane.tables import FORMAT_VERSION, SAMPLES, TOKENS, TableSpec
+from mopd_dataplane.tables import FORMAT_VERSION, REWARDS, SAMPLES, TOKENS, TableSpec
 
 PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
     "token": lambda sample: (len(sample.tokens), "tokens"),
@@ -49,6 +49,16 @@ def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
     return rows
 
 
+def reward_rows(records: Iterable[dict[str, Any]]) -> pa.Table:
+    """Rows of `rewards`. Raises InputError for a reward that is not finite, as a float32."""
+    rows = to_rows(REWARDS, records)
+    rewards = rows["reward"].to_numpy()
+    if not (finite := np.isfinite(rewards)).all():
+        place = int(np.argmin(finite))
+        raise InputError(f"rewards: that of {rows['uid'][place]} is {rewards[place]}; a finite number is needed")
+    return rows
+
+
 def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.ListArray:
     """A list column out of one numpy array per row (None is null), in one copy."""
     lengths = [0 if array is None else len(array) for array in arrays]
@@ -68,9 +78,9 @@ def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.
 def check_sample(sample: Sample) -> None:
     """Raise MismatchError for lengths and names that do not match, EngineError for impossible log-probs."""
     where = f"sample {sample.uid}"
+    check_values(sample)
     if len(sample.uid) != 32 or set(sample.uid) - set("0123456789abcdef"):
         raise MismatchError(f"sample uid {sample.uid!r:.80} is not 32 hex digits; use records.sample_uid")
-    check_values(sample)
     length = sample.response_len
     if not 0 <= sample.prompt_len <= len(sample.tokens):
         raise MismatchError(f"{where}: prompt_len {sample.prompt_len} outside 0 to {len(sample.tokens)} tokens")

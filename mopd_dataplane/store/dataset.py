@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,10 @@ from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, ne
 from mopd_dataplane.records import PlanWindow, Prompt, Sample, Signal, Snapshot, StepMetrics, Teacher
 from mopd_dataplane.store import commit, lance_errors, maintain, reading, retire, signals, verify
 from mopd_dataplane.store import snapshot as snapshots
-from mopd_dataplane.store.arrow_rows import plan_of, plan_record, to_rows
+from mopd_dataplane.store.arrow_rows import plan_of, plan_record, reward_rows, to_rows
 from mopd_dataplane.store.cache import RangeCache
 from mopd_dataplane.store.commit import CommitReceipt
-from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark
+from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.lock import committing
@@ -35,7 +33,7 @@ from mopd_dataplane.store.row_ids import in_row_order
 from mopd_dataplane.store.sidecars import ObjectSidecars
 from mopd_dataplane.store.table import Inserted, Table
 from mopd_dataplane.store.verify_report import VerifyReport
-from mopd_dataplane.tables import FORMAT_VERSION, LATER, TABLES, signal_table
+from mopd_dataplane.tables import LATER, TABLES, signal_table
 
 Rows = NDArray[np.int64]
 SNAPSHOTS_HELD = 4
@@ -121,15 +119,7 @@ class Store:
         store = cls(place)
         for name in TABLES:
             store._table(name).create()
-        place.write_json(
-            MARK,
-            {
-                "format_version": FORMAT_VERSION,
-                "created": datetime.now(UTC).isoformat(timespec="seconds"),
-                "uuid": str(uuid.uuid4()),
-                **({"single_writer": True} if single_writer else {}),
-            },
-        )
+        write_mark(place, **({"single_writer": True} if single_writer else {}))
         return store
 
     @property
@@ -190,9 +180,14 @@ class Store:
         snapshot: Snapshot | None = None,
         limit: int | None = None,
     ) -> pa.Table:
-        """Rows of a table, in the order of their ids. `filter` is a Lance SQL predicate, such as "domain = 'math'"."""
+        """Rows of a table, in the order of their ids. `filter` is a Lance SQL predicate, such as "domain = 'math'".
+
+        Raises UnknownNameError for a table or column there is not, InputError for a filter that is no predicate.
+        """
         dataset = self.dataset(name, snapshot)
         reading.check_columns(name, dataset, columns or ())
+        if filter is not None:
+            reading.check_predicate(dataset, name, filter)
         with lance_errors.reading(dataset.uri):
             read: dict[str, Any] = {"columns": None if columns is None else list(columns), "filter": filter}
             return in_row_order(dataset, read, limit)
@@ -380,8 +375,9 @@ class Store:
     # -- rewards, plans, steps, evals, events ----------------------------------------------------------------------
 
     def add_rewards(self, rows: Iterable[dict[str, Any]]) -> int:
-        """Add rows of `rewards`, dicts by column name; returns how many are new."""
-        return self._insert("rewards", rows)
+        """Add rows of `rewards`, dicts by column name; returns how many are new. Raises InputError for a reward that is
+        not finite."""
+        return self._insert_new("rewards", reward_rows(rows))
 
     def add_labels(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `labels`, dicts by column name; returns how many are new."""
@@ -484,7 +480,9 @@ class Store:
         return done
 
     def _insert(self, name: str, records: Iterable[dict[str, Any]]) -> int:
-        rows = to_rows(TABLES[name], records)
+        return self._insert_new(name, to_rows(TABLES[name], records))
+
+    def _insert_new(self, name: str, rows: pa.Table) -> int:
         return int(self._insert_rows(name, rows).new.sum()) if rows.num_rows else 0
 
     def _insert_equal(self, name: str, records: list[dict[str, Any]], compare: Sequence[str] | None = None) -> int:

@@ -108,21 +108,29 @@ def fitting_rows(dataset: lance.LanceDataset, name: str, where: str, columns: li
         if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
             raise
         raise InputError(f"filter {where!r:.200} is no predicate over {name}: {error!s:.300}") from None
-    if not _read_to_its_end(dataset, where):
-        raise InputError(f"filter {where!r:.200} is no predicate over {name}: it goes on where a predicate ends")
+    check_predicate(dataset, name, where)
     return found
 
 
-def _read_to_its_end(dataset: lance.LanceDataset, where: str) -> bool:
-    """Whether Lance has read all of a predicate: it leaves out what follows one, as in "a = 1 b = 2".
+def check_predicate(dataset: lance.LanceDataset, name: str, where: str) -> None:
+    """Raise InputError for a text that is no predicate over a table. Lance leaves out what follows one, as in
+    "a = 1 b = 2": if it has read all, it also reads a condition behind it, and refuses that."""
+    problem = _refusal(dataset, where)
+    if not problem and f"No field named {NO_COLUMN}" not in _refusal(dataset, f"({where}\n) AND {NO_COLUMN}"):
+        problem = "it goes on where a predicate ends"
+    if problem:
+        raise InputError(f"filter {where!r:.200} is no predicate over {name}: {problem:.300}")
 
-    If it has, it also reads a condition behind it, and refuses that.
-    """
+
+def _refusal(dataset: lance.LanceDataset, where: str) -> str:
+    """What Lance says against a predicate; empty when it takes it."""
     try:
-        dataset.scanner(columns=[], filter=f"({where}\n) AND {NO_COLUMN}").explain_plan()
-    except ValueError as error:
-        return f"No field named {NO_COLUMN}" in str(error)
-    return False
+        dataset.scanner(columns=[], filter=where).explain_plan()
+    except BaseException as error:
+        if not isinstance(error, ValueError | OSError) and not lance_errors.is_panic(error):
+            raise
+        return str(error)
+    return ""
 
 
 def read_tokens(

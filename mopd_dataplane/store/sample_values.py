@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import EngineError, MismatchError
-from mopd_dataplane.fields import IDS, INT32, PAYLOAD
+from mopd_dataplane.fields import IDS, INT32, PAYLOAD, RECORDED
+from mopd_dataplane.fields import value as value_of
 from mopd_dataplane.records import Sample
 
 _FEW = 4096
@@ -27,7 +28,10 @@ _WHOLES = {
     "group_index": INT16, "iteration": INT32, "writer_seq": INT64, "top_k": IDS, "prompt_len": IDS, "turns": INT16,
     "interruptions": INT16,
 }  # fmt: skip
-_TEXTS = ("prompt_id", "group_id", "domain", "effort", "stage", "writer", "policy", "sampler", "tokenizer")
+_TEXTS = (
+    "uid", "prompt_id", "group_id", "domain", "effort", "stage", "writer", "policy", "tokenizer", "finish_reason",
+    "resume", "abandoned", "sampler",
+)  # fmt: skip
 
 
 def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[Any]:
@@ -68,6 +72,7 @@ def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
 def check_values(sample: Sample) -> None:
     """Raise MismatchError, or EngineError for log-probs, for a value that no sample can have."""
     where = f"sample {sample.uid!s:.40}"
+    _check_types(sample, where)
     for field in PAYLOAD:
         if field.values is not None:
             whole_numbers(getattr(sample, field.name), *field.values, f"{where}: {field.name}")
@@ -75,19 +80,29 @@ def check_values(sample: Sample) -> None:
         value = getattr(sample, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
             raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: whole numbers, {low} to {high}")
-    for name in _TEXTS:
-        value = getattr(sample, name)
-        if isinstance(value, str) and not value.isascii():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise MismatchError(f"{where}: {name} is {value!r:.40}: {error}") from None
     if sample.logprobs is not None:
         log_probs(sample.logprobs, where)
     for name, most, kind in (("temperature", math.inf, "at least 0"), ("top_p", 1.0, "0 to 1")):
         value = getattr(sample, name)
         if not isinstance(value, int | float | np.number) or not math.isfinite(value) or not 0 <= value <= most:
             raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: finite numbers, {kind}")
+
+
+def _check_types(sample: Sample, where: str) -> None:
+    """Raise MismatchError for a field that is no text that can be written, or no numpy array, where one is needed."""
+    for name in _TEXTS:
+        text = getattr(sample, name)
+        if not isinstance(text, str) and not (text is None and name == "sampler"):
+            raise MismatchError(f"{where}: {name} is {text!r:.40}; a text is needed")
+        if text and not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise MismatchError(f"{where}: {name} is {text!r:.40}: {error}") from None
+    for field in (*PAYLOAD, *RECORDED):
+        array = value_of(sample, field.name)
+        if not isinstance(array, np.ndarray) and not (array is None and field.null):
+            raise MismatchError(f"{where}: {field.name} is {array!r:.40}; a numpy array is needed")
 
 
 def other_content(dataset: lance.LanceDataset | None, uids: Sequence[str], crcs: Sequence[int]) -> list[int]:

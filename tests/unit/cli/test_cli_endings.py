@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from commandline import run_mopd
 from typer.testing import CliRunner, Result
 
 from mopd_dataplane import Store, errors
-from mopd_dataplane.cli import jobs
+from mopd_dataplane.cli import jobs, main
 from mopd_dataplane.cli.app import app
 
 JOB = """
@@ -239,3 +240,14 @@ def test_what_the_parser_refuses_is_json_where_json_was_asked_for(words: list[st
     assert done.stderr == ""
     plain = run_mopd(*words, check=False)
     assert (plain.returncode, plain.stdout) == (2, "")
+
+
+def test_ctrl_c_while_commands_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "mopd_dataplane.cli.app", Interrupted("app"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

@@ -41,6 +41,12 @@ BAD: list[tuple[str, Any, str]] = [
     ("writer_seq", 1 << 70, "writer_seq is"),
     ("group_index", -1, "group_index is -1"),
     ("turns", True, "turns is True"),
+    ("tokens", [1, 2, 3, 4, 5, 6, 7, 8, 9], "tokens is \\[1, 2.*; a numpy array is needed"),
+    ("loss_mask", None, "loss_mask is None; a numpy array is needed"),
+    ("experts", [1], "experts is \\[1\\]; a numpy array is needed"),
+    ("uid", None, "uid is None; a text is needed"),
+    ("finish_reason", None, "finish_reason is None; a text is needed"),
+    ("domain", 7, "domain is 7; a text is needed"),
     ("prompt_id", "\ud800", "prompt_id is '.ud800'.*surrogates not allowed"),
 ]
 

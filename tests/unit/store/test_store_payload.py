@@ -269,6 +269,23 @@ def write_heads(store: Store) -> None:
         store.path(teacher.head_file).write_bytes(b"head")
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e300])
+def test_a_reward_is_a_finite_number(store: Store, reward: float) -> None:
+    row = {"uid": "f" * 32, "sample_row": 0, "verifier": "v", "verifier_version": "1"}
+    with pytest.raises(InputError, match=f"that of {'f' * 32} is (nan|inf); a finite number is needed"):
+        store.add_rewards([row | {"reward": 1.0, "verifier": "w"}, row | {"reward": reward}])
+    assert store.table("rewards").num_rows == 0
+
+
+@pytest.mark.parametrize(
+    "filter", ["domain = 'math' iteration = 0", "domain =", "nosuch = 1", "domain = 'a'; and true"]
+)
+def test_a_filter_is_a_predicate_to_its_end(store: Store, filter: str) -> None:
+    store.commit_samples([build.sample(0)])
+    with pytest.raises(InputError, match="is no predicate over samples"):
+        store.samples(filter=filter)
+
+
 def test_verify_names_damage_row_by_row(store: Store) -> None:
     assert store.root is not None
     for start in range(0, 6, 2):
