@@ -68,9 +68,10 @@ def newest_version(root: Path, known: int) -> int:
 def _noted(root: Path) -> int:
     """The version that Lance noted beside the manifests; 0 when there is no note."""
     try:
-        return int(json.loads((root / "_versions" / "latest_version_hint.json").read_bytes())["version"])
+        noted = int(json.loads((root / "_versions" / "latest_version_hint.json").read_bytes())["version"])
     except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
         return 0
+    return noted if noted <= _LAST_VERSION else 0
 
 
 def torn_manifests(root: Path, acknowledged: int) -> tuple[list[Torn], int]:

@@ -19,6 +19,7 @@ HINTS = {
     "ahead": '{"version": 99}',
     "cut": '{"vers',
     "endless": '{"version": Infinity}',
+    "huge": '{"version": 1e300}',
     "list": "[1]",
 }
 """What Lance's note may say when it is not right."""
