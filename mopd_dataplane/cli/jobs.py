@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
@@ -37,12 +38,6 @@ class RayAnywhere(TyperCommand):
 
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (.toml), or a folder with a job.toml.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the job file; repeatable."),
-]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Override the job's seed.")]
-StoreUri = Annotated[str | None, typer.Option("--store", metavar="STORE", help="Override where the job writes.")]
 StageName = Annotated[
     str | None,
     typer.Option("--stage", metavar="NAME", help="Stage of the job; needed when more than one fits the command."),
@@ -51,13 +46,39 @@ Follow = Annotated[
     bool, typer.Option("--follow", help="Keep up with the other stages, each in a process of its own, until all end.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout; progress goes to stderr.")]
+Keys = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the job file; repeatable."),
+]
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Options that change a job."""
+
+    set_: Keys = None
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="Override the job's seed.")] = None
+    store: Annotated[str | None, typer.Option("--store", metavar="STORE", help="Override where the job writes.")] = None
+
+
+@dataclass(frozen=True)
+class Given(Overrides):
+    """Options at the end of every command on one stage."""
+
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
+class OneStage:
+    """Which stage of which job."""
+
+    job: JobFile
+    stage: StageName = None
 
 
 def run(
     job: JobFile,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
+    overrides: Overrides,
     stage: StageName = None,
     ray: Annotated[
         str | None,
@@ -83,7 +104,7 @@ def run(
     repeat: finished work is kept, interrupted samples continue. With --stage, that stage only. The findings of `mopd
     check` are printed first, and nothing is written if the job is certain to fail.
     """
-    loaded = load(job, set_, seed, store)
+    loaded = load(job, overrides)
     if stage is not None:
         loaded.stage(stage)
     require(packages(loaded))
@@ -130,9 +151,7 @@ def _rehearse(job: Job, only: str | None, ray: str | None, *, as_json: bool) -> 
 
 def check(
     job: JobFile,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
+    overrides: Overrides,
     rate: Annotated[
         list[str] | None,
         typer.Option(
@@ -149,7 +168,7 @@ def check(
     Models, prompts, verifiers and packages; templates on real prompts; upper bounds of tokens, memory and disk, and
     time at given rates. Exit code 2 if the job is certain to fail. `mopd run` does the same first.
     """
-    loaded = load(job, set_, seed, store)
+    loaded = load(job, overrides)
     require(packages(loaded))
     note(f"looking at models, prompts and packages of {loaded.name}")
 
@@ -191,82 +210,48 @@ def _rates(given: list[str], steps: Sequence[str]) -> dict[str, float]:
     return rates
 
 
-def rollout(
-    job: JobFile,
-    stage: StageName = None,
-    follow: Follow = False,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
-    as_json: AsJson = False,
-) -> None:
+def rollout(of: OneStage, follow: Follow = False, *, given: Given) -> None:
     """Let the student answer the prompts of one iteration.
 
     Every token is logged as it is decoded; an interrupted generation continues from its log.
     """
-    one_stage("rollout_stage", load(job, set_, seed, store), stage, as_json=as_json, follow=follow)
+    one_stage("rollout_stage", of, given, follow=follow)
 
 
-def score(
-    job: JobFile,
-    stage: StageName = None,
-    follow: Follow = False,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
-    as_json: AsJson = False,
-) -> None:
+def score(of: OneStage, follow: Follow = False, *, given: Given) -> None:
     """Let each sample's teacher score every token.
 
     Only signals that are missing are computed; samples are never rewritten.
     """
-    one_stage("score_stage", load(job, set_, seed, store), stage, as_json=as_json, follow=follow)
+    one_stage("score_stage", of, given, follow=follow)
 
 
-def reward(
-    job: JobFile,
-    stage: StageName = None,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
-    as_json: AsJson = False,
-) -> None:
+def reward(of: OneStage, given: Given) -> None:
     """Verify answers: compute one outcome reward for each sample that has none."""
-    one_stage("reward_stage", load(job, set_, seed, store), stage, as_json=as_json)
+    one_stage("reward_stage", of, given)
 
 
 def plan(
-    job: JobFile,
-    stage: StageName = None,
+    of: OneStage,
     explain: Annotated[
         bool, typer.Option("--explain", help="Print what the plan holds: batches, mixture, teachers, bytes, FLOPs.")
     ] = False,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Decide which samples are trained on, in which packs and steps.
 
     A pure function of snapshot, seed and settings, recorded in the store before it is used.
     """
-    one_stage("plan_stage", load(job, set_, seed, store), stage, as_json=as_json, explain=explain)
+    one_stage("plan_stage", of, given, explain=explain)
 
 
-def train(
-    job: JobFile,
-    stage: StageName = None,
-    follow: Follow = False,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
-    as_json: AsJson = False,
-) -> None:
+def train(of: OneStage, follow: Follow = False, *, given: Given) -> None:
     """Train the policy on recorded plans and publish its next version.
 
     Continues from the last checkpoint.
     """
-    one_stage("train_stage", load(job, set_, seed, store), stage, as_json=as_json, follow=follow)
+    one_stage("train_stage", of, given, follow=follow)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -283,13 +268,13 @@ def add_to(app: typer.Typer) -> None:
     register(app, train, f"mopd train {job} --stage student --follow", panel=PANEL)
 
 
-def load(path: str, overrides: list[str] | None, seed: int | None, store: str | None) -> Job:
+def load(path: str, given: Overrides) -> Job:
     """The checked job with the command line's overrides applied. Raises JobFileError."""
     from mopd_dataplane.job.job import load_job
 
-    extra = [] if seed is None else [f"seed={seed}"]
-    extra += [] if store is None else [f"store={json.dumps(store)}"]
-    return load_job(path, overrides=[*(overrides or []), *extra])
+    extra = [] if given.seed is None else [f"seed={given.seed}"]
+    extra += [] if given.store is None else [f"store={json.dumps(given.store)}"]
+    return load_job(path, overrides=[*(given.set_ or []), *extra])
 
 
 def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
@@ -306,13 +291,14 @@ def choose_stage(job: Job, name: str | None, *, sampled: bool) -> Stage:
     raise JobFileError(f"job {job.name!r} has {len(fitting)} stages that fit ({names}); choose one with --stage NAME")
 
 
-def one_stage(function: str, job: Job, name: str | None, *, as_json: bool, **options: Any) -> None:
+def one_stage(function: str, of: OneStage, given: Given, **options: Any) -> None:
     """Run one function of the pipeline on one stage and print what it returns."""
-    stage = choose_stage(job, name, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
+    job = load(of.job, given)
+    stage = choose_stage(job, of.stage, sampled=function in ("rollout_stage", "score_stage", "reward_stage"))
 
     work: Callable[..., Any] = getattr(import_module(f"mopd_dataplane.run.{HOMES.get(function, 'pipeline')}"), function)
     summary = plain(work(job, stage, console=stderr(), **options))
-    print_json(summary) if as_json else print_facts(summary)
+    print_json(summary) if given.as_json else print_facts(summary)
 
 
 def print_accuracy(store: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mopd_dataplane.cli.jobs import Overrides, choose_stage, load
+from mopd_dataplane.cli.jobs import Keys, Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.errors import EngineError, InputError, UnknownNameError, nearest
@@ -45,7 +45,7 @@ def serve(
     socket: Annotated[
         Path | None, typer.Option("--socket", metavar="FILE", help="Unix socket to listen on; default: a private one.")
     ] = None,
-    set_: Overrides = None,
+    set_: Keys = None,
 ) -> None:
     """Serve batches to the trainers of this node until interrupted; prints the socket.
 
@@ -57,7 +57,7 @@ def serve(
     from mopd_dataplane.load.stream import socket_of
 
     if target.endswith(".toml") or (Path(target) / "job.toml").exists():
-        job = load(target, set_, None, None)
+        job = load(target, Overrides(set_))
         chosen = choose_stage(job, stage, sampled=False)
         uri = job.store
         sources = {"topk_source": chosen.score.topk_source, "verifier": chosen.verifier}

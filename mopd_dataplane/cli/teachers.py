@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mopd_dataplane.cli.jobs import AsJson, JobFile, Overrides, Seed, StageName, StoreUri, choose_stage, load
+from mopd_dataplane.cli.jobs import Given, OneStage, choose_stage, load
 from mopd_dataplane.cli.output import note, print_json, print_title, stderr
 from mopd_dataplane.cli.register import register
 from mopd_dataplane.cli.rows import print_fitting
@@ -27,14 +27,11 @@ COLUMNS = {
 
 
 def teachers(
-    job: JobFile,
-    stage: StageName = None,
+    of: OneStage,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Answers of each domain that are scored.")] = 200,
     topk: Annotated[int, typer.Option("--topk", min=1, help="Likeliest tokens whose overlap is counted.")] = 16,
-    set_: Overrides = None,
-    seed: Seed = None,
-    store: StoreUri = None,
-    as_json: AsJson = False,
+    *,
+    given: Given,
 ) -> None:
     """Compare teachers: all of them on the same answers of a stage, domain by domain.
 
@@ -42,13 +39,13 @@ def teachers(
     a right answer is preferred to a wrong one, calibration on right answers, and whether following the teacher pushes
     the student where the verifier would (cosine of gradients), next to the teacher's own held-out accuracy.
     """
-    loaded = load(job, set_, seed, store)
-    chosen = choose_stage(loaded, stage, sampled=True)
+    loaded = load(of.job, given)
+    chosen = choose_stage(loaded, of.stage, sampled=True)
 
     from mopd_dataplane.run.steps.compare_teachers import compare_teachers
 
     rows = compare_teachers(loaded, chosen, samples=samples, topk=topk, console=stderr())
-    if as_json:
+    if given.as_json:
         print_json(rows)
         return
     for domain, scored in groupby(rows, key=lambda row: row["domain"]):

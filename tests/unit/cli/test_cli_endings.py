@@ -176,7 +176,7 @@ def test_an_open_choice_of_stage_names_the_stages(job: Path) -> None:
 
 
 def test_options_override_the_job_file(job: Path, tmp_path: Path) -> None:
-    loaded = jobs.load(str(job), ["plan.pack_tokens=128"], 9, str(tmp_path / 'a "b"'))
+    loaded = jobs.load(str(job), jobs.Overrides(["plan.pack_tokens=128"], 9, str(tmp_path / 'a "b"')))
     assert loaded.seed == 9
     assert loaded.store == str(tmp_path / 'a "b"')
     assert {stage.plan.pack_tokens for stage in loaded.stages} == {128}

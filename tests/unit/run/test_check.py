@@ -46,7 +46,7 @@ def check(
     file.write_text(json.dumps(content))
     refusal = ""
     try:
-        jobs.check(str(file), rate=rate, as_json=True)
+        jobs.check(str(file), jobs.Overrides(), rate=rate, as_json=True)
     except JobFileError as error:
         refusal = str(error)
     assert not (folder / "store").exists(), "nothing is written"
