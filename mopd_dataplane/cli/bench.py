@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mopd_dataplane.base.files import check_target
+from mopd_dataplane.bench import size as sizes
 from mopd_dataplane.cli.output import note, print_facts, print_json
 from mopd_dataplane.cli.register import AsJson, register
 from mopd_dataplane.cli.rows import print_fitting
@@ -270,27 +271,8 @@ def resume(
 
 
 def size(
-    tokens_per_day: Annotated[float, typer.Option("--tokens-per-day", min=1, help="Prompt and response tokens.")] = 1e8,
-    prompt: Annotated[int, typer.Option("--prompt", min=1, help="Mean prompt tokens.")] = 500,
-    response: Annotated[int, typer.Option("--response", min=1, help="Mean response tokens.")] = 3500,
-    student: Annotated[float, typer.Option("--student", min=0.001, help="Student parameters, in 10^9.")] = 8.0,
-    teacher: Annotated[float, typer.Option("--teacher", min=0.001, help="Parameters of a teacher, in 10^9.")] = 32.0,
-    teachers: Annotated[float, typer.Option("--teachers", min=0, help="Teachers that score each sample.")] = 1.0,
-    hidden_size: Annotated[int, typer.Option("--hidden-size", min=1, help="Hidden size of the teachers.")] = 5120,
-    fidelity: Annotated[
-        Literal["logprob", "topk", "hidden"], typer.Option("--fidelity", help="Signal that is stored of a teacher.")
-    ] = "hidden",
-    codec: Annotated[
-        Literal["fp32", "bf16", "int8", "fp8", "mxfp4"], typer.Option("--codec", help="Codec of hidden states.")
-    ] = "int8",
-    topk: Annotated[int, typer.Option("--topk", min=1, help="K of the top-k.")] = 64,
-    hidden_days: Annotated[float, typer.Option("--hidden-days", min=0, help="Days that hidden states are kept.")] = 1.0,
-    days: Annotated[float, typer.Option("--days", min=0, help="Days that everything else is kept.")] = 30.0,
-    passes: Annotated[float, typer.Option("--passes", min=0, help="How often a sample is trained on.")] = 1.0,
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of a node.")] = 8,
-    gpu_tflops: Annotated[float, typer.Option("--gpu-tflops", min=0.001, help="Dense bf16 peak of a GPU.")] = 990.0,
-    gpu_hour: Annotated[float, typer.Option("--gpu-hour", min=0, help="Price of a GPU, dollars an hour.")] = 2.5,
-    gb_month: Annotated[float, typer.Option("--gb-month", min=0, help="Price of storage, dollars a GB-month.")] = 0.023,
+    workload: sizes.Workload,
+    machine: sizes.Machine,
     ladder: Annotated[
         bool, typer.Option("--ladder", help="Print a table from one laptop to 10^10 tokens a day instead.")
     ] = False,
@@ -300,22 +282,15 @@ def size(
 
     Arithmetic on constants that are measured on real stores; docs/scale.md says which, and how to read the figures.
     """
-    from mopd_dataplane.bench import size as sizes
-
     if ladder:
-        rows = sizes.ladder(fidelity, codec, topk)
+        rows = sizes.ladder(workload.fidelity, workload.codec, workload.topk)
         print_json(rows) if as_json else print_fitting(list(rows[0]), [list(row.values()) for row in rows])
         return
-    workload = sizes.Workload(
-        tokens_per_day=tokens_per_day, prompt_tokens=prompt, response_tokens=response, student_b=student,
-        teacher_b=teacher, teachers_per_sample=teachers, hidden_size=hidden_size, fidelity=fidelity, codec=codec,
-        topk=topk, hidden_days=hidden_days, days=days, passes=passes, gpus_per_node=gpus_per_node,
-    )  # fmt: skip
-    machine = sizes.Machine(gpu_tflops=gpu_tflops, gpu_hour=gpu_hour, gb_month=gb_month)
     figures = sizes.size(workload, machine)
-    print_json({"inputs": sizes.inputs(workload, machine), **figures}) if as_json else print_facts(
-        sizes.readable(figures)
-    )
+    if as_json:
+        print_json({"inputs": sizes.inputs(workload, machine), **figures})
+    else:
+        print_facts(sizes.readable(figures))
 
 
 def view(
