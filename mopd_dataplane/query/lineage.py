@@ -159,21 +159,14 @@ def _samples_of(store: Store, plan: dict[str, list[int]], order: int, snapshot: 
     pack_starts = np.asarray(plan["pack_starts"])
     counts = pack_starts[packs + 1] - pack_starts[packs]
     rows = np.asarray(plan["sample_rows"])[pack_starts[packs[0]] : pack_starts[packs[-1] + 1]]
+    there = ~np.isin(rows, store.deletions.rows())
+    held = np.repeat(packs, counts)[there]
     names = np.array([*plan["teachers"], ""], dtype=object)  # index -1: no teacher
-    members = pa.table(
-        {
-            "sample_row": pa.array(rows, pa.int64()),
-            "pack": pa.array(np.repeat(packs, counts), pa.int64()),
-            "teacher": pa.array(
-                names[np.repeat(np.asarray(plan["pack_teachers"])[packs], counts)].tolist(), pa.string()
-            ),
-        }
-    )
-    members = members.filter(pa.array(~np.isin(rows, store.deletions.rows())))
-    joined = store.take_samples(members["sample_row"].to_numpy(), snapshot=snapshot)
-    for name in ("teacher", "pack", "sample_row"):
-        joined = joined.add_column(1, name, members[name])
-    return joined
+    teachers = pa.array(names[np.asarray(plan["pack_teachers"])[held]].tolist(), pa.string())
+    samples = store.take_samples(rows[there], snapshot=snapshot)
+    for name, values in (("teacher", teachers), ("pack", pa.array(held)), ("sample_row", pa.array(rows[there]))):
+        samples = samples.add_column(1, name, values)
+    return samples
 
 
 def literal(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,71 +27,15 @@ _KL = """
             select uid, teacher, any_value(mean_reverse_kl) as mean_reverse_kl
             from scores where not isnan(mean_reverse_kl) group by uid, teacher"""
 
-QUERIES: dict[str, str] = {
-    "heldout_kl": """
-        select policy, policy_version, domain, avg(reverse_kl)::double as reverse_kl, count(*) as answers
-        from evals where not isnan(reverse_kl) group by policy, policy_version, domain
-        order by policy_version, policy, domain""",
-    "routing": """
-        with counted as (
-            select stage, domain, teacher, count(*) as samples
-            from samples join (select distinct uid, teacher from scores) using (uid) group by stage, domain, teacher)
-        select stage, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
-        from counted group by stage, domain order by stage, domain""",
-    "teacher_kl": f"""
-        select stage, teacher, iteration,
-               (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
-               sum(loss_tokens)::bigint as tokens
-        from samples join ({_KL}) using (uid)
-        where loss_tokens > 0 group by stage, teacher, iteration order by stage, teacher, iteration""",
-    "suitability": f"""
-        select domain, teacher, (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
-               count(*) as samples
-        from samples join ({_KL}) using (uid)
-        where loss_tokens > 0 group by domain, teacher order by domain, teacher""",
-    "rewards": """
-        select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples
-        from samples join rewards using (uid) group by stage, domain, iteration order by stage, domain, iteration""",
-    "steps": step_curves(CURVE_POINTS),
-    "curves": rollout_curves(f"({SAMPLED})"),
-    "training": """
-        select stage, count(*) as steps, sum(tokens)::bigint as tokens, sum(step_time_s)::double as seconds,
-               sum(data_wait_s)::double as data_wait_s, max(staleness_max) as staleness_max
-        from steps group by stage order by min(created_at), stage""",
-    "lengths": f"""
-        with sampled as (select domain, response_len from samples where policy <> 'reference'),
-             width as (select greatest(1, ceil((max(response_len) + 1) / {LENGTH_BINS}.0))::int as w from sampled)
-        select domain, (response_len // w) * w as start, any_value(w) as width, count(*) as samples
-        from sampled, width group by domain, 2 order by domain, 2""",
-    "finish": """
-        select stage, finish_reason, count(*) as samples, sum((interruptions > 0)::int)::bigint as interrupted
-        from samples group by stage, finish_reason order by stage, finish_reason""",
-    "times": """
-        select stage, coalesce(json_extract_string(detail, '$.action'), 'other') as action,
-               sum(value) as seconds, min(created_at) as since
-        from events where kind = 'stage_time' group by stage, action order by since, stage, action""",
-    "cost": """
-        select kind, codec, count(*) as samples, sum("rows")::bigint as tokens, sum(bytes)::bigint as bytes,
-               (sum(bytes) / greatest(sum("rows"), 1))::double as bytes_per_token
-        from scores group by kind, codec order by bytes_per_token""",
-    "totals": """
-        select count(*) as samples, count(distinct uid) as distinct_uids, coalesce(sum(response_len), 0)::bigint
-               as response_tokens, coalesce(sum((interruptions > 0)::int), 0)::bigint as interrupted from samples""",
-    "teachers": "select name, source from teachers order by name",
-    "rounding": """
-        select json_extract_string(detail, '$.teacher') as teacher,
-               any_value(json_extract_string(detail, '$.quantisation')) as quantisation,
-               any_value((detail->>'$.tokens')::bigint) as tokens,
-               max(value) filter (detail->>'$.measure' = 'kl') as kl,
-               max(value) filter (detail->>'$.measure' = 'logprob_gap') as logprob_gap,
-               max(value) filter (detail->>'$.measure' = 'top1_agreement') as top1_agreement
-        from events where kind = 'quantisation' group by teacher order by teacher""",
-}
+
+def _answer(sql: str) -> Any:
+    """A field that is the answer to one statement."""
+    return field(metadata={"sql": sql})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Every number of a report. The fields after `accuracy_by_version` are answers of the queries of their names."""
+    """Every number of a report."""
 
     name: str
     """Name of the job, or of the store's folder."""
@@ -107,22 +51,65 @@ class Measures:
     its standard error `reward_error`. Accuracy is None where the reward is no verifier, reward where none is known."""
     accuracy_by_version: Rows
     """Held-out accuracy of every version of every policy."""
-    heldout_kl: Rows
-    routing: Rows
-    teacher_kl: Rows
-    suitability: Rows
-    rewards: Rows
-    steps: Rows
-    training: Rows
-    lengths: Rows
-    finish: Rows
-    times: Rows
-    cost: Rows
-    totals: Rows
-    teachers: Rows
-    rounding: Rows
-    curves: Rows
+    heldout_kl: Rows = _answer("""
+        select policy, policy_version, domain, avg(reverse_kl)::double as reverse_kl, count(*) as answers
+        from evals where not isnan(reverse_kl) group by policy, policy_version, domain
+        order by policy_version, policy, domain""")
+    routing: Rows = _answer("""
+        with counted as (
+            select stage, domain, teacher, count(*) as samples
+            from samples join (select distinct uid, teacher from scores) using (uid) group by stage, domain, teacher)
+        select stage, domain, arg_max(teacher, samples) as teacher, sum(samples)::bigint as samples
+        from counted group by stage, domain order by stage, domain""")
+    teacher_kl: Rows = _answer(f"""
+        select stage, teacher, iteration,
+               (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
+               sum(loss_tokens)::bigint as tokens
+        from samples join ({_KL}) using (uid)
+        where loss_tokens > 0 group by stage, teacher, iteration order by stage, teacher, iteration""")
+    suitability: Rows = _answer(f"""
+        select domain, teacher, (sum(mean_reverse_kl * loss_tokens) / sum(loss_tokens))::double as reverse_kl,
+               count(*) as samples
+        from samples join ({_KL}) using (uid)
+        where loss_tokens > 0 group by domain, teacher order by domain, teacher""")
+    rewards: Rows = _answer("""
+        select stage, domain, iteration, avg(reward)::double as reward, count(*) as samples
+        from samples join rewards using (uid) group by stage, domain, iteration order by stage, domain, iteration""")
+    steps: Rows = _answer(step_curves(CURVE_POINTS))
+    curves: Rows = _answer(rollout_curves(f"({SAMPLED})"))
     """Means of rollouts by (stage, domain, iteration), half widths of their 95 % intervals as `<name>_ci`."""
+    training: Rows = _answer("""
+        select stage, count(*) as steps, sum(tokens)::bigint as tokens, sum(step_time_s)::double as seconds,
+               sum(data_wait_s)::double as data_wait_s, max(staleness_max) as staleness_max
+        from steps group by stage order by min(created_at), stage""")
+    lengths: Rows = _answer(f"""
+        with sampled as (select domain, response_len from samples where policy <> 'reference'),
+             width as (select greatest(1, ceil((max(response_len) + 1) / {LENGTH_BINS}.0))::int as w from sampled)
+        select domain, (response_len // w) * w as start, any_value(w) as width, count(*) as samples
+        from sampled, width group by domain, 2 order by domain, 2""")
+    finish: Rows = _answer("""
+        select stage, finish_reason, count(*) as samples, sum((interruptions > 0)::int)::bigint as interrupted
+        from samples group by stage, finish_reason order by stage, finish_reason""")
+    times: Rows = _answer("""
+        select stage, coalesce(json_extract_string(detail, '$.action'), 'other') as action,
+               sum(value) as seconds, min(created_at) as since
+        from events where kind = 'stage_time' group by stage, action order by since, stage, action""")
+    cost: Rows = _answer("""
+        select kind, codec, count(*) as samples, sum("rows")::bigint as tokens, sum(bytes)::bigint as bytes,
+               (sum(bytes) / greatest(sum("rows"), 1))::double as bytes_per_token
+        from scores group by kind, codec order by bytes_per_token""")
+    totals: Rows = _answer("""
+        select count(*) as samples, count(distinct uid) as distinct_uids, coalesce(sum(response_len), 0)::bigint
+               as response_tokens, coalesce(sum((interruptions > 0)::int), 0)::bigint as interrupted from samples""")
+    teachers: Rows = _answer("select name, source from teachers order by name")
+    rounding: Rows = _answer("""
+        select json_extract_string(detail, '$.teacher') as teacher,
+               any_value(json_extract_string(detail, '$.quantisation')) as quantisation,
+               any_value((detail->>'$.tokens')::bigint) as tokens,
+               max(value) filter (detail->>'$.measure' = 'kl') as kl,
+               max(value) filter (detail->>'$.measure' = 'logprob_gap') as logprob_gap,
+               max(value) filter (detail->>'$.measure' = 'top1_agreement') as top1_agreement
+        from events where kind = 'quantisation' group by teacher order by teacher""")
     job: dict[str, Any]
     """Settings of the job, empty where none made the store."""
     made_with: dict[str, Any]
@@ -142,6 +129,10 @@ class Measures:
             **{name: getattr(self, name) for name in QUERIES},
             "recovery": recovery(self),
         }
+
+
+QUERIES: dict[str, str] = {one.name: one.metadata["sql"] for one in fields(Measures) if one.metadata}
+"""Statement by field."""
 
 
 def measure(store: Store) -> Measures:

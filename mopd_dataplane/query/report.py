@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mopd_dataplane.base.file_urls import Place, write_file
 from mopd_dataplane.query.measures import Measures, measure
 from mopd_dataplane.query.run_sections import run_sections
 from mopd_dataplane.query.sections import cards, sections
-from mopd_dataplane.query.show import BIN_EDGES, SampleView, read_sample, strength
+from mopd_dataplane.query.show import BINS, read_sample, strength
 from mopd_dataplane.query.text import number, visible
 from mopd_dataplane.store.decode import find_decoder
 
 if TYPE_CHECKING:
-    from mopd_dataplane.records import Snapshot
     from mopd_dataplane.store.dataset import Store
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,40 +38,25 @@ _ANSWERS = f"""
     order by domain, correct desc nulls last limit {2 * EXCERPT_DOMAINS}"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Excerpts:
-    """Samples and answers to read beside the numbers."""
-
-    samples: list[SampleView]
-    answers: list[dict[str, Any]]
-    """Rows of `evals` joined with their prompt: one right and one wrong answer of each domain."""
-
-
 def write_report(store: Store, out: Place, *, measures: Measures | None = None, tokenizer: Path | None = None) -> Place:
     """Write the report of a store to one HTML file, a path or a URL, and return where it is.
 
     measures: numbers already read; tokenizer: folder with a tokenizer.json when the store has none of its own.
     """
-    numbers = measures or measure(store)
-    page = render(numbers, excerpts(store, numbers.snapshot, tokenizer=tokenizer))
-    write_file(out, page.encode())
+    write_file(out, _page(store, measures or measure(store), tokenizer).encode())
     return out
 
 
-def excerpts(store: Store, snapshot: Snapshot, *, tokenizer: Path | None = None) -> Excerpts:
-    """For each domain the newest scored sample on which teacher and student differ most, and two held-out answers."""
-    decoder = find_decoder(store, tokenizer)
-    chosen = store.sql(_MOST_DIFFERENT, snapshot=snapshot)["uid"].to_pylist()
-    return Excerpts(
-        samples=[read_sample(store, uid, decoder=decoder) for uid in chosen],
-        answers=store.sql(_ANSWERS, snapshot=snapshot).to_pylist(),
-    )
+def _page(store: Store, measures: Measures, tokenizer: Path | None) -> str:
+    """The page as HTML: the measures, and samples and answers to read beside them.
 
-
-def render(measures: Measures, shown: Excerpts) -> str:
-    """The page as HTML text."""
+    For each domain the newest scored sample on which teacher and student differ most, and of its held-out answers one
+    that is right and one that is wrong.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    decoder = find_decoder(store, tokenizer)
+    chosen = store.sql(_MOST_DIFFERENT, snapshot=measures.snapshot)["uid"].to_pylist()
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -87,15 +70,8 @@ def render(measures: Measures, shown: Excerpts) -> str:
         measures=measures,
         cards=cards(measures),
         sections=[*sections(measures), *run_sections(measures)],
-        samples=shown.samples,
-        answers=shown.answers,
+        samples=[read_sample(store, uid, decoder=decoder) for uid in chosen],
+        answers=store.sql(_ANSWERS, snapshot=measures.snapshot).to_pylist(),
         token_limit=EXCERPT_TOKENS,
-        bins=_legend(),
+        bins=BINS.items(),
     )
-
-
-def _legend() -> list[tuple[int, str]]:
-    """(strength, label) from most disliked to most liked by the teacher."""
-    edges = [f"{edge:g}" for edge in BIN_EDGES]
-    disliked = [(-4, f"≤ −{edges[3]}"), *((-level, f"−{edges[level - 1]}") for level in (3, 2, 1))]
-    return [*disliked, (0, "0"), *((level, edges[level - 1]) for level in (1, 2, 3)), (4, f"≥ {edges[3]}")]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mopd_dataplane.query.measures import Measures, Rows
-from mopd_dataplane.query.plots import Line, grouped, line_plot
-from mopd_dataplane.query.sections import Cell, Grid, Plots, Section, ends
+from mopd_dataplane.query.plots import Line, grouped
+from mopd_dataplane.query.sections import Cell, Grid, Parts, Plots, Section, curves, lines_of, made
 from mopd_dataplane.query.text import count
 
 STEP_CURVES = (
@@ -32,12 +32,11 @@ LONGEST_VALUE = 200
 
 def run_sections(measures: Measures) -> list[Section]:
     """In reading order, behind those of sections.py."""
-    return [rollouts(measures), training(measures), made_with(measures), settings(measures)]
+    return made(PARTS, measures)
 
 
 def rollouts(measures: Measures) -> Section:
     """Reward, length and truncation of each domain over iterations, of every stage with several."""
-    title = "Rollouts over iterations"
     plots: Plots = []
     for stage, rows in grouped(measures.curves, "stage").items():
         if len({row["iteration"] for row in rows}) < 2:
@@ -46,49 +45,46 @@ def rollouts(measures: Measures) -> Section:
             lines = [_with_interval(d, own, name) for d, own in grouped(rows, "domain").items()]
             lines = [line for line in lines if any(value is not None for value in line.y)]
             if lines:
-                alt = f"{stage}: {caption} {ends(lines)}"
-                share = name == "truncated"
-                plot = line_plot(f"run{len(plots)}", alt, lines, x="iteration", y=unit, share=share)
-                plots.append((f"{stage}: {caption[0].lower()}{caption[1:]}", plot))
-    return Section(key="rollouts", title=title, plots=plots, empty="" if plots else "No stage has sampled twice.")
+                shown = f"{stage}: {caption[0].lower()}{caption[1:]}"
+                axes = {"x": "iteration", "y": unit}
+                plots.append(
+                    curves(f"run{len(plots)}", shown, f"{stage}: {caption}", lines, **axes, share=name == "truncated")
+                )
+    return Section(plots=plots)
 
 
 def training(measures: Measures) -> Section:
     """Loss, gradient norm, learning rate, entropy and throughput over steps, a line for each stage."""
-    title = "Training"
-    if not measures.steps:
-        return Section(key="training", title=title, empty="No training step is recorded.")
     plots: Plots = []
     for name, caption, unit in STEP_CURVES:
-        lines = [
-            Line(name=stage, x=[row["step"] for row in rows], y=[row[name] for row in rows])
-            for stage, rows in grouped(measures.steps, "stage").items()
-            if any(row[name] is not None for row in rows)
-        ]
+        lines = lines_of(measures.steps, "stage", "step", name)
+        lines = [line for line in lines if any(value is not None for value in line.y)]
         if lines:
-            alt = f"{caption} {ends(lines)}"
-            plots.append((caption, line_plot(f"trained{len(plots)}", alt, lines, x="step", y=unit)))
-    return Section(key="training", title=title, plots=plots)
+            plots.append(curves(f"trained{len(plots)}", caption, caption, lines, x="step", y=unit))
+    return Section(plots=plots)
 
 
 def made_with(measures: Measures) -> Section:
     """Commit, versions, machine and date of every call that differed from those before."""
-    title = "Made with"
     runs = measures.made_with.get("runs", [])
     if not runs:
-        return Section(key="made-with", title=title, empty="The store does not say what it was made with.")
-    rows = [*_flat(runs[-1])]
+        return Section()
     text = f"The last of {count(len(runs))} calls that differ in commit, versions or machine." if len(runs) > 1 else ""
-    return Section(key="made-with", title=title, text=text, grids=[_values(rows)], folded=True)
+    return Section(text=text, grids=[_values([*_flat(runs[-1])])], folded=True)
 
 
 def settings(measures: Measures) -> Section:
     """Every setting of the job as the store remembers it."""
-    title = "Settings of the job"
     rows = [*_flat(measures.job)]
-    if not rows:
-        return Section(key="settings", title=title, empty="No job made this store.")
-    return Section(key="settings", title=title, grids=[_values(rows)], folded=True)
+    return Section(grids=[_values(rows)], folded=True) if rows else Section()
+
+
+PARTS: Parts = (
+    ("rollouts", "Rollouts over iterations", rollouts, "No stage has sampled twice."),
+    ("training", "Training", training, "No training step is recorded."),
+    ("made-with", "Made with", made_with, "The store does not say what it was made with."),
+    ("settings", "Settings of the job", settings, "No job made this store."),
+)
 
 
 def _values(rows: Sequence[tuple[str, str]]) -> Grid:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mopd_dataplane.query.compare import Comparison
@@ -49,8 +49,8 @@ class Grid:
 class Section:
     """One part of the page."""
 
-    key: str
-    title: str
+    key: str = ""
+    title: str = ""
     text: str = ""
     plots: Plots = field(default_factory=list)
     grids: Sequence[Grid] = ()
@@ -60,10 +60,22 @@ class Section:
     """Whether its tables are shown on demand only."""
 
 
+Parts = Sequence[tuple[str, str, Callable[[Measures], Section], str]]
+"""Sections in reading order: key, title, what makes its text, plots and tables, the line that stands for it without."""
+
+
+def made(parts: Parts, measures: Measures) -> list[Section]:
+    """Some sections of measures."""
+    found = [(key, title, make(measures), empty) for key, title, make, empty in parts]
+    return [
+        replace(part, key=key, title=title, empty="" if part.text or part.plots or part.grids else empty)
+        for key, title, part, empty in found
+    ]
+
+
 def sections(measures: Measures) -> list[Section]:
-    """Every section but the excerpts, in reading order."""
-    parts = (accuracy_section, learning, divergence, suitability, samples, staleness, times, cost, facts)
-    return [part(measures) for part in parts]
+    """Every section but the excerpts and those of run_sections.py."""
+    return made(PARTS, measures)
 
 
 def cards(measures: Measures) -> list[tuple[str, str, str]]:
@@ -90,70 +102,65 @@ def cards(measures: Measures) -> list[tuple[str, str, str]]:
 def accuracy_section(measures: Measures) -> Section:
     """Domain × policy: accuracy of every policy's newest version, the share of its teachers' lead that a student has
     recovered, and the mean reward."""
-    title = "Accuracy by domain and policy"
+    return made(PARTS[:1], measures)[0]
+
+
+def accuracy(measures: Measures) -> Section:
+    """See accuracy_section."""
     rows = measures.accuracy
     if not rows:
-        return Section(key="accuracy", title=title, empty="No held-out answers with a reward are recorded.")
+        return Section()
     policies = {row["policy"]: row["policy_version"] for row in rows}
     domains = sorted({row["domain"] for row in rows})
-    own = {(policy, row["domain"]) for row in measures.routing for teacher, policy in teacher_policies(measures).items()
-           if teacher == row["teacher"]}  # fmt: skip
+    at = {(row["domain"], row["policy"]): row for row in rows}
+    teachers = teacher_policies(measures)
+    own = {(row["domain"], teachers.get(row["teacher"])) for row in measures.routing}
     recovered = recovery(measures)
+    notes = {(row["domain"], row["policy"]): _recovery_note(row) for row in recovered}
+
+    def right(domain: str, policy: str) -> Cell:
+        row, place = at.get((domain, policy)), (domain, policy)
+        if row is None or row["accuracy"] is None:
+            return NOTHING
+        text = _share(row["accuracy"], row["low"], row["high"])
+        return Cell(text=text, heat=row["accuracy"], note=notes.get(place, ""), marked=place in own)
+
+    def mean(policy: str) -> Cell:
+        answers = measures.held_out.policies[policy, policies[policy]].correct
+        if not answers:
+            return NOTHING
+        found = mean_share(answers)
+        text = _share(found.value, found.low, found.high)
+        return Cell(text=text, heat=found.value, note=notes.get(("mean", policy), ""))
+
+    def paid(domain: str, policy: str) -> Cell:
+        row = at.get((domain, policy))
+        if row is None or row["reward"] is None:
+            return NOTHING
+        return Cell(text=f"{row['reward']:.3f} ± {row['reward_error']:.3f}", marked=(domain, policy) in own)
+
     head = ["domain", *(f"{policy} v{version}" for policy, version in policies.items())]
+    means = [[Cell(text="mean"), *map(mean, policies)]] if len(domains) > 1 else []
     grids = [
-        Grid(head=head, rows=_accuracy_rows(measures, domains, policies, recovered, own), caption=_reading(recovered)),
-        Grid(head=head, rows=_reward_rows(rows, domains, policies, own), caption=MEAN_REWARD),
+        Grid(head=head, rows=[*_matrix(domains, policies, right), *means], caption=_reading(recovered)),
+        Grid(head=head, rows=_matrix(domains, policies, paid), caption=MEAN_REWARD),
     ]
     asked = "tuning prompts, which settings were chosen on" if measures.held_out.split == "tune" else "held-out prompts"
     text = f"Share of {asked} that is answered entirely right, with its 95 % interval; newest version of every policy."
-    return Section(key="accuracy", title=title, text=text, grids=grids)
+    return Section(text=text, grids=grids)
 
 
 MEAN_REWARD = "Mean reward of the same answers, partial credit included, ± its standard error."
 
 
-def _accuracy_rows(
-    measures: Measures, domains: Sequence[str], policies: Mapping[str, int], recovered: Rows, own: set[tuple[str, str]]
-) -> list[list[Cell]]:
-    at = {(row["policy"], row["domain"]): row for row in measures.accuracy if row["accuracy"] is not None}
-    notes = {(row["policy"], row["domain"]): _recovery_note(row) for row in recovered}
-    body = []
-    for domain in domains:
-        cells = [Cell(text=domain)]
-        for policy in policies:
-            row, note, marked = at.get((policy, domain)), notes.get((policy, domain), ""), (policy, domain) in own
-            cells.append(Cell(text=_share(row), heat=row["accuracy"], note=note, marked=marked) if row else NOTHING)
-        body.append(cells)
-    means = [Cell(text="mean")]
-    for policy, version in policies.items():
-        right = measures.held_out.policies[policy, version].correct
-        if not right:
-            means.append(NOTHING)
-            continue
-        found = mean_share(right)
-        text = _share({"accuracy": found.value, "low": found.low, "high": found.high})
-        means.append(Cell(text=text, heat=found.value, note=notes.get((policy, "mean"), "")))
-    return [*body, means] if len(domains) > 1 else body
+def _matrix(domains: Iterable[str], columns: Iterable[str], cell: Callable[[str, str], Cell]) -> list[list[Cell]]:
+    """A row for each domain: its name, and its cell of each column."""
+    return [[Cell(text=domain), *(cell(domain, column) for column in columns)] for domain in domains]
 
 
-def _reward_rows(
-    rows: Rows, domains: Sequence[str], policies: Iterable[str], own: set[tuple[str, str]]
-) -> list[list[Cell]]:
-    at = {(row["policy"], row["domain"]): row for row in rows if row["reward"] is not None}
-    body = []
-    for domain in domains:
-        found = [(policy, at.get((policy, domain))) for policy in policies]
-        cells = [
-            Cell(text=f"{row['reward']:.3f} ± {row['reward_error']:.3f}", marked=(policy, domain) in own)
-            if row else NOTHING for policy, row in found
-        ]  # fmt: skip
-        body.append([Cell(text=domain), *cells])
-    return body
-
-
-def _share(row: dict[str, Any]) -> str:
+def _share(value: float, low: float, high: float) -> str:
     """Share and interval in percent."""
-    return f"{percent(row['accuracy'])} ({100 * row['low']:.0f}–{100 * row['high']:.0f})"
+    return f"{percent(value)} ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def _recovery_note(row: dict[str, Any]) -> str:
@@ -184,7 +191,7 @@ def comparison_grid(comparison: Comparison) -> Grid:
     for row in comparison.rows:
         found, paid = row.accuracy, row.reward
         cells = [row.domain, count(row.prompts)]
-        cells += [_share({"accuracy": e.value, "low": e.low, "high": e.high}) if e else "–" for e in (row.a, row.b)]
+        cells += [_share(e.value, e.low, e.high) if e else "–" for e in (row.a, row.b)]
         cells += [_points(found), f"{found.only_a} · {found.only_b}", f"{found.p:.2g}"] if found else ["–", "–", "–"]
         cells += [f"{paid.value:+.3f} ({paid.low:+.3f} to {paid.high:+.3f})" if paid else "–", row.verdict]
         body.append(_plain(*cells))
@@ -203,77 +210,66 @@ def _points(found: Difference) -> str:
 
 def learning(measures: Measures) -> Section:
     """Accuracy per domain over policy versions."""
-    title = "Learning curves"
     plots: Plots = []
     theirs = {(r["policy"], r["domain"]): r["teacher_accuracy"] for r in recovery(measures)}
     known = [row for row in measures.accuracy_by_version if row["accuracy"] is not None]
-    for policy, rows in grouped(known, "policy").items():
-        if not _is_curve(rows):
-            continue
+    for policy, rows in _over_versions(known).items():
         lines = [
-            _line(domain, part, "policy_version", "accuracy", level=theirs.get((policy, domain)))
-            for domain, part in grouped(rows, "domain").items()
+            replace(line, level=theirs.get((policy, line.name)))
+            for line in lines_of(rows, "domain", "policy_version", "accuracy")
         ]
-        alt = f"Held-out accuracy of {policy} by version. {ends(lines, percent)}"
         dashed = " Dashed: the domain's teacher." if any(line.level is not None for line in lines) else ""
-        plot = line_plot(f"acc{len(plots)}", alt, lines, x="policy version", y="held-out accuracy", share=True)
-        plots.append((f"{policy}: held-out accuracy.{dashed}", plot))
-    empty = "" if plots else "No policy was evaluated at more than one version."
-    return Section(key="learning", title=title, plots=plots, empty=empty)
+        alt, caption = f"Held-out accuracy of {policy} by version.", f"{policy}: held-out accuracy.{dashed}"
+        axes = {"x": "policy version", "y": "held-out accuracy"}
+        plots.append(curves(f"acc{len(plots)}", caption, alt, lines, **axes, share=True))
+    return Section(plots=plots)
 
 
 def divergence(measures: Measures) -> Section:
     """Reverse KL: per teacher over iterations, per stage over steps, held out over versions."""
-    plots: Plots = []
-    for run, rows in grouped(measures.teacher_kl, "stage").items():
-        lines = [_line(t, part, "iteration", "reverse_kl") for t, part in grouped(rows, "teacher").items()]
+    found: list[tuple[str, str, str, list[Line]]] = []
+    for stage, rows in grouped(measures.teacher_kl, "stage").items():
+        lines = lines_of(rows, "teacher", "iteration", "reverse_kl")
         if max(len(line.x) for line in lines) > 1:
-            alt = f"Reverse KL of {run} to each teacher by iteration. {ends(lines)}"
-            plot = line_plot(f"kl{len(plots)}", alt, lines, x="iteration", y="nat per token")
-            plots.append((f"{run}: reverse KL to each teacher on its own rollouts.", plot))
-    for policy, rows in grouped(measures.heldout_kl, "policy").items():
-        if not _is_curve(rows):
-            continue
-        lines = [_line(d, part, "policy_version", "reverse_kl") for d, part in grouped(rows, "domain").items()]
-        alt = f"Held-out reverse KL of {policy} by version. {ends(lines)}"
-        plot = line_plot(f"kl{len(plots)}", alt, lines, x="policy version", y="nat per token")
-        plots.append((f"{policy}: reverse KL to the routed teacher on held-out prompts.", plot))
-    stages = grouped([row for row in measures.steps if row["reverse_kl"] is not None], "stage")
-    if stages:
-        lines = [_line(stage, rows, "step", "reverse_kl") for stage, rows in stages.items()]
-        alt = f"Reverse KL of the training batches by step. {ends(lines)}"
-        plots.append(
-            ("Reverse KL of the training batches.", line_plot("klstep", alt, lines, x="step", y="nat per token"))
-        )
-    empty = "" if plots else "No reverse KL over iterations, versions or steps is recorded."
-    return Section(key="divergence", title="Reverse KL to the teachers", plots=plots, empty=empty)
+            caption = f"{stage}: reverse KL to each teacher on its own rollouts."
+            found.append((caption, f"Reverse KL of {stage} to each teacher by iteration.", "iteration", lines))
+    for policy, rows in _over_versions(measures.heldout_kl).items():
+        lines = lines_of(rows, "domain", "policy_version", "reverse_kl")
+        caption = f"{policy}: reverse KL to the routed teacher on held-out prompts."
+        found.append((caption, f"Held-out reverse KL of {policy} by version.", "policy version", lines))
+    steps = [row for row in measures.steps if row["reverse_kl"] is not None]
+    if steps:
+        caption = "Reverse KL of the training batches."
+        lines = lines_of(steps, "stage", "step", "reverse_kl")
+        found.append((caption, "Reverse KL of the training batches by step.", "step", lines))
+    return Section(
+        plots=[
+            curves(f"kl{place}", caption, alt, lines, x=x, y="nat per token")
+            for place, (caption, alt, x, lines) in enumerate(found)
+        ]
+    )
 
 
 def suitability(measures: Measures) -> Section:
     """Teachers by domain: mean reverse KL where several teachers scored the same domain."""
-    title = "Which teacher suits which domain"
     rows = measures.suitability
     if not rows:
-        return Section(key="teachers", title=title, empty="No teacher has scored a sample.")
+        return Section()
     teachers = sorted({row["teacher"] for row in rows})
-    at = {(row["domain"], row["teacher"]): row for row in rows}
+    scored = {domain: {row["teacher"]: row for row in own} for domain, own in grouped(rows, "domain").items()}
     most = max(row["reverse_kl"] for row in rows) or 1.0
-    body = []
-    for domain in sorted({row["domain"] for row in rows}):
-        scored = [row["reverse_kl"] for row in rows if row["domain"] == domain]
-        best, rivals = min(scored), len(scored)
-        cells = [Cell(text=domain)]
-        for teacher in teachers:
-            row = at.get((domain, teacher))
-            heat = max(0.0, row["reverse_kl"] / most) if row else None
-            note = f"{count(row['samples'])} samples" if row else ""
-            text = number(row["reverse_kl"]) if row else "–"
-            marked = row is not None and rivals > 1 and row["reverse_kl"] == best
-            cells.append(Cell(text=text, heat=heat, note=note, marked=marked))
-        body.append(cells)
+
+    def kl(domain: str, teacher: str) -> Cell:
+        row = scored[domain].get(teacher)
+        if row is None:
+            return NOTHING
+        value, rivals = row["reverse_kl"], [other["reverse_kl"] for other in scored[domain].values()]
+        note, marked = f"{count(row['samples'])} samples", len(rivals) > 1 and value == min(rivals)
+        return Cell(text=number(value), heat=max(0.0, value / most), note=note, marked=marked)
+
     text = "Mean reverse KL in nat per token over all scored samples. Outlined: the closest of several teachers."
-    grids = [Grid(head=["domain", *teachers], rows=body), *_rounding(measures.rounding)]
-    return Section(key="teachers", title=title, text=text, grids=grids)
+    by_teacher = Grid(head=["domain", *teachers], rows=_matrix(sorted(scored), teachers, kl))
+    return Section(text=text, grids=[by_teacher, *_rounding(measures.rounding)])
 
 
 def _rounding(rows: Rows) -> list[Grid]:
@@ -296,9 +292,8 @@ def _rounding(rows: Rows) -> list[Grid]:
 
 def samples(measures: Measures) -> Section:
     """Response lengths, and how generations ended."""
-    title = "Responses"
     if not measures.lengths:
-        return Section(key="samples", title=title, empty="No sampled responses are stored.")
+        return Section()
     width = measures.lengths[0]["width"]
     groups = {
         domain: [(row["start"], row["samples"]) for row in rows]
@@ -312,34 +307,32 @@ def samples(measures: Measures) -> Section:
         for row in measures.finish
     ]
     grid = Grid(head=["stage", "finished by", "samples", "interrupted"], rows=body, words=2)
-    return Section(key="samples", title=title, plots=[("Length of sampled responses.", plot)], grids=[grid])
+    return Section(plots=[("Length of sampled responses.", plot)], grids=[grid])
 
 
 def staleness(measures: Measures) -> Section:
     """Policy versions between sampling and training."""
-    title = "Staleness"
     if not measures.steps:
-        return Section(key="staleness", title=title, empty="No training step is recorded.")
-    stale = [stage for stage, rows in grouped(measures.steps, "stage").items() if any(r["staleness_max"] for r in rows)]
-    if not stale:
-        text = "No token was older than the policy that trained on it: staleness is 0 versions on every step."
-        return Section(key="staleness", title=title, text=text)
-    lines = []
-    for stage, rows in grouped(measures.steps, "stage").items():
-        if stage in stale:
-            lines += [
-                _line(f"{stage} mean", rows, "step", "staleness_mean"),
-                _line(f"{stage} max", rows, "step", "staleness_max"),
-            ]
-    alt = f"Policy versions between sampling and training by step. {ends(lines)}"
-    plot = line_plot("stale", alt, lines, x="step", y="versions")
-    return Section(key="staleness", title=title, plots=[("Versions between sampling and training.", plot)])
+        return Section()
+    lines = [
+        replace(line, name=f"{stage} {what}")
+        for stage, rows in grouped(measures.steps, "stage").items() if any(row["staleness_max"] for row in rows)
+        for what in ("mean", "max") for line in lines_of(rows, "stage", "step", f"staleness_{what}")
+    ]  # fmt: skip
+    if not lines:
+        return Section(
+            text="No token was older than the policy that trained on it: staleness is 0 versions on every step."
+        )
+    alt = "Policy versions between sampling and training by step."
+    return Section(
+        plots=[curves("stale", "Versions between sampling and training.", alt, lines, x="step", y="versions")]
+    )
 
 
 def times(measures: Measures) -> Section:
     """Wall time of every stage, split by action."""
     if not measures.times:
-        return Section(key="time", title="Time per stage", empty="No stage times are recorded.")
+        return Section()
     spent = {(row["stage"], row["action"]): row["seconds"] for row in measures.times}
     order = {action: place for place, action in enumerate(FLOW)}
     actions = sorted({action for _, action in spent}, key=lambda action: (order.get(action, len(order)), action))
@@ -350,14 +343,13 @@ def times(measures: Measures) -> Section:
     alt = "Wall time by stage: " + ", ".join(f"{stage} {label}" for stage, label in labels.items()) + "."
     plot = bars("time", alt, rows, x="", labels=labels)
     text = f"{duration(sum(totals.values()))} in all."
-    return Section(key="time", title="Time per stage", text=text, plots=[("Wall time by stage and action.", plot)])
+    return Section(text=text, plots=[("Wall time by stage and action.", plot)])
 
 
 def cost(measures: Measures) -> Section:
     """Bytes of each fidelity of signal."""
-    title = "Signal cost"
     if not measures.cost:
-        return Section(key="cost", title=title, empty="No teacher signal is stored.")
+        return Section()
     body = [
         _plain(row["kind"], row["codec"], count(row["samples"]), count(row["tokens"]), size(row["bytes"]),
                number(row["bytes_per_token"], 1))
@@ -368,9 +360,7 @@ def cost(measures: Measures) -> Section:
     alt = "Stored bytes per token by fidelity: " + ", ".join(f"{name} {label}" for name, label in labels.items()) + "."
     plot = bars("cost", alt, values, x="", labels=labels)
     grid = Grid(head=["signal", "codec", "samples", "tokens", "stored", "bytes/token"], rows=body, words=2)
-    return Section(
-        key="cost", title=title, plots=[("Stored bytes per token, before file compression.", plot)], grids=[grid]
-    )
+    return Section(plots=[("Stored bytes per token, before file compression.", plot)], grids=[grid])
 
 
 def facts(measures: Measures) -> Section:
@@ -378,22 +368,48 @@ def facts(measures: Measures) -> Section:
     names = sorted(measures.rows, key=lambda name: (list(TABLES).index(name) if name in TABLES else len(TABLES), name))
     body = [_plain(name, count(measures.rows[name]), str(measures.snapshot.versions[name])) for name in names]
     text = f"Every number on this page was read from {measures.uri} at snapshot {measures.snapshot.digest}."
-    return Section(key="store", title="Store", text=text, grids=[Grid(head=["table", "rows", "version"], rows=body)])
+    return Section(text=text, grids=[Grid(head=["table", "rows", "version"], rows=body)])
 
 
-def _line(name: str, rows: Rows, x: str, y: str, *, level: float | None = None) -> Line:
-    return Line(name=name, x=[row[x] for row in rows], y=[row[y] for row in rows], level=level)
+PARTS: Parts = (
+    ("accuracy", "Accuracy by domain and policy", accuracy, "No held-out answers with a reward are recorded."),
+    ("learning", "Learning curves", learning, "No policy was evaluated at more than one version."),
+    ("divergence", "Reverse KL to the teachers", divergence,
+     "No reverse KL over iterations, versions or steps is recorded."),
+    ("teachers", "Which teacher suits which domain", suitability, "No teacher has scored a sample."),
+    ("samples", "Responses", samples, "No sampled responses are stored."),
+    ("staleness", "Staleness", staleness, "No training step is recorded."),
+    ("time", "Time per stage", times, "No stage times are recorded."),
+    ("cost", "Signal cost", cost, "No teacher signal is stored."),
+    ("store", "Store", facts, ""),
+)  # fmt: skip
 
 
-def ends(lines: Iterable[Line], show: Callable[[float | None], str] = number) -> str:
+def lines_of(rows: Rows, by: str, x: str, y: str) -> list[Line]:
+    """A line for each value of the column `by`: columns x and y of its rows."""
+    return [
+        Line(name=name, x=[row[x] for row in own], y=[row[y] for row in own]) for name, own in grouped(rows, by).items()
+    ]
+
+
+def curves(
+    key: str, caption: str, alt: str, lines: Sequence[Line], *, x: str, y: str, share: bool = False
+) -> tuple[str, Plot]:
+    """Caption and plot of some lines, which the alternative text describes by their ends."""
+    said = f"{alt} {_ends(lines, percent if share else number)}"
+    return caption, line_plot(key, said, lines, x=x, y=y, share=share)
+
+
+def _ends(lines: Iterable[Line], show: Callable[[float | None], str]) -> str:
     """First and last known value of each line, in words."""
     known = [(line.name, [value for value in line.y if value is not None]) for line in lines]
     return "; ".join(f"{name} from {show(y[0])} to {show(y[-1])}" for name, y in known if y) + "."
 
 
-def _is_curve(rows: Rows) -> bool:
-    """Whether a policy has several versions of its own, beside the one it starts from."""
-    return len({row["policy_version"] for row in rows} - {0}) > 1
+def _over_versions(rows: Rows) -> dict[str, Rows]:
+    """Rows by policy, of those that have several versions of their own, beside the one they start from."""
+    policies = grouped(rows, "policy")
+    return {policy: own for policy, own in policies.items() if len({row["policy_version"] for row in own} - {0}) > 1}
 
 
 def _plain(*texts: str) -> list[Cell]:

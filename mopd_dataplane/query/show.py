@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 BIN_EDGES = (0.1, 0.5, 1.0, 2.0)
 """Nats of |teacher − sampler| log-prob at which the colour of a token gets stronger."""
+_EDGES = [f"{edge:g}" for edge in BIN_EDGES]
+BINS = dict(
+    enumerate([f"≤ −{_EDGES[3]}", *(f"−{edge}" for edge in _EDGES[2::-1]), "0", *_EDGES[:3], f"≥ {_EDGES[3]}"], -4)
+)
+"""Label of each colour class, see strength, from most disliked to most liked by the teacher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,20 +133,19 @@ def version_spans(starts: list[int], versions: list[int], response_len: int) -> 
 
 
 def _tokens(payload: dict[str, Any], prompt_len: int, pieces: list[str], teacher: list[float] | None) -> list[Token]:
-    sampler = payload["logprobs"]
+    def logprob(of: list[float] | None, position: int) -> float | None:
+        return of[position] if of is not None and payload["loss_mask"][position] else None
+
     tokens = []
     for position, (token, text) in enumerate(zip(payload["tokens"][prompt_len:], pieces, strict=True)):
-        trained = bool(payload["loss_mask"][position])
-        span = bisect(payload["version_starts"], position) - 1
-        said = sampler[position] if trained and sampler is not None else None
-        scored = teacher[position] if trained and teacher is not None else None
+        said, scored = logprob(payload["logprobs"], position), logprob(teacher, position)
         tokens.append(
             Token(
                 position=position,
                 id=token,
                 text=text,
-                trained=trained,
-                policy_version=payload["versions"][span],
+                trained=bool(payload["loss_mask"][position]),
+                policy_version=payload["versions"][bisect(payload["version_starts"], position) - 1],
                 sampler_logprob=said,
                 teacher_logprob=scored,
                 log_ratio=None if said is None or scored is None else scored - said,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from mopd_dataplane.query.show import BIN_EDGES, SampleView, Token, disagreements, strength
+from mopd_dataplane.query.show import BINS, SampleView, Token, disagreements, strength
 from mopd_dataplane.query.text import count, number, one_line, size, visible
 
 STYLES = {
@@ -87,10 +88,7 @@ def _legend(view: SampleView) -> Text:
     legend = Text(
         "teacher log-prob, nats (the sampler's are not known):  " if alone else "teacher − sampler log-prob, nats:  "
     )
-    edges = [f"{edge:g}" for edge in BIN_EDGES]
-    labels = {-4: f"< −{edges[3]}", -3: f"−{edges[2]}", -2: f"−{edges[1]}", -1: f"−{edges[0]}", 0: "0"}
-    labels |= {1: edges[0], 2: edges[1], 3: edges[2], 4: f"> {edges[3]}"}
-    for level, label in labels.items():
+    for level, label in BINS.items():
         if alone and level > 0:
             continue
         legend.append(f" {label} ", style=STYLES[level])
@@ -101,56 +99,50 @@ def _legend(view: SampleView) -> Text:
 
 
 def _strongest(view: SampleView) -> Table:
-    table = _titled(
-        "where teacher and sampler differ most" if view.has_sampler_logprobs else "least likely for its teacher"
-    )
-    for name in ("position", "token", "sampler", "teacher", "difference"):
-        table.add_column(name, justify="left" if name == "token" else "right")
     if view.has_sampler_logprobs:
-        strongest = disagreements(view.tokens, STRONGEST)
+        title, strongest = "where teacher and sampler differ most", disagreements(view.tokens, STRONGEST)
     else:
         scored = [token for token in view.tokens if token.teacher_logprob is not None]
+        title = "least likely for its teacher"
         strongest = sorted(scored, key=lambda token: token.teacher_logprob or 0.0)[:STRONGEST]
+    rows: list[list[str | Text]] = []
     for token in strongest:
-        table.add_row(*_strong_row(token))
+        ratio = token.log_ratio
+        difference = Text("–" if ratio is None else f"{ratio:+.3f}", style=STYLES[strength(ratio)])
+        logprobs = number(token.sampler_logprob), number(token.teacher_logprob)
+        rows.append([str(token.position), repr(one_line(token.text)), *logprobs, difference])
+    return _table(title, rows, ("position", "token", "sampler", "teacher", "difference"), words=("token",))
+
+
+def _table(title: str, rows: Iterable[Iterable[str | Text]], columns: Iterable[str], words: Collection[str]) -> Table:
+    """words: columns that begin at the left; others hold numbers."""
+    table = Table(
+        box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold", header_style="dim"
+    )
+    for name in columns:
+        table.add_column(name, justify="left" if name in words else "right")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(one_line(cell)) for cell in row))
     return table
 
 
-def _titled(title: str) -> Table:
-    return Table(
-        box=SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold", header_style="dim"
-    )
-
-
-def _strong_row(token: Token) -> list[Text]:
-    ratio = token.log_ratio
-    values = [
-        str(token.position),
-        repr(one_line(token.text)),
-        number(token.sampler_logprob),
-        number(token.teacher_logprob),
-    ]
-    return [*map(Text, values), Text("–" if ratio is None else f"{ratio:+.3f}", style=STYLES[strength(ratio)])]
-
-
 def _lineage(view: SampleView) -> list[RenderableType]:
-    if not view.scores:
-        signals: Table | Text = Text("signals: none; no teacher has scored this sample")
-    else:
-        signals = _titled("signals")
-        for name in ("teacher", "kind", "codec", "positions", "bytes", "reverse KL,\nnat/token"):
-            signals.add_column(name, justify="left" if name in ("teacher", "kind", "codec") else "right")
-        for row in view.scores:
-            figures = [count(row["rows"]), size(row["bytes"]), number(row["mean_reverse_kl"], 4)]
-            signals.add_row(*(Text(one_line(v)) for v in [row["teacher"], row["kind"], row["codec"], *figures]))
-    if not view.uses:
-        return [signals, Text("trained on: not yet planned")]
-    uses = _titled("trained on")
-    for name in ("stage", "window", "plan", "pack", "step", "from version"):
-        uses.add_column(name, justify="left" if name in ("stage", "plan") else "right")
-    for row in view.uses:
-        step = "planned" if row["step"] is None else str(row["step"])
-        version = "–" if row["policy_version"] is None else str(row["policy_version"])
-        values = [row["stage"], str(row["window"]), row["plan_digest"][:12], str(row["pack"]), step, version]
-        uses.add_row(*(Text(one_line(value)) for value in values))
+    signals: Table | Text = Text("signals: none; no teacher has scored this sample")
+    uses: Table | Text = Text("trained on: not yet planned")
+    if view.scores:
+        columns = ("teacher", "kind", "codec", "positions", "bytes", "reverse KL,\nnat/token")
+        scored = [
+            [s["teacher"], s["kind"], s["codec"], count(s["rows"]), size(s["bytes"]), number(s["mean_reverse_kl"], 4)]
+            for s in view.scores
+        ]
+        signals = _table("signals", scored, columns, words=columns[:3])
+    if view.uses:
+        planned = [
+            [use["stage"], str(use["window"]), use["plan_digest"][:12], str(use["pack"]),
+             "planned" if use["step"] is None else str(use["step"]),
+             "–" if use["policy_version"] is None else str(use["policy_version"])]
+            for use in view.uses
+        ]  # fmt: skip
+        columns = ("stage", "window", "plan", "pack", "step", "from version")
+        uses = _table("trained on", planned, columns, words=("stage", "plan"))
     return [signals, uses]
