@@ -8,18 +8,16 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.store.network import answering
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 MAX_RETRIES = 8
@@ -37,8 +35,6 @@ DEFAULTS = {
 """Lance's names of the same bounds; a caller's storage options win."""
 _CHUNK = 8 << 20
 
-T = TypeVar("T")
-
 
 class ObjectFiles:
     """Files by name under one URI."""
@@ -49,14 +45,14 @@ class ObjectFiles:
 
     def read(self, name: str) -> bytes | None:
         """Content of a file, None when there is none."""
-        try:
-            return bytes(self._call(name, lambda: self._store.get(name).bytes()))
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._answering(name):
+            return bytes(self._store.get(name).bytes())
+        return None
 
     def write(self, name: str, content: bytes) -> None:
         """Replace a file; durable on return."""
-        self._call(name, lambda: self._store.put(name, content))
+        with self._answering(name):
+            self._store.put(name, content)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a file unless there is one (If-None-Match: *); whether this call made it.
@@ -66,73 +62,62 @@ class ObjectFiles:
         """
         from obstore.exceptions import AlreadyExistsError
 
-        try:
-            self._call(name, lambda: self._store.put(name, content, mode="create", use_multipart=False))
-        except AlreadyExistsError:
-            return False
-        return True
+        with suppress(AlreadyExistsError), self._answering(name):
+            self._store.put(name, content, mode="create", use_multipart=False)
+            return True
+        return False
 
     def upload(self, name: str, file: Path) -> None:
         """A local file, in parts."""
-        self._call(name, lambda: self._store.put(name, file, chunk_size=_CHUNK))
+        with self._answering(name):
+            self._store.put(name, file, chunk_size=_CHUNK)
 
     def download(self, name: str, file: Path) -> None:
         """To a local file. Raises FileNotFoundError when there is none in the store."""
-
-        def fetch() -> None:
-            with file.open("wb") as out:
-                for chunk in self._store.get(name).stream(min_chunk_size=_CHUNK):
-                    out.write(chunk)
-
-        self._call(name, fetch)
+        with self._answering(name), file.open("wb") as out:
+            out.writelines(self._store.get(name).stream(min_chunk_size=_CHUNK))
 
     def sha256(self, name: str) -> str:
         """sha256 of a file, hex; read in parts. Raises FileNotFoundError."""
-
-        def digest() -> str:
-            whole = hashlib.sha256()
+        whole = hashlib.sha256()
+        with self._answering(name):
             for chunk in self._store.get(name).stream(min_chunk_size=_CHUNK):
                 whole.update(chunk)
-            return whole.hexdigest()
-
-        return self._call(name, digest)
+        return whole.hexdigest()
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
-        return self._head(name) is not None
+        return self.identity(name) is not None
 
     def identity(self, name: str) -> str | None:
         """ETag and size of a file, which tell it from another one of the same name; None when there is none."""
-        found = self._head(name)
-        return None if found is None else f"{found['e_tag']} {found['size']}"
-
-    def _head(self, name: str) -> ObjectMeta | None:
-        try:
-            return self._call(name, lambda: self._store.head(name))
-        except FileNotFoundError:
-            return None
+        with suppress(FileNotFoundError), self._answering(name):
+            found = self._store.head(name)
+            return f"{found['e_tag']} {found['size']}"
+        return None
 
     def read_range(self, name: str, start: int, nbytes: int) -> memoryview:
         """Bytes of a file from `start` on, fewer where it ends. Raises FileNotFoundError."""
-        return memoryview(self._call(name, lambda: self._store.get_range(name, start=start, length=nbytes)))
+        with self._answering(name):
+            return memoryview(self._store.get_range(name, start=start, length=nbytes))
 
     def remove(self, names: list[str]) -> None:
         """Delete files; those that are not there are no error."""
         for name in names:
-            try:
-                self._call(name, partial(self._store.delete, name))
-            except FileNotFoundError:
-                continue
+            with suppress(FileNotFoundError), self._answering(name):
+                self._store.delete(name)
 
     def children(self, name: str) -> list[str]:
         """Names directly under a folder, sorted."""
-        found = self._call(name, lambda: self._store.list_with_delimiter(f"{name}/"))
+        with self._answering(name):
+            found = self._store.list_with_delimiter(f"{name}/")
         paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
         return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def under(self, name: str) -> list[str]:
         """Names of all files under a folder, at any depth."""
-        return self._call(name, lambda: sorted(e["path"] for page in self._store.list(f"{name}/") for e in page))
+        with self._answering(name):
+            return sorted(entry["path"] for page in self._store.list(f"{name}/") for entry in page)
 
     def honours_preconditions(self) -> bool:
         """Whether a second PUT with If-None-Match: * is refused: what exactly-once commits rest on."""
@@ -143,9 +128,8 @@ class ObjectFiles:
         finally:
             self.remove([name])
 
-    def _call(self, name: str, request: Callable[[], T]) -> T:
-        with answering(f"{self.uri}/{name}"):
-            return request()
+    def _answering(self, name: str) -> AbstractContextManager[None]:
+        return answering(f"{self.uri}/{name}")
 
 
 def refuse_credentials(uri: str) -> None:
