@@ -2,7 +2,7 @@
 
 In the order in which they build on each other:
 
-place.py           the root of a store, and its small JSON files
+place.py           the root of a store, its small JSON files, and its locks: one committer at a time
 objects.py         its files on an object store
 network.py         errors of an object store: no answer, refused credentials, no bucket
 artifacts.py       folders of files on an object store, whole or not at all
@@ -15,7 +15,6 @@ acknowledged.py    which version of a table was acknowledged last
 held.py            which processes have which version open
 table.py           one dataset: read at a version, append payload, insert rows exactly once
 keys.py            key -> row, in memory, so that an insert costs the same at any table size
-lock.py            one committer at a time on this machine
 barrier.py         a commit is durable only after its files are synced
 merge_check.py     comparison of what a merge has copied, before it is committed
 fragments.py       merging of small files, so that a table has few

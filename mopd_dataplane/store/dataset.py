@@ -24,7 +24,6 @@ from mopd_dataplane.store.commit import CommitReceipt
 from mopd_dataplane.store.dataset_format import MARK, check_teacher, is_table, read_mark, write_mark
 from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.reading import SignalReader, TokenReader, take_rows
@@ -280,7 +279,7 @@ class Store:
         drops the sample instead and reports it), EngineError (impossible log-probs), ResourceError (disk full).
         """
         self.deletions.refuse_uids([sample.uid for sample in batch])
-        with committing(self._place, "samples"):
+        with self._place.committing("samples"):
             samples, tokens = self._table("samples"), self._table("tokens")
             return commit.commit_samples(samples, tokens, batch, keep_first=keep_first)
 
@@ -310,7 +309,7 @@ class Store:
         if teacher not in known:
             raise UnknownNameError(f"no teacher {teacher!r} in the store: {nearest(teacher, known)}; add_teacher first")
         payload = self._table(signal_table(teacher, kind))
-        with committing(self._place, payload.name):
+        with self._place.committing(payload.name):
             return signals.commit_signals(
                 self._table("scores"), self._table("samples"), payload, known[teacher], kind, batch
             )
@@ -474,7 +473,7 @@ class Store:
 
     def _insert_rows(self, name: str, rows: pa.Table) -> Inserted:
         table = self._table(name)
-        with committing(self._place, name):
+        with self._place.committing(name):
             done = table.insert(rows)
             table.make_durable(done.dataset)
         return done

@@ -14,7 +14,6 @@ from mopd_dataplane.store.dataset_format import blob_columns
 from mopd_dataplane.store.fragments import drop_old, merge_small
 from mopd_dataplane.store.held import free_versions
 from mopd_dataplane.store.lance_errors import is_overtaken, writing
-from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.manifests import names_of_versions
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.snapshot import tags_of
@@ -70,7 +69,7 @@ def compact(place: Place, tables: Mapping[str, Table], *, now: bool = False) -> 
 
 
 def _tidy(place: Place, table: Table, now: bool) -> Iterator[tuple[str, Any]]:
-    with committing(place, table.name), writing(table.uri):
+    with place.committing(table.name), writing(table.uri):
         merged, dataset = _merge(table)
         yield "files_merged", merged
         kept: dict[int, str] = {}

@@ -1,14 +1,17 @@
-"""Place, the root of a store: a folder or an object-store URI, and the small JSON files beside its datasets."""
+"""Place, the root of a store: a folder or an object-store URI, the small JSON files beside its datasets, its locks."""
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lance
 
-from mopd_dataplane.base.files import file_digest, fsync, publish_file
+from mopd_dataplane.base.files import file_digest, fsync, publish_file, try_lock
 from mopd_dataplane.base.memory import trim_heap
 from mopd_dataplane.base.sealed_json import seal, unseal
 from mopd_dataplane.errors import InputError, ResourceError
@@ -17,6 +20,8 @@ from mopd_dataplane.store.objects import DEFAULTS, ObjectFiles, refuse_credentia
 METADATA_CACHE_BYTES = 256 << 20
 INDEX_CACHE_BYTES = 64 << 20
 COMMITS_CACHED = 128
+LOCK_S = 10.0
+"""Longest wait of a committer for the one before it."""
 
 
 class Place:
@@ -75,6 +80,35 @@ class Place:
         if self._commits >= COMMITS_CACHED:
             self._session, self._commits = None, 0
             trim_heap()
+
+    @contextmanager
+    def committing(self, name: str) -> Iterator[bool]:
+        """Hold the commit lock of one table, so that committers on this machine do not waste each other's work; yields
+        False when it was not free in time.
+
+        The lock saves retries; rows are kept unique by the compare-and-swap commit of table.py. So a committer that was
+        stopped while it held the lock does not block the store: after LOCK_S seconds the next one continues without
+        it. flock, not POSIX locks: freed by SIGKILL, and an unrelated close() in this process does not drop it.
+        """
+        if self.root is None:
+            self.admit_writer()
+            yield False
+            return
+        path = self.root / "locks" / f"{name.replace('/', '.')}.lock"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise ResourceError(
+                f"{self.uri} cannot be written here ({error.strerror}); it can be read. Copy it, or mount it for "
+                "writing"
+            ) from error
+        try:
+            yield try_lock(descriptor, LOCK_S)
+        finally:
+            os.close(descriptor)
 
     def of(self, name: str) -> str:
         """URI of a dataset or file of the store."""

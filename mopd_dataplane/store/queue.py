@@ -22,7 +22,6 @@ import pyarrow as pa
 from mopd_dataplane.base.checksum import crc32c
 from mopd_dataplane.errors import DamagedError, ResourceError, UnknownNameError
 from mopd_dataplane.store.lance_errors import is_overtaken, reading, writing
-from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import in_row_order, row_ids
 from mopd_dataplane.store.table import ATTEMPTS, BACKOFF_S, Table
@@ -123,7 +122,7 @@ class Queue:
     def sweep(self) -> int:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
         process writes at that moment. Their bytes leave the disk KEEP later."""
-        with committing(self._place, self._table.name):
+        with self._place.committing(self._table.name):
             return self._sweep(self._table.open_to_write())
 
     def _sweep(self, dataset: lance.LanceDataset) -> int:
@@ -164,7 +163,7 @@ class Queue:
             },
             schema=self._table.schema,
         )
-        with committing(self._place, self._table.name):
+        with self._place.committing(self._table.name):
             self._table.make_durable(self._appended(rows))
 
     def _appended(self, rows: pa.Table) -> lance.LanceDataset:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DamagedError
 from mopd_dataplane.store.lance_errors import writing
-from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.merge_check import check_kept, rows_at_once
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import fragment_ids
@@ -36,7 +35,7 @@ def remove_rows(place: Place, table: Table, gone: NDArray[np.int64], blobs: Blob
     was not copied right; nothing has changed then.
     """
     while True:
-        with committing(place, table.name), writing(table.uri):
+        with place.committing(table.name), writing(table.uri):
             dataset = table.open_to_write()
             touched = [(fragment, ids) for fragment in dataset.get_fragments()
                        if np.isin(ids := fragment_ids(fragment), gone).any()]  # fmt: skip

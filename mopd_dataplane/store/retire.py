@@ -9,9 +9,8 @@ the same call does the rest.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import lance
 import numpy as np
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.store.dataset_format import FREED
 from mopd_dataplane.store.lance_errors import writing
-from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.place import Place
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.signals import blob_column
@@ -43,14 +41,10 @@ class Freed:
     """Bytes that left the disk by this call; those a pinned snapshot needs stay until it is released."""
 
 
-class Freeable(Protocol):
-    """Bytes that can be freed in a table, file by file."""
-
-    def served(self, dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """[n] rows that have served, [n] rows that still hold something; in the order of the scan."""
-
-    def emptied(self, table: Table, dataset: lance.LanceDataset, place: int) -> FragmentMetadata:
-        """A new file with the rows of the one at `place`, without what can go."""
+Served = Callable[[lance.LanceDataset], tuple[NDArray[np.bool_], NDArray[np.bool_]]]
+"""[n] rows that have served, [n] rows that still hold something; in the order of the scan."""
+Emptied = Callable[[lance.LanceFragment], pa.Table]
+"""The rows of a file, without what can go."""
 
 
 def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_use: Collection[int]) -> Freed:
@@ -58,89 +52,67 @@ def free_hidden(place: Place, table: Table, payload_rows: NDArray[np.int64], in_
 
     in_use: versions that readers still have open or will open. Tagged versions are always kept.
     """
-    return free_files(place, table, _States(payload_rows), in_use)
+
+    def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        codecs = dataset.to_table(columns=["codec"])["codec"]
+        freed = np.isin(np.arange(len(codecs)), row_ids(dataset).offsets(payload_rows))
+        return freed, np.asarray(pa.compute.not_equal(codecs, FREED))
+
+    def emptied(fragment: lance.LanceFragment) -> pa.Table:
+        rows = fragment.to_table(columns=["uid", "rows"])
+        count = rows.num_rows
+        freed = {
+            "uid": rows["uid"], "codec": [FREED] * count, "rows": rows["rows"], "row_bytes": [0] * count,
+            "hidden": blob_column([np.empty(0, np.uint8)] * count),
+        }  # fmt: skip
+        return pa.table(freed, schema=table.schema)
+
+    return free_files(place, table, served, emptied, in_use)
 
 
-def free_files(place: Place, table: Table, what: Freeable, in_use: Collection[int]) -> Freed:
+def free_files(place: Place, table: Table, served: Served, emptied: Emptied, in_use: Collection[int]) -> Freed:
     """Free what of a table has served; see free_hidden."""
-    with committing(place, table.name), writing(table.uri):
-        rows = _replace(table, what)
+    with place.committing(table.name), writing(table.uri):
+        rows = _replace(table, served, emptied)
         fault_point("retire.replaced")
-        return Freed(rows, _drop_versions(table.open(), in_use, table.acknowledged()))
+        dataset, acknowledged = table.open(), table.acknowledged()
+        keep = {*tagged(dataset).values(), *in_use}
+        versions = [entry["version"] for entry in dataset.versions()]
+        old = [version for version in versions if version < acknowledged and version not in keep]
+        return Freed(rows, drop_versions(dataset, versions=old)[1] if old else 0)
 
 
-def _replace(table: Table, what: Freeable) -> int:
+def _replace(table: Table, served: Served, emptied: Emptied) -> int:
     """Commit empty files in place of those that have served; how many rows were in them."""
     while True:
         dataset = table.open_to_write()
-        held = [fragment.metadata for fragment in dataset.get_fragments()]
-        fresh = {place: _emptied(table, dataset, place, what) for place in _served(dataset, what)}
+        files = dataset.get_fragments()
+        fresh = {place: _written(table, dataset, files[place], emptied) for place in _served(dataset, served)}
         if not fresh:
             return 0
         if table.barrier is not None:
             table.barrier.sync_data(fresh.values())
         fault_point("retire.written")
-        operation = lance.LanceOperation.Merge(
-            [fresh.get(place, fragment) for place, fragment in enumerate(held)], dataset.lance_schema
-        )
-        if table.commit_at(dataset, operation):
+        held = [fresh.get(place, fragment.metadata) for place, fragment in enumerate(files)]
+        if table.commit_at(dataset, lance.LanceOperation.Merge(held, dataset.lance_schema)):
             return sum(fragment.physical_rows for fragment in fresh.values())
 
 
-def _served(dataset: lance.LanceDataset, what: Freeable) -> Iterator[int]:
+def _served(dataset: lance.LanceDataset, served: Served) -> Iterator[int]:
     """Places of the files whose rows have all served, and that still hold something."""
-    served, holds = what.served(dataset)
+    done, holds = served(dataset)
     first = 0
     for place, fragment in enumerate(dataset.get_fragments()):
         rows = slice(first, first + fragment.count_rows())
-        if served[rows].all() and holds[rows].any():
+        if done[rows].all() and holds[rows].any():
             yield place
         first = rows.stop
 
 
-def _emptied(table: Table, dataset: lance.LanceDataset, place: int, what: Freeable) -> FragmentMetadata:
-    """A file with the rows of the one at `place`, without what can go, under its number and with their ids."""
-    old = dataset.get_fragments()[place]
-    fresh = what.emptied(table, dataset, place)
+def _written(table: Table, dataset: lance.LanceDataset, old: lance.LanceFragment, emptied: Emptied) -> FragmentMetadata:
+    """A file with the rows of another, without what can go, under its number and with their ids."""
+    rows = emptied(old)
+    [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
     fresh.id = old.fragment_id
     fresh.row_id_meta = old.metadata.row_id_meta
     return fresh
-
-
-class _States:
-    """Hidden states of some rows of signals/<teacher>/hidden."""
-
-    def __init__(self, payload_rows: NDArray[np.int64]) -> None:
-        self._payload_rows = payload_rows
-
-    def served(self, dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        codecs = dataset.to_table(columns=["codec"])["codec"]
-        served = np.zeros(len(codecs), dtype=bool)
-        served[row_ids(dataset).offsets(self._payload_rows)] = True
-        return served, np.asarray(pa.compute.not_equal(codecs, FREED))
-
-    def emptied(self, table: Table, dataset: lance.LanceDataset, place: int) -> FragmentMetadata:
-        kept = dataset.get_fragments()[place].to_table(columns=["uid", "rows"])
-        count = kept.num_rows
-        rows = pa.table(
-            {
-                "uid": kept["uid"],
-                "codec": pa.repeat(FREED, count),
-                "rows": kept["rows"],
-                "row_bytes": pa.repeat(pa.scalar(0, pa.int32()), count),
-                "hidden": blob_column([np.empty(0, np.uint8)] * count),
-            },
-            schema=table.schema,
-        )
-        [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
-        return fresh
-
-
-def _drop_versions(dataset: lance.LanceDataset, in_use: Collection[int], acknowledged: int) -> int:
-    """Drop versions before the acknowledged one, but those in use and those tagged; bytes that left the disk."""
-    keep = {*tagged(dataset).values(), *in_use}
-    versions = [entry["version"] for entry in dataset.versions()]
-    old = [version for version in versions if version < acknowledged and version not in keep]
-    if not old:
-        return 0
-    return drop_versions(dataset, versions=old)[1]

@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any
 import lance
 import numpy as np
 import pyarrow as pa
-from lance.fragment import FragmentMetadata, write_fragments
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.errors import MismatchError, nearest
 from mopd_dataplane.records import PER_TOKEN_STATS
 from mopd_dataplane.store import retire
 from mopd_dataplane.store.arrow_rows import list_column, list_views
-from mopd_dataplane.store.lock import committing
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.row_checksums import with_row_crcs
-from mopd_dataplane.store.table import Table
 from mopd_dataplane.tables import TOKEN_STATS
 
 if TYPE_CHECKING:
@@ -65,7 +62,7 @@ def write_token_stats(store: Store, stats: Sequence[TokenStats]) -> int:
         table.create()
     added = 0
     for start in range(0, len(stats), ROWS):
-        with committing(store._place, TOKEN_STATS.name):
+        with store._place.committing(TOKEN_STATS.name):
             done = table.insert(_rows(store, stats[start : start + ROWS]))
             table.make_durable(done.dataset)
         added += int(done.new.sum())
@@ -93,31 +90,22 @@ def free_token_stats(store: Store, sample_rows: ArrayLike, *, in_use: Iterable[S
     if not table.exists():
         return Freed(0, 0)
     versions = {snapshot.versions[table.name] for snapshot in in_use if table.name in snapshot.versions}
-    return retire.free_files(store._place, table, _Lists(np.asarray(sample_rows, np.int64)), versions)
 
-
-class _Lists:
-    """Files of `token_stats` that can be freed, and what stays of them; see retire.free_files."""
-
-    def __init__(self, sample_rows: NDArray[np.int64]) -> None:
-        self._sample_rows = sample_rows
-
-    def served(self, dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """[n] rows that have served, [n] rows that still hold something; in the order of the scan."""
+    def served(dataset: lance.LanceDataset) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         rows = dataset.to_table(columns=["sample_row", "bytes"])
-        return np.isin(rows["sample_row"].to_numpy(), self._sample_rows), rows["bytes"].to_numpy() > 0
+        return np.isin(rows["sample_row"].to_numpy(), np.asarray(sample_rows)), rows["bytes"].to_numpy() > 0
 
-    def emptied(self, table: Table, dataset: lance.LanceDataset, place: int) -> FragmentMetadata:
-        """A file with the rows of the one at `place`, without their lists."""
-        rows = dataset.get_fragments()[place].to_table()
-        for name in PER_TOKEN_STATS:
-            at = rows.column_names.index(name)
-            rows = rows.set_column(at, rows.schema.field(name), pa.nulls(rows.num_rows, rows.schema.field(name).type))
-        at = rows.column_names.index("bytes")
-        rows = rows.set_column(at, rows.schema.field("bytes"), pa.array(np.zeros(rows.num_rows, np.int64)))
-        rows = with_row_crcs(rows).select(dataset.schema.names)
-        [fresh] = write_fragments(rows, dataset, mode="append", data_storage_version=table.spec.storage)
-        return fresh
+    return retire.free_files(store._place, table, served, _without_lists, versions)
+
+
+def _without_lists(fragment: lance.LanceFragment) -> pa.Table:
+    rows = fragment.to_table()
+    for at, held in enumerate(rows.schema):
+        if held.name in PER_TOKEN_STATS:
+            rows = rows.set_column(at, held, pa.nulls(rows.num_rows, held.type))
+        elif held.name == "bytes":
+            rows = rows.set_column(at, held, pa.array(np.zeros(rows.num_rows, np.int64)))
+    return with_row_crcs(rows).select(rows.schema.names)
 
 
 def _rows(store: Store, stats: Sequence[TokenStats]) -> pa.Table:

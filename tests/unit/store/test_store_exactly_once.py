@@ -98,7 +98,7 @@ def test_a_committer_that_wakes_up_after_its_successor(store: Store, start_child
 def test_a_stopped_committer_does_not_stop_the_store(
     store: Store, start_child: Start, answer_of: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mopd_dataplane.store.lock.TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mopd_dataplane.store.place.LOCK_S", 0.2)
     holder = start_child(store.uri, "--samples", 0, 16, "--stop-at", "samples.insert.written")
     os.waitid(os.P_PID, holder.pid, os.WSTOPPED | os.WNOWAIT)
     assert store.commit_samples([build.sample(i) for i in range(16)]).inserted == 16
