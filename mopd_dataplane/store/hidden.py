@@ -8,8 +8,7 @@ agreed with a read through Lance. Everything else (other blob kinds) is read thr
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,8 +24,6 @@ from mopd_dataplane.store.network import network_failure
 from mopd_dataplane.store.row_ids import row_ids
 from mopd_dataplane.store.sidecars import FileEnded, LocalSidecars, Part, Sidecars
 
-OPEN_BLOBS = 64
-"""Blob handles of Lance kept open."""
 LOCATED = 1 << 16
 """Places kept in memory."""
 PIECE = 4 << 20
@@ -42,10 +39,15 @@ class HiddenReader:
     def __init__(self, dataset: lance.LanceDataset, sidecars: Sidecars | None = None) -> None:
         """sidecars: of the dataset; by default those of a local folder, and on an object store none."""
         self._dataset = dataset
-        self._blobs: OrderedDict[int, lance.BlobFile] = OrderedDict()
         folder = Path(dataset.uri) / "data"
         self._sidecars = sidecars if sidecars is not None or not folder.is_dir() else LocalSidecars(folder)
-        self._places = _Places(dataset, self._sidecars)
+        fragments = dataset.get_fragments() if self._sidecars is not None else []
+        self._first_rows = np.array([0, *accumulate(fragment.count_rows() for fragment in fragments)])
+        self._stems = [PurePosixPath(fragment.data_files()[0].path).stem for fragment in fragments]
+        self._known: dict[int, tuple[str, int, int] | None] = {}
+        """File, position and size of the blobs of rows; None for one that is read through Lance."""
+        self._files: dict[str, Any | None] = {}
+        """Open files by name; None for one that may not be used."""
 
     def describe(self, payload_rows: Sequence[int] | NDArray[np.int64]) -> pa.Table:
         """uid, codec, rows (M) and row_bytes of each payload row, in the asked order."""
@@ -55,19 +57,33 @@ class HiddenReader:
     def require_sizes(self, payload_rows: Sequence[int], sizes: Sequence[int]) -> None:
         """Raise DamagedError unless Lance records as many bytes of each row as the row's own columns say: readers here
         go by the columns, others by what Lance records."""
-        recorded = _descriptors(self._dataset, row_ids(self._dataset).offsets(payload_rows)).field("size").to_pylist()
+        recorded = self._descriptors(row_ids(self._dataset).offsets(payload_rows)).field("size").to_pylist()
         for row, wanted, said in zip(payload_rows, sizes, recorded, strict=True):
             if said != wanted:
                 raise self._damage(row, 0, wanted, f"Lance records {said:,} bytes")
 
     def locate(self, payload_rows: Sequence[int]) -> None:
         """Look up in one request where rows lie that are read next."""
-        self._places.locate(payload_rows)
+        unknown = [row for row in payload_rows if row not in self._known] if self._sidecars is not None else []
+        if not unknown:
+            return
+        if len(self._known) + len(unknown) > LOCATED:
+            self._known.clear()
+        offsets = row_ids(self._dataset).offsets(unknown)
+        columns = self._descriptors(offsets)
+        fields = (columns.field(name).to_pylist() for name in ("kind", "position", "size", "blob_id"))
+        fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
+        for row, fragment, kind, position, size, blob_id in zip(unknown, fragments, *fields, strict=True):
+            stem = self._stems[fragment]
+            names = {INLINE: f"{stem}.lance", PACKED: f"{stem}/{f'{blob_id:032b}'[::-1]}.blob"}
+            self._known[row] = (names[kind], position, size) if kind in names else None
 
     def open_files(self, payload_rows: Sequence[int]) -> None:
         """Open the files of rows that are read first."""
-        for row in self._places.one_of_each_file(payload_rows):
-            self._places.find(row, self._probe)
+        self.locate(payload_rows)
+        places = ((row, self._known.get(row)) for row in payload_rows)
+        for row in {place[0]: row for row, place in places if place is not None}.values():
+            self._place(row)
 
     def read_into(self, payload_row: int, start_byte: int, target: memoryview) -> None:
         """Fill `target` with the bytes of one sample from `start_byte` on; DamagedError when they are not there."""
@@ -86,11 +102,9 @@ class HiddenReader:
         for row, start, memory in wanted:
             if not memory:  # no trained token
                 continue
-            place = self._places.find(row, self._probe)
+            place = self._place(row)
             if place is None:
-                for done in range(0, len(memory), PIECE):
-                    piece = memory[done : done + PIECE]
-                    piece[:] = self._through_lance(row, start + done, len(piece))
+                self._through_lance(row, start, memory)
                 continue
             file, position, size = place
             if start + len(memory) > size:
@@ -105,77 +119,7 @@ class HiddenReader:
             row, start, memory = asked[ended.args[0]]
             raise self._damage(row, start, len(memory), "the file ends before") from None
 
-    def _probe(self, payload_row: int, size: int) -> bytes:
-        return self._through_lance(payload_row, 0, min(PROBE, size))
-
-    def _through_lance(self, payload_row: int, start_byte: int, nbytes: int) -> bytes:
-        try:
-            piece: bytes = self._blob(payload_row).read_range(start_byte, nbytes)
-        except (ValueError, OSError) as error:
-            if failure := network_failure(self._dataset.uri, error):
-                raise failure from None
-            raise self._damage(payload_row, start_byte, nbytes, str(error)) from error
-        return piece
-
-    def _damage(self, payload_row: int, start_byte: int, nbytes: int, why: str) -> DamagedError:
-        return DamagedError(f"{self._dataset.uri}: row {payload_row}, {nbytes} bytes from byte {start_byte}: {why}")
-
-    def _blob(self, payload_row: int) -> lance.BlobFile:
-        blob = self._blobs.pop(payload_row, None) or self._open_blob(payload_row)
-        self._blobs[payload_row] = blob
-        return blob
-
-    def _open_blob(self, payload_row: int) -> lance.BlobFile:
-        if len(self._blobs) >= OPEN_BLOBS:
-            self._blobs.popitem(last=False)[1].close()
-        blob = self._dataset.take_blobs("hidden", ids=[payload_row])[0]
-        if blob is None:
-            raise DamagedError(f"{self._dataset.uri}: row {payload_row} holds no hidden states")
-        return blob
-
-
-def _descriptors(dataset: lance.LanceDataset, offsets: NDArray[np.int64]) -> pa.StructArray:
-    """Lance's public descriptors of the blobs at these offsets: kind, position, size, blob_id."""
-    with lance_errors.reading(dataset.uri):
-        return dataset.take(offsets.tolist(), columns=["hidden"])["hidden"].combine_chunks()
-
-
-class _Places:
-    """Positions of the blobs of one version of a dataset in its sidecar files."""
-
-    def __init__(self, dataset: lance.LanceDataset, sidecars: Sidecars | None) -> None:
-        self._dataset = dataset
-        self._sidecars = sidecars
-        fragments = dataset.get_fragments() if sidecars is not None else []
-        self._first_rows = np.array([0, *accumulate(fragment.count_rows() for fragment in fragments)])
-        self._stems = [PurePosixPath(fragment.data_files()[0].path).stem for fragment in fragments]
-        self._known: dict[int, tuple[str, int, int] | None] = {}
-        self._files: dict[str, Any | None] = {}
-        """Open files by name; None for one that may not be used."""
-
-    def locate(self, rows: Sequence[int]) -> None:
-        """Learn file, position and size of the blobs of these rows."""
-        unknown = [row for row in rows if row not in self._known] if self._sidecars is not None else []
-        if not unknown:
-            return
-        if len(self._known) + len(unknown) > LOCATED:
-            self._known.clear()
-        offsets = row_ids(self._dataset).offsets(unknown)
-        columns = _descriptors(self._dataset, offsets)
-        fields = (columns.field(name).to_pylist() for name in ("kind", "position", "size", "blob_id"))
-        fragments = np.searchsorted(self._first_rows, offsets, side="right") - 1
-        for row, fragment, kind, position, size, blob_id in zip(unknown, fragments, *fields, strict=True):
-            stem = self._stems[fragment]
-            names = {INLINE: f"{stem}.lance", PACKED: f"{stem}/{f'{blob_id:032b}'[::-1]}.blob"}
-            self._known[row] = (names[kind], position, size) if kind in names else None
-
-    def one_of_each_file(self, rows: Sequence[int]) -> list[int]:
-        """One of these rows for each file that some of them lie in."""
-        self.locate(rows)
-        places = ((row, self._known.get(row)) for row in rows)
-        return list({place[0]: row for row, place in places if place is not None}.values())
-
-    def find(self, row: int, probe: Callable[[int, int], bytes]) -> tuple[Any, int, int] | None:
+    def _place(self, row: int) -> tuple[Any, int, int] | None:
         """(file, position, size) of a row's blob; None when it must be read through Lance."""
         self.locate([row])
         known = self._known.get(row)
@@ -183,6 +127,31 @@ class _Places:
             return None
         name, position, size = known
         if name not in self._files:
-            self._files[name] = self._sidecars.open(name, position, probe(row, size))
+            first = bytearray(min(PROBE, size))
+            self._through_lance(row, 0, memoryview(first))
+            self._files[name] = self._sidecars.open(name, position, bytes(first))
         file = self._files[name]
         return None if file is None else (file, position, size)
+
+    def _through_lance(self, row: int, start: int, memory: memoryview) -> None:
+        """Fill memory from a row's byte on."""
+        try:
+            blob = self._dataset.take_blobs("hidden", ids=[row])[0]
+            if blob is None:
+                raise DamagedError(f"{self._dataset.uri}: row {row} holds no hidden states")
+            with blob:
+                for done in range(0, len(memory), PIECE):
+                    piece = memory[done : done + PIECE]
+                    piece[:] = blob.read_range(start + done, len(piece))
+        except (ValueError, OSError) as error:
+            if failure := network_failure(self._dataset.uri, error):
+                raise failure from None
+            raise self._damage(row, start, len(memory), str(error)) from error
+
+    def _damage(self, payload_row: int, start_byte: int, nbytes: int, why: str) -> DamagedError:
+        return DamagedError(f"{self._dataset.uri}: row {payload_row}, {nbytes} bytes from byte {start_byte}: {why}")
+
+    def _descriptors(self, offsets: NDArray[np.int64]) -> pa.StructArray:
+        """Lance's public descriptors of the blobs at these offsets: kind, position, size, blob_id."""
+        with lance_errors.reading(self._dataset.uri):
+            return self._dataset.take(offsets.tolist(), columns=["hidden"])["hidden"].combine_chunks()

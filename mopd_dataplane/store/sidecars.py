@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mopd_dataplane.base.files import read_into
 from mopd_dataplane.store.cache import RangeCache
@@ -34,25 +34,15 @@ class FileEnded(Exception):
     """A file ends inside a part; the argument is the part's place in the sequence."""
 
 
-class Sidecars(Protocol):
-    """The sidecar files of one table. Used by one thread at a time."""
-
-    def open(self, name: str, position: int, expected: bytes) -> Any | None:
-        """A file in which the expected bytes lie at `position`; None when there is none."""
-
-    def read(self, parts: Sequence[Part]) -> None:
-        """Fill the memory of every part. Raises FileEnded."""
-
-
 class LocalSidecars:
-    """Files in a folder, read with `preadv` and no copy in between."""
+    """Files in a folder, read with `preadv` and no copy in between. Used by one thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._fds: list[int] = []
 
     def open(self, name: str, position: int, expected: bytes) -> int | None:
-        """See Sidecars."""
+        """A file in which the expected bytes lie at `position`; None when there is none."""
         try:
             fd = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -61,7 +51,7 @@ class LocalSidecars:
         return fd if os.pread(fd, len(expected), position) == expected else None
 
     def read(self, parts: Sequence[Part]) -> None:
-        """See Sidecars."""
+        """Fill the memory of every part. Raises FileEnded."""
         for place, (fd, position, memory) in enumerate(parts):
             if not read_into(fd, position, memory):
                 raise FileEnded(place)
@@ -89,7 +79,7 @@ class ObjectSidecars:
         self._requests = ThreadPoolExecutor(REQUESTS, thread_name_prefix="ranges")
 
     def open(self, name: str, position: int, expected: bytes) -> ObjectFile | None:
-        """See Sidecars. Raises what ObjectFiles raises when the store does not answer."""
+        """As that of LocalSidecars; also raises what ObjectFiles raises when the store does not answer."""
         path = f"{self._folder}/{name}"
         identity = self._files.identity(path)
         if identity is None or self._files.read_range(path, position, len(expected)) != expected:
@@ -97,7 +87,7 @@ class ObjectSidecars:
         return ObjectFile(path, identity)
 
     def read(self, parts: Sequence[Part]) -> None:
-        """See Sidecars. Raises what ObjectFiles raises when the store does not answer."""
+        """As that of LocalSidecars; also raises what ObjectFiles raises when the store does not answer."""
         absent = [(place, part) for place, part in enumerate(parts) if not self._cached(part)]
         requests = [[self._requests.submit(self._fetch, piece) for piece in _pieces(part)] for _, part in absent]
         try:
@@ -127,6 +117,10 @@ class ObjectSidecars:
 
     def __del__(self) -> None:
         self._requests.shutdown(wait=False, cancel_futures=True)
+
+
+Sidecars = LocalSidecars | ObjectSidecars
+"""The sidecar files of one table."""
 
 
 def _pieces(part: Part) -> list[Part]:

@@ -77,7 +77,7 @@ def test_a_second_pass_asks_the_object_store_for_nothing(
         again.cache = RangeCache(tmp_path / "cache", 1 << 30)
         reader = again.hidden_reader("adder")
         assert read_all(reader, rows, sizes) == expected
-        kinds = {name.rsplit(".", 1)[1] for name, file in reader._places._files.items() if file is not None}
+        kinds = {name.rsplit(".", 1)[1] for name, file in reader._files.items() if file is not None}
         assert kinds == {"blob", "lance"}, "packed and small samples, none of them through Lance"
         assert count("/data/") > sum(sizes) // 4096
         assert again.cache.stats()["misses"] == SAMPLES
@@ -92,7 +92,7 @@ def test_a_second_pass_asks_the_object_store_for_nothing(
         fresh = another.hidden_reader("adder")
         count("")
         assert read_all(fresh, rows, sizes) == expected
-        assert count("/data/") <= 20 * len(fresh._places._files), "the next process asks which files they are"
+        assert count("/data/") <= 20 * len(fresh._files), "the next process asks which files they are"
         assert another.cache.stats() | {"misses": 0, "hits": SAMPLES} == another.cache.stats()
 
 
@@ -110,7 +110,7 @@ def test_a_file_that_was_made_anew_is_not_taken_from_the_cache(store: Store, tmp
     reader = store.hidden_reader("adder")
     old = read_all(reader, rows, sizes)
     assert store.files is not None
-    [file] = reader._places._files.values()
+    [file] = reader._files.values()
     content = store.files.read(file.name)
     assert content is not None
     store.files.write(file.name, bytes(byte ^ 1 for byte in content))
@@ -137,7 +137,7 @@ def test_a_file_that_ends_early_is_damage(store: Store) -> None:
     reader = store.hidden_reader("adder")
     read_all(reader, rows[:1], sizes[:1])
     assert store.files is not None
-    [name] = {file.name for file in reader._places._files.values()}
+    [name] = {file.name for file in reader._files.values()}
     store.files.write(name, b"much less")
     with pytest.raises(DamagedError, match=r"bytes from byte 0: the file ends before"):
         read_all(reader, rows, sizes)

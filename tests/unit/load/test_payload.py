@@ -139,7 +139,7 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
 
     direct = store.hidden_reader("adder")
     assert read(direct) == expected
-    [(name, file)] = direct._places._files.items()
+    [(name, file)] = direct._files.items()
     assert file is not None, "read by preadv"
     sidecar = direct._sidecars._folder / name
 
@@ -148,7 +148,7 @@ def test_hidden_states_come_from_the_sidecar_only_when_it_is_the_right_file(tmp_
     (tmp_path / "decoy" / name).parent.mkdir(parents=True)
     (tmp_path / "decoy" / name).write_bytes(bytes(sidecar.stat().st_size))
     assert read(decoy) == expected
-    assert decoy._places._files == {name: None}, "another file's bytes: everything through Lance"
+    assert decoy._files == {name: None}, "another file's bytes: everything through Lance"
 
     with sidecar.open("r+b") as file:
         file.truncate(sidecar.stat().st_size - 1)

@@ -93,8 +93,7 @@ def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
     plan = store.plan(STAGE, 0)
     source = WindowSource(store, plan, SPEC.model_copy(update={"signals": ("hidden",), "reference": ""}))
     asked: list[str] = []
-    for reader, method in ((HiddenReader, "_through_lance"), (HiddenReader, "_open_blob")):
-        monkeypatch.setattr(reader, method, lambda *_, method=method: asked.append(method))
+    monkeypatch.setattr(HiddenReader, "_through_lance", lambda _, row, *__: asked.append(f"row {row}"))
     rows_of_all = TokenReader.look_up
 
     def look_up(reader: TokenReader, rows):
