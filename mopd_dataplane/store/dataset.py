@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mopd_dataplane.store.reading import SignalReader, TokenReader, take_rows
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.row_ids import in_row_order
 from mopd_dataplane.store.sidecars import ObjectSidecars
-from mopd_dataplane.store.table import Inserted, Table
+from mopd_dataplane.store.table import Table
 from mopd_dataplane.store.verify_report import VerifyReport
 from mopd_dataplane.tables import LATER, TABLES, signal_table
 
@@ -253,7 +253,7 @@ class Store:
         """
         records = [asdict(prompt) for prompt in prompts]
         self.deletions.refuse_prompts([record["prompt_id"] for record in records])
-        return self._insert_equal("prompts", records)
+        return self._insert("prompts", records, compare=[field.name for field in fields(Prompt)])
 
     def has_prompts(self, domain: str) -> bool:
         """Whether prompts of a domain were added, apart from imported ones."""
@@ -292,7 +292,7 @@ class Store:
         file's place would leave the store.
         """
         check_teacher(teacher)
-        self._insert_equal("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
+        self._insert("teachers", [asdict(teacher)], compare=("weights_digest", "tokenizer_digest", "head_digest"))
 
     def teachers(self) -> dict[str, Teacher]:
         """Teachers by name."""
@@ -376,7 +376,7 @@ class Store:
     def add_rewards(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `rewards`, dicts by column name; returns how many are new. Raises InputError for a reward that is
         not finite."""
-        return self._insert_new("rewards", reward_rows(rows))
+        return self._insert_rows("rewards", reward_rows(rows))
 
     def add_labels(self, rows: Iterable[dict[str, Any]]) -> int:
         """Add rows of `labels`, dicts by column name; returns how many are new."""
@@ -398,13 +398,12 @@ class Store:
         self, event_id: str, stage: str, kind: str, iteration: int, value: float | None, detail: dict[str, Any]
     ) -> None:
         """Record a decision or measurement once under its name."""
-        names = ("event_id", "stage", "kind", "iteration", "value", "detail")
-        values = (event_id, stage, kind, iteration, value, json.dumps(detail, sort_keys=True))
-        self._insert("events", [dict(zip(names, values, strict=True))])
+        named = {"event_id": event_id, "stage": stage, "kind": kind, "iteration": iteration, "value": value}
+        self._insert("events", [named | {"detail": json.dumps(detail, sort_keys=True)}])
 
     def add_plan(self, plan: PlanWindow) -> None:
         """Record a window before it is used; MismatchError when the window was planned otherwise before."""
-        self._insert_equal("plans", [plan_record(plan)], compare=("digest",))
+        self._insert("plans", [plan_record(plan)], compare=("digest",))
 
     def plan(self, stage: str, window: int) -> PlanWindow | None:
         """A recorded window, None when there is none."""
@@ -471,24 +470,17 @@ class Store:
             raise UnknownNameError(f"no dataset {name!r} in {self.uri}: {nearest(name, self.names())}")
         return table
 
-    def _insert_rows(self, name: str, rows: pa.Table) -> Inserted:
+    def _insert(self, name: str, records: Iterable[dict[str, Any]], compare: Sequence[str] = ()) -> int:
+        return self._insert_rows(name, to_rows(TABLES[name], records), compare)
+
+    def _insert_rows(self, name: str, rows: pa.Table, compare: Sequence[str] = ()) -> int:
+        """Insert the rows whose key is new; how many. Refuses one whose key is known with other values to compare."""
+        if not rows.num_rows:
+            return 0
         table = self._table(name)
+        if compare:
+            table.refuse_other(rows, compare)
         with self._place.committing(name):
             done = table.insert(rows)
             table.make_durable(done.dataset)
-        return done
-
-    def _insert(self, name: str, records: Iterable[dict[str, Any]]) -> int:
-        return self._insert_new(name, to_rows(TABLES[name], records))
-
-    def _insert_new(self, name: str, rows: pa.Table) -> int:
-        return int(self._insert_rows(name, rows).new.sum()) if rows.num_rows else 0
-
-    def _insert_equal(self, name: str, records: list[dict[str, Any]], compare: Sequence[str] | None = None) -> int:
-        """Insert, and refuse a row whose key is known with other content."""
-        rows = to_rows(TABLES[name], records)
-        if not rows.num_rows:
-            return 0
-        columns = list(compare or (column for column in rows.column_names if column != "created_at"))
-        self._table(name).refuse_other(rows, columns)
-        return int(self._insert_rows(name, rows).new.sum())
+        return int(done.new.sum())
