@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import duckdb
 import pyarrow as pa
@@ -243,12 +243,22 @@ class _Payload(pads.Dataset):  # type: ignore[misc]
 
     def scanner(self, columns: list[str] | None = None, filter: pc.Expression | None = None) -> _Batches:
         """Batches of some columns; columns only the filter speaks of are read beside them."""
-        wanted = self.schema.names if columns is None else columns
-        return _Batches(self._dataset, self._used, wanted, filter, self._scan)
+        names, schema = self._dataset.schema.names, self.schema
+        projected = schema if columns is None else pa.schema([schema.field(name) for name in columns])
+        read = [name for name in names if name in projected.names or name in str(filter)]
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            rows_of = self._dataset.scanner(columns=read, with_row_id=self._used is not None, **self._scan)  # type: ignore[arg-type]
+            for batch in rows_of.to_batches():
+                if self._used is not None:
+                    batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self._used))
+                rows = batch if filter is None else batch.filter(filter)
+                yield rows.select(projected.names).cast(projected)
+
+        return _Batches(projected, batches)
 
 
-@dataclass(frozen=True)
-class _Batches:
+class _Batches(NamedTuple):
     """A scanner for DuckDB that reads rows when asked, in the thread that asks.
 
     An Arrow scanner reads ahead in a thread of Arrow's. A query with a limit leaves it in the middle, and it still
@@ -256,29 +266,13 @@ class _Batches:
     for ever.
     """
 
-    dataset: lance.LanceDataset
-    used: pa.Array | None
-    columns: list[str]
-    filter: pc.Expression | None
-    scan: dict[str, int]
-
-    @property
-    def projected_schema(self) -> pa.Schema:
-        """Columns that `to_reader` gives, in its order."""
-        return _widened(pa.schema([self.dataset.schema.field(name) for name in self.columns]))
+    projected_schema: pa.Schema
+    """Columns that `to_reader` gives, in its order."""
+    batches: Callable[[], Iterator[pa.RecordBatch]]
 
     def to_reader(self) -> pa.RecordBatchReader:
         """One pass over the rows that the filter lets through."""
-        return pa.RecordBatchReader.from_batches(self.projected_schema, self._read())
-
-    def _read(self) -> Iterator[pa.RecordBatch]:
-        wanted = [name for name in self.dataset.schema.names if name in self.columns or name in str(self.filter)]
-        rows_of = self.dataset.scanner(columns=wanted, with_row_id=self.used is not None, **self.scan)  # type: ignore[arg-type]
-        for batch in rows_of.to_batches():
-            if self.used is not None:
-                batch = batch.filter(pc.is_in(batch["_rowid"], value_set=self.used))
-            rows = batch if self.filter is None else batch.filter(self.filter)
-            yield rows.select(self.columns).cast(self.projected_schema)
+        return pa.RecordBatchReader.from_batches(self.projected_schema, self.batches())
 
 
 def _explain(error: duckdb.Error, store: Store) -> str:
