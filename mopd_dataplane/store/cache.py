@@ -62,7 +62,7 @@ class RangeCache:
         self._folder = folder
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._stopped = False
-        self._hits = self._misses = self._damaged = self._read_bytes = self._kept_bytes = 0
+        self._counts = dict.fromkeys(("hits", "misses", "damaged", "read_bytes", "kept_bytes"), 0)
         with self._exclusive() as mine:
             if mine:
                 self._set_total(sum(size for _, size, _ in self._look()))
@@ -73,17 +73,17 @@ class RangeCache:
         try:
             found = self._read(key, target)
         except FileNotFoundError:
-            self._misses += 1
+            self._counts["misses"] += 1
             return False
         except OSError:
             found = False
         if not found:
-            self._damaged += 1
+            self._counts["damaged"] += 1
             with suppress(OSError):
                 self._path(key).unlink(missing_ok=True)
             return False
-        self._hits += 1
-        self._read_bytes += len(target)
+        self._counts["hits"] += 1
+        self._counts["read_bytes"] += len(target)
         return True
 
     def keep(self, key: str, content: memoryview) -> None:
@@ -102,7 +102,7 @@ class RangeCache:
                     total = self._make_room(min(self.max_bytes - need, int(self.max_bytes * LEFT)))
                 self._set_total(total + need)
                 self._write(path, key, content)
-                self._kept_bytes += len(content)
+                self._counts["kept_bytes"] += len(content)
             except OSError as error:
                 self._stopped = True
                 self._set_total(total)
@@ -115,15 +115,7 @@ class RangeCache:
 
     def stats(self) -> dict[str, int]:
         """Counts of this process (hits, misses, damaged, read_bytes, kept_bytes), of the folder (bytes, max_bytes)."""
-        return {
-            "hits": self._hits,
-            "misses": self._misses,
-            "damaged": self._damaged,
-            "read_bytes": self._read_bytes,
-            "kept_bytes": self._kept_bytes,
-            "bytes": self._total(),
-            "max_bytes": self.max_bytes,
-        }
+        return self._counts | {"bytes": self._total(), "max_bytes": self.max_bytes}
 
     def _path(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode(), digest_size=16, person=b"mopd-range").hexdigest()
