@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,33 +33,15 @@ Piece = tuple[int, int]
 """Position in a file, bytes."""
 
 
-class Lists(Protocol):
-    """A list column of n rows."""
-
-    lengths: NDArray[np.int64]
-    """[n] elements of each list; 0 where it is null."""
-
-    def at(self, places: NDArray[np.int64]) -> Self:
-        """The lists at these places, in that order."""
-
-    def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
-        """Put each list of a part at its first element in `target`, which has elements of the column's type.
-
-        Raises DamagedError when a file does not hold them.
-        """
-
-    def array(self, place: int) -> NDArray[Any] | None:
-        """One list; None where it is null."""
-
-
 @dataclass(eq=False)
 class HeldLists:
-    """See Lists; all elements are in memory. List i is lengths[i] elements of values[chunks[i]], from firsts[i] on."""
+    """A list column of n rows, in memory: list i is lengths[i] elements of values[chunks[i]], from firsts[i] on."""
 
     values: list[NDArray[Any]]
     chunks: NDArray[np.int64]
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    """[n] elements of each list; 0 where it is null."""
     nulls: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
@@ -81,18 +63,18 @@ class HeldLists:
         )
 
     def at(self, places: NDArray[np.int64]) -> HeldLists:
-        """See Lists."""
+        """The lists at these places, in that order."""
         firsts, lengths = self.firsts[places], self.lengths[places]
         return HeldLists(self.values, self.chunks[places], firsts, lengths, self.nulls[places])
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
-        """See Lists."""
+        """Put each list of a part at its first element in `target`, which has elements of the column's type."""
         found = (array[part].tolist() for array in (self.chunks, self.firsts, self.lengths))
         for at, chunk, first, length in zip(firsts, *found, strict=True):
             target[at : at + length] = self._views[chunk][first : first + length]
 
     def array(self, place: int) -> NDArray[Any] | None:
-        """See Lists."""
+        """One list; None where it is null."""
         first = self.firsts[place]
         return None if self.nulls[place] else self.values[self.chunks[place]][first : first + self.lengths[place]]
 
@@ -177,7 +159,7 @@ class OpenFiles:
 
 @dataclass(eq=False)
 class FileLists:
-    """See Lists; each list is read from its file when it is asked for."""
+    """A list column of n rows, each list read from its file when it is asked for; see HeldLists."""
 
     files: OpenFiles
     dtype: np.dtype[Any]
@@ -190,14 +172,14 @@ class FileLists:
     cut: Sequence[Sequence[Piece]]
 
     def at(self, places: NDArray[np.int64]) -> FileLists:
-        """See Lists."""
+        """See HeldLists."""
         return FileLists(
             self.files, self.dtype, self.lengths[places], self.numbers[places], self.positions[places],
             self.nulls[places], self.cut,
         )  # fmt: skip
 
     def copy(self, part: slice, firsts: Sequence[int], target: memoryview) -> None:
-        """See Lists."""
+        """See HeldLists. Raises DamagedError when a file does not hold them."""
         found = (array[part].tolist() for array in (self.numbers, self.positions, self.lengths))
         fds, preadv, size = self.files.fds, os.preadv, self.dtype.itemsize
         for first, number, position, length in zip(firsts, *found, strict=True):
@@ -225,7 +207,7 @@ class FileLists:
             self.files.ask(number, start, end - start)
 
     def array(self, place: int) -> NDArray[Any] | None:
-        """See Lists."""
+        """See HeldLists."""
         if self.nulls[place]:
             return None
         values: NDArray[Any] = np.empty(self.lengths[place], self.dtype)
@@ -234,6 +216,10 @@ class FileLists:
 
     def _read(self, number: int, position: int, memory: memoryview) -> None:
         self.files.gather(number, self.cut[-1 - position] if position < 0 else [(position, memory.nbytes)], memory)
+
+
+Lists = HeldLists | FileLists
+"""A list column of some rows."""
 
 
 def _joined(parts: list[NDArray[Any]], dtype: Any) -> NDArray[Any]:
