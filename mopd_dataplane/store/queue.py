@@ -66,7 +66,22 @@ class Queue:
 
     def put(self, keys: Sequence[Key], values: Sequence[Value]) -> None:
         """Set values, durable and visible to every process on return. All of one call become visible together."""
-        self._append(keys, values)
+        now = datetime.now(UTC)
+        rows = pa.table(
+            {
+                "sample": [sample for sample, _ in keys],
+                "field": [field for _, field in keys],
+                "kind": [value.kind for value in values],
+                "dtype": [value.dtype for value in values],
+                "shape": [list(value.shape) for value in values],
+                "value": [value.data for value in values],
+                "crc": [crc32c(value.data) for value in values],
+                "put_at": [now] * len(keys),
+            },
+            schema=self._table.schema,
+        )
+        with self._place.committing(self._table.name):
+            self._table.make_durable(self._appended(rows))
 
     def get(self, keys: Sequence[Key]) -> list[Value]:
         """Values in the asked order. Raises UnknownNameError naming the first key without one, DamagedError."""
@@ -88,7 +103,7 @@ class Queue:
         held = self._held(self._table.open(), ["kind"], keys)
         gone = [key for key in dict.fromkeys(keys) if key in held]
         if gone:
-            self._append(gone, [Value(CLEARED, b"")] * len(gone))
+            self.put(gone, [Value(CLEARED, b"")] * len(gone))
         self._clears += 1
         if self._clears % SWEEP_EVERY == 0:
             self.sweep()
@@ -117,7 +132,7 @@ class Queue:
         found = self._last(self._table.open(name), _VALUE, lost)
         if lost:
             values = (found[key] for key in lost)
-            self._append(lost, [Value(kind, data, dtype, tuple(shape)) for kind, data, dtype, shape, _ in values])
+            self.put(lost, [Value(kind, data, dtype, tuple(shape)) for kind, data, dtype, shape, _ in values])
 
     def sweep(self) -> int:
         """Drop files in which little is needed, after writing that little anew; how many. Nothing happens when another
@@ -126,45 +141,22 @@ class Queue:
             return self._sweep(self._table.open_to_write())
 
     def _sweep(self, dataset: lance.LanceDataset) -> int:
-        if moving := _Needed(dataset).to_move():
+        moving, unneeded = _needs(dataset)
+        if moving:
             with reading(dataset.uri):
                 rows = dataset.take(moving)
             moved = self._table.append_on(dataset, rows)
             if moved is None:
                 return 0
             self._table.make_durable(moved)
-            dataset = moved
-        unneeded = _Needed(dataset).unneeded()
+            dataset, unneeded = moved, _needs(moved)[1]
         if unneeded:
             operation = lance.LanceOperation.Delete([], unneeded, "a key's last row is its value")
             with writing(self._table.uri):
-                try:
-                    dataset = lance.LanceDataset.commit(dataset, operation, read_version=dataset.version)
-                except OSError as error:
-                    if not is_overtaken(error):
-                        raise
+                if not self._table.commit_at(dataset, operation):
                     return 0
-            self._table.make_durable(dataset)
-        drop_versions(dataset, older_than=KEEP)
+        drop_versions(self._table.open(), older_than=KEEP)
         return len(unneeded)
-
-    def _append(self, keys: Sequence[Key], values: Sequence[Value]) -> None:
-        now = datetime.now(UTC)
-        rows = pa.table(
-            {
-                "sample": [sample for sample, _ in keys],
-                "field": [field for _, field in keys],
-                "kind": [value.kind for value in values],
-                "dtype": [value.dtype for value in values],
-                "shape": [list(value.shape) for value in values],
-                "value": [value.data for value in values],
-                "crc": [crc32c(value.data) for value in values],
-                "put_at": [now] * len(keys),
-            },
-            schema=self._table.schema,
-        )
-        with self._place.committing(self._table.name):
-            self._table.make_durable(self._appended(rows))
 
     def _appended(self, rows: pa.Table) -> lance.LanceDataset:
         """An append is refused when files were moved at that moment; it is then repeated."""
@@ -208,39 +200,27 @@ def _filter(keys: Iterable[Key]) -> str:
     return " OR ".join(clauses)
 
 
-class _Needed:
-    """Rows of a version that are needed: a key's value; or its clearing, while an older row of it is kept."""
+def _needs(dataset: lance.LanceDataset) -> tuple[list[int], list[int]]:
+    """(offsets of rows with a value, in files of which they are the smaller part by MOVE_BELOW; files without a row
+    that is needed).
 
-    def __init__(self, dataset: lance.LanceDataset) -> None:
-        fragments = dataset.get_fragments()
-        table = dataset.to_table(columns=["sample", "field", "kind"])
-        self._fragments = [fragment.fragment_id for fragment in fragments]
-        self._owner = np.repeat(self._fragments, [fragment.count_rows() for fragment in fragments])
-        fields = table["field"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
-        pairs = np.stack([table["sample"].to_numpy(), fields], axis=1)
-        _, self._key = np.unique(pairs, axis=0, return_inverse=True)
-        rows = row_ids(dataset).ids()
-        last = np.full(self._key.max(initial=-1) + 1, -1)
-        np.maximum.at(last, self._key, rows)
-        is_cleared = table["kind"].to_numpy() == CLEARED
-        self._last = last[self._key] == rows
-        self._value = self._last & ~is_cleared
-        self._clearing = self._last & is_cleared
-
-    def to_move(self) -> list[int]:
-        """Offsets of rows with a value, in files of which they are the smaller part by MOVE_BELOW."""
-        sizes = {number: (self._owner == number).sum() for number in self._fragments}
-        values = {number: self._value[self._owner == number].sum() for number in self._fragments}
-        sparse = [number for number in self._fragments if 0 < values[number] < MOVE_BELOW * sizes[number]]
-        rows: list[int] = np.flatnonzero(self._value & np.isin(self._owner, sparse)).tolist()
-        return rows
-
-    def unneeded(self) -> list[int]:
-        """Files without a row that is needed."""
-        kept = set(self._owner[self._value].tolist())
-        while True:
-            older_kept = np.unique(self._key[~self._last & np.isin(self._owner, list(kept))])
-            more = set(self._owner[self._clearing & np.isin(self._key, older_kept)].tolist()) - kept
-            if not more:
-                return [number for number in self._fragments if number not in kept]
-            kept |= more
+    Needed is a key's value; or its clearing, while an older row of it is kept.
+    """
+    table, rows = dataset.to_table(columns=["sample", "field", "kind"]), row_ids(dataset).ids()
+    sizes = {fragment.fragment_id: fragment.count_rows() for fragment in dataset.get_fragments()}
+    owner = np.repeat(list(sizes), list(sizes.values()))
+    fields = table["field"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    _, key = np.unique(np.stack([table["sample"].to_numpy(), fields], axis=1), axis=0, return_inverse=True)
+    newest = np.full(key.max(initial=-1) + 1, -1)
+    np.maximum.at(newest, key, rows)
+    last, cleared = newest[key] == rows, table["kind"].to_numpy() == CLEARED
+    value, clearing = last & ~cleared, last & cleared
+    values = {number: value[owner == number].sum() for number in sizes}
+    sparse = [number for number, size in sizes.items() if 0 < values[number] < MOVE_BELOW * size]
+    kept = more = set(owner[value].tolist())
+    while more:
+        older_kept = np.unique(key[~last & np.isin(owner, list(kept))])
+        more = set(owner[clearing & np.isin(key, older_kept)].tolist()) - kept
+        kept = kept | more
+    moving: list[int] = np.flatnonzero(value & np.isin(owner, sparse)).tolist()
+    return moving, [number for number in sizes if number not in kept]
