@@ -105,10 +105,24 @@ def check_format(version: int, where: str) -> None:
 
 
 def check_dataset(dataset: lance.LanceDataset, spec: TableSpec) -> None:
-    """Refuse a dataset of other columns or another format, or without stable row ids, by which tables refer to rows."""
-    check_schema(dataset.schema, spec, dataset.uri)
+    """Refuse a dataset of another format, without stable row ids, by which tables refer to rows, or whose columns are
+    not those of the spec; further nullable columns are allowed."""
+    where, found = dataset.uri, dataset.schema
+    metadata = found.metadata or {}
+    if FORMAT_KEY not in metadata:
+        raise MismatchError(f"{where} has no {FORMAT_KEY.decode()} in its schema metadata: mopd did not write it")
+    check_format(int(metadata[FORMAT_KEY]), where)
+    wanted = lance_schema(spec, spec.name)
+    problems = [text for field in wanted if (text := _column_problem(field, found))]
+    problems += [
+        f"column {field.name!r} is not known and not nullable"
+        for field in found
+        if field.name not in wanted.names and not field.nullable
+    ]
+    if problems:
+        raise MismatchError(f"{where} does not have the columns of {spec.name!r}: " + "; ".join(problems))
     if not dataset.has_stable_row_ids:
-        raise MismatchError(f"{dataset.uri} was made without stable row ids; run `mopd store upgrade SRC DST`")
+        raise MismatchError(f"{where} was made without stable row ids; run `mopd store upgrade SRC DST`")
 
 
 def read_mark(place: Place) -> dict[str, Any] | None:
@@ -135,23 +149,6 @@ def write_mark(place: Place, **more: object) -> None:
     created = datetime.now(UTC).isoformat(timespec="seconds")
     mark = {"format_version": FORMAT_VERSION, "created": created, "uuid": str(uuid.uuid4())}
     place.write_json(MARK, mark | more)
-
-
-def check_schema(found: pa.Schema, spec: TableSpec, where: str) -> None:
-    """Refuse a dataset whose columns are not those of the spec; further nullable columns are allowed."""
-    metadata = found.metadata or {}
-    if FORMAT_KEY not in metadata:
-        raise MismatchError(f"{where} has no {FORMAT_KEY.decode()} in its schema metadata: mopd did not write it")
-    check_format(int(metadata[FORMAT_KEY]), where)
-    wanted = lance_schema(spec, spec.name)
-    problems = [text for field in wanted if (text := _column_problem(field, found))]
-    problems += [
-        f"column {field.name!r} is not known and not nullable"
-        for field in found
-        if field.name not in wanted.names and not field.nullable
-    ]
-    if problems:
-        raise MismatchError(f"{where} does not have the columns of {spec.name!r}: " + "; ".join(problems))
 
 
 def _column_problem(wanted: pa.Field, found: pa.Schema) -> str:

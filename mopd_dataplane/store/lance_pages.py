@@ -66,7 +66,7 @@ def read_pages(path: Path, column: int) -> list[Page]:
 
 def list_counts(encoding: bytes) -> ListCounts:
     """Counts of a page of a list column whose list ends are plain 64-bit numbers. Raises NotPlain for another."""
-    listed = _only(encoding, 4)  # ArrayEncoding.list
+    listed = _inside(encoding, 4)  # ArrayEncoding.list
     ends, shift, items = (listed.get(number, (0,))[-1] for number in (1, 2, 3))
     if not isinstance(ends, bytes) or not isinstance(shift, int) or not isinstance(items, int):
         raise NotPlain("a list encoding of other fields")
@@ -83,7 +83,7 @@ def flat_bits(encoding: bytes) -> int:
     Raises NotPlain for another page.
     """
     # ArrayEncoding.nullable, Nullable.no_nulls, NoNull.values, ArrayEncoding.flat
-    flat = _only(_sole(_sole(_sole(encoding, 2), 1), 1), 1)
+    flat = _inside(encoding, 2, 1, 1, 1)
     bits, buffer = flat.get(1, (0,))[-1], flat.get(2, (b"",))[-1]
     # Flat.compression is absent; Buffer is the first of the page, all of whose fields are then left out.
     if set(flat) - {1, 2} or buffer != b"" or not isinstance(bits, int):
@@ -96,8 +96,7 @@ def _page(said: int | bytes) -> Page:
     positions, sizes = (_numbers(page.get(number, ())) for number in (1, 2))
     rows = page.get(3, (0,))[-1]
     # Encoding.direct, DirectEncoding.encoding; google.protobuf.Any.value
-    anything = _message(_sole(_sole(page.get(4, (b"",))[-1], 2), 1))
-    encoding = anything.get(2, (b"",))[-1]
+    encoding = _inside(page.get(4, (b"",))[-1], 2, 1).get(2, (b"",))[-1]
     if not isinstance(rows, int) or not isinstance(encoding, bytes) or len(positions) != len(sizes):
         raise NotPlain("a page that is described in another way")
     return Page(positions, sizes, rows, encoding)
@@ -109,16 +108,14 @@ def _at(fd: int, position: int, size: int) -> bytes:
     return os.pread(fd, size, position)
 
 
-def _only(message: int | bytes, number: int) -> _Message:
-    return _message(_sole(message, number))
-
-
-def _sole(message: int | bytes, number: int) -> int | bytes:
-    """The value of the field of that number, when the message has no other."""
-    found = _message(message)
-    if set(found) != {number} or len(found[number]) != 1:
-        raise NotPlain(f"fields {sorted(found)} where {number} alone is expected")
-    return found[number][0]
+def _inside(message: int | bytes, *path: int) -> _Message:
+    """The message at the end of a path of fields, each of which is the only one of its message."""
+    for number in path:
+        found = _message(message)
+        if set(found) != {number} or len(found[number]) != 1:
+            raise NotPlain(f"fields {sorted(found)} where {number} alone is expected")
+        message = found[number][0]
+    return _message(message)
 
 
 def _numbers(values: tuple[int | bytes, ...]) -> tuple[int, ...]:

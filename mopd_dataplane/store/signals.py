@@ -100,14 +100,9 @@ def commit_signals(
         signals, metadata["response_len"].to_pylist(), metadata["loss_tokens"].to_pylist(), strict=True
     ):
         check_signal(signal, kind, response_len, loss_tokens)
-    keys = pa.table(
-        {
-            "uid": pa.array([signal.uid for signal in signals], pa.string()),
-            "teacher": pa.array([teacher.name] * len(signals), pa.string()),
-            "kind": pa.array([kind] * len(signals), pa.string()),
-        }
-    )
-    found, _ = scores.find(keys)
+    uids = pa.array([signal.uid for signal in signals], pa.string())
+    same = {name: pa.repeat(text, len(signals)) for name, text in (("teacher", teacher.name), ("kind", kind))}
+    found, _ = scores.find(pa.table({"uid": uids} | same))
     absent = np.flatnonzero(found < 0)
     if not len(absent):
         return 0
@@ -124,29 +119,25 @@ def commit_signals(
     )
     payload.make_durable(dataset)
     fault_point("signals.payload.durable")
-    done = scores.insert(
-        to_rows(
-            SCORES,
-            [
-                {
-                    "uid": signal.uid,
-                    "teacher": teacher.name,
-                    "kind": kind,
-                    "sample_row": signal.sample_row,
-                    "payload_row": place,
-                    "payload_crc": crc,
-                    "codec": signal.codec,
-                    "rows": int(count),
-                    "bytes": sum(_typed(signal, field).nbytes for field in of_signal(kind)),
-                    "mean_reverse_kl": signal.mean_reverse_kl,
-                    "coverage": _coverage(signal),
-                    "teacher_digest": teacher.weights_digest,
-                    "logprob_std": signal.logprob_std,
-                }
-                for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
-            ],
-        )
-    )
+    rows = [
+        {
+            "uid": signal.uid,
+            "teacher": teacher.name,
+            "kind": kind,
+            "sample_row": signal.sample_row,
+            "payload_row": place,
+            "payload_crc": crc,
+            "codec": signal.codec,
+            "rows": int(count),
+            "bytes": sum(_typed(signal, field).nbytes for field in of_signal(kind)),
+            "mean_reverse_kl": signal.mean_reverse_kl,
+            "coverage": _coverage(signal),
+            "teacher_digest": teacher.weights_digest,
+            "logprob_std": signal.logprob_std,
+        }
+        for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
+    ]
+    done = scores.insert(to_rows(SCORES, rows))
     scores.make_durable(done.dataset)
     fault_point("signals.metadata.durable")
     return int(done.new.sum())
