@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mopd_dataplane.fields import PAYLOAD, column_names
 from mopd_dataplane.records import Sample, Signal, Teacher
-from mopd_dataplane.store.arrow_rows import sample_crc, sample_rows, token_rows
+from mopd_dataplane.store.arrow_rows import sample_rows, token_rows
 from mopd_dataplane.store.dataset import Store
 from mopd_dataplane.tables import SAMPLES
 
@@ -170,7 +170,7 @@ def filled_samples(
     and the given columns. columns: [rows] arrays by name, for a slice of all rows; `before` sees slice and uids first.
     """
     short = bench_sample(0, 1)
-    one = sample_rows([short], [sample_crc(short)])
+    one = sample_rows([short])
     for start in range(0, count, FILL):
         rows = slice(start, min(start + FILL, count))
         uids = _uids(start, rows.stop - rows.start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -27,6 +28,7 @@ PLACES: dict[str, Callable[[Sample], tuple[int, str]]] = {
     "trained": lambda sample: (sample.loss_tokens, "loss tokens"),
 }
 """Places of a sample along an axis, and what they are called."""
+_UID = re.compile("[0-9a-f]{32}")
 
 
 def to_rows(spec: TableSpec, records: Iterable[dict[str, Any]]) -> pa.Table:
@@ -79,7 +81,7 @@ def check_sample(sample: Sample) -> None:
     """Raise MismatchError for lengths and names that do not match, EngineError for impossible log-probs."""
     where = f"sample {sample.uid}"
     check_values(sample)
-    if len(sample.uid) != 32 or set(sample.uid) - set("0123456789abcdef"):
+    if not _UID.fullmatch(sample.uid):
         raise MismatchError(f"sample uid {sample.uid!r:.80} is not 32 hex digits; use records.sample_uid")
     length = sample.response_len
     if not 0 <= sample.prompt_len <= len(sample.tokens):
@@ -88,7 +90,8 @@ def check_sample(sample: Sample) -> None:
         if array is not None and len(array) != length:
             raise MismatchError(f"{where}: {name} has {len(array)} values, the response has {length} tokens")
     starts = np.asarray(sample.version_starts)
-    if len(starts) != len(sample.versions) or len(starts) == 0 or starts[0] != 0 or (np.diff(starts) <= 0).any():
+    rising = len(starts) < 2 or (starts[1:] > starts[:-1]).all()
+    if len(starts) != len(sample.versions) or len(starts) == 0 or starts[0] != 0 or not rising:
         raise MismatchError(
             f"{where}: version_starts {starts.tolist()} and versions {list(sample.versions)} must be of one length, "
             "the first start 0, then rising"
@@ -177,10 +180,9 @@ def token_rows(samples: Sequence[Sample]) -> pa.Table:
     return pa.table(columns, schema=TOKENS.schema)
 
 
-def sample_rows(samples: Sequence[Sample], crcs: Sequence[int]) -> pa.Table:
+def sample_rows(samples: Sequence[Sample]) -> pa.Table:
     """Rows of `samples`: everything but the payload, and 0 for where it lies; see placed_rows."""
-    said = zip(samples, crcs, strict=True)
-    return to_rows(SAMPLES, [sample_record(sample) | {"payload_row": 0, "payload_crc": crc} for sample, crc in said])
+    return to_rows(SAMPLES, [sample_record(sample) for sample in samples])
 
 
 def placed_rows(rows: pa.Table, payload_rows: NDArray[np.int64]) -> pa.Table:
@@ -189,22 +191,27 @@ def placed_rows(rows: pa.Table, payload_rows: NDArray[np.int64]) -> pa.Table:
     return rows.set_column(place, rows.schema.field(place), pa.array(payload_rows))
 
 
+_SAME = tuple(name for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__)
+"""Columns of `samples` that are attributes of a sample."""
+
+
 def sample_record(sample: Sample) -> dict[str, Any]:
     """Values of a row of `samples`, except those that depend on its payload's row."""
-    mean = None
-    if sample.logprobs is not None and (trained := sample.loss_tokens):
+    mean, trained = None, sample.loss_tokens
+    if sample.logprobs is not None and trained:
         every = trained == sample.response_len
         mean = float(np.mean(sample.logprobs if every else sample.logprobs[np.asarray(sample.loss_mask, bool)]))
-    same = {name: getattr(sample, name) for name in SAMPLES.schema.names if name in Sample.__dataclass_fields__}
-    return same | {
+    return {name: getattr(sample, name) for name in _SAME} | {
         "policy_version_first": int(sample.versions[0]),
         "policy_version_last": int(sample.versions[-1]),
         "response_len": sample.response_len,
         "total_len": len(sample.tokens),
-        "loss_tokens": sample.loss_tokens,
+        "loss_tokens": trained,
         "mean_logprob": mean,
         "version_spans": len(sample.versions),
         **_recorded_sizes(sample),
+        "payload_row": 0,
+        "payload_crc": sample_crc(sample),
         "schema_version": FORMAT_VERSION,
         "repetition": repetition(sample.tokens[sample.prompt_len :]),
     }

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import lance
 import numpy as np
@@ -32,8 +31,8 @@ from mopd_dataplane.store.table import Table
 
 LARGE = 4 << 20
 """Bytes of tokens from which on a commit keeps the memory that Lance takes and frees, for the next one."""
-CHECKSUMS_S = 600.0
-"""Longest time that the checksums of one commit may take."""
+ROWS_S = 600.0
+"""Longest time that the metadata rows of one commit, with their checksums, may take."""
 
 
 @dataclass(frozen=True)
@@ -63,23 +62,28 @@ def commit_samples(
     size = sum(sample.tokens.nbytes for sample in batch)
     memory = freed_memory_kept(return_it=False) if size >= LARGE else nullcontext()
     with memory, ThreadPoolExecutor(1, "metadata") as beside:  # Lance and the disk are waited for meanwhile
-        crcs = partial(beside.submit(lambda: list(map(sample_crc, batch))).result, CHECKSUMS_S)
-        rows = beside.submit(lambda: sample_rows(batch, crcs()))
         found, visible = samples.find(pa.table({"uid": pa.array(uids, pa.string())}))
-        dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
         absent = np.flatnonzero(found < 0).tolist()
+        payload = token_rows([batch[i] for i in absent])
+        # Not before: two threads that both make arrays wait for each other longer than they work.
+        rows = beside.submit(sample_rows, batch)
+
+        def crcs() -> list[int]:
+            return list(rows.result(ROWS_S)["payload_crc"].to_pylist())
+
+        dropped = _dropped(visible, uids, crcs, (found >= 0).tolist(), keep_first)
         payload_rows = np.full(len(batch), -1, np.int64)
         payload_rows[absent], with_payload = place_payload(
             tokens,
             [batch[i].uid for i in absent],
-            lambda places: [crcs()[absent[i]] for i in places],
-            lambda places: token_rows([batch[absent[i]] for i in places]),
+            lambda places: [sample_crc(batch[absent[i]]) for i in places],
+            lambda places: payload if len(places) == len(absent) else payload.take(places),
             token_crcs,
             adopt=tokens.open().count_rows() != visible.count_rows(),
         )
         tokens.make_durable(with_payload)
     fault_point("commit.payload.durable")
-    done = samples.insert(placed_rows(rows.result(timeout=0), payload_rows))
+    done = samples.insert(placed_rows(rows.result(ROWS_S), payload_rows))
     samples.make_durable(done.dataset)
     fault_point("commit.metadata.durable")
     versions = {"tokens": with_payload.version, "samples": done.dataset.version}

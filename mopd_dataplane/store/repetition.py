@@ -36,17 +36,16 @@ def _repeated(ids: NDArray[np.uint32], runs: int) -> int:
     is a repeat. What shares a slot with another run is little, and is sorted.
     """
     bits = min(SLOTS * runs, MOST_SLOTS - 1).bit_length()
-    slot, number = _slots(ids, bits), np.arange(runs, dtype=np.int32)
-    slots = np.empty(1 << bits, np.int32)
+    slot, number = _slots(ids, bits), np.arange(runs, dtype=np.int16 if runs <= 1 << 15 else np.int32)
+    slots = np.empty(1 << bits, number.dtype)
     slots[slot] = number
-    last = slots.take(slot)
+    last = slots.take(slot, mode="clip")  # no slot is outside: numpy need not look
     others = np.flatnonzero(last != number)
-    there = last.take(others)
-    equal = ids.take(others) == ids.take(there)
-    for place in range(1, RUN):
-        equal &= ids[place:].take(others) == ids[place:].take(there)
-    rest = others[~equal]
-    return len(others) - len(rest) + _repeated_by_sort(ids, rest)
+    # Runs overlap: each begins one token, 4 bytes, after the one before.
+    whole: NDArray[np.void] = np.ndarray(runs, f"V{4 * RUN}", ids, strides=(4,))
+    here, there = (whole[places].view(np.uint64).reshape(-1, 2) for places in (others, last[others]))
+    rest = here[(here[:, 0] != there[:, 0]) | (here[:, 1] != there[:, 1])]
+    return len(others) - len(rest) + _repeated_by_sort(rest)
 
 
 def _slots(ids: NDArray[np.uint32], bits: int) -> NDArray[np.intp]:
@@ -60,14 +59,11 @@ def _slots(ids: NDArray[np.uint32], bits: int) -> NDArray[np.intp]:
     return hashes.astype(np.intp)
 
 
-def _repeated_by_sort(ids: NDArray[np.uint32], places: NDArray[np.intp]) -> int:
-    """How many of the runs at these places equal one before them, by 64 bits of hash: a chance that is left alone."""
-    first, second = (
-        ids[place:].take(places).astype(np.uint64) << np.uint64(32) | ids[place + 1 :].take(places)
-        for place in (0, RUN // 2)
-    )
-    hashes = first * MIX_64
+def _repeated_by_sort(runs: NDArray[np.uint64]) -> int:
+    """How many of the runs, [n, 2] of two tokens each, equal one before them, by 64 bits of hash: a chance that is left
+    alone."""
+    hashes = runs[:, 0] * MIX_64
     hashes ^= hashes >> np.uint64(29)
-    hashes += second
+    hashes += runs[:, 1]
     hashes.sort()
     return int(np.count_nonzero(hashes[1:] == hashes[:-1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import lance
@@ -28,6 +29,8 @@ _WHOLES = {
     "group_index": INT16, "iteration": INT32, "writer_seq": INT64, "top_k": IDS, "prompt_len": IDS, "turns": INT16,
     "interruptions": INT16,
 }  # fmt: skip
+_INTEGER, _NUMBER = (int, np.integer), (int, float, np.number)
+"""Types of values; a union that is made at every look takes three times as long as a tuple."""
 _TEXTS = (
     "uid", "prompt_id", "group_id", "domain", "effort", "stage", "writer", "policy", "tokenizer", "finish_reason",
     "resume", "abandoned", "sampler",
@@ -44,14 +47,23 @@ def whole_numbers(values: ArrayLike, low: int, high: int, what: str) -> NDArray[
         raise MismatchError(
             f"{what} holds {array.dtype} values ({array.flat[0]!r:.40} first); whole numbers are needed"
         )
-    if low == 0 and array.dtype.kind == "i":  # one pass: read as unsigned, what is negative is above every other value
-        outside = array.view(f"u{array.itemsize}").max() > min(high, np.iinfo(array.dtype).max)
+    least, most = _range_of(array.dtype)
+    if low <= least and most <= high:
+        return array
+    if low == 0 and least < 0:  # one pass: read as unsigned, what is negative is above every other value
+        outside = array.view(f"u{array.itemsize}").max() > min(high, most)
     else:
         outside = array.min() < low or array.max() > high
     if outside:
         place = int(np.argmax((array < low) | (array > high)))
         raise MismatchError(f"{what} holds {array.flat[place]} at place {place}; allowed: {low} to {high}")
     return array
+
+
+@lru_cache(maxsize=16)
+def _range_of(dtype: np.dtype[Any]) -> tuple[int, int]:
+    """Least and largest value that a type of whole numbers holds."""
+    return (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
 
 
 def log_probs(values: ArrayLike, what: str) -> NDArray[Any]:
@@ -78,13 +90,13 @@ def check_values(sample: Sample) -> None:
             whole_numbers(getattr(sample, field.name), *field.values, f"{where}: {field.name}")
     for name, (low, high) in _WHOLES.items():
         value = getattr(sample, name)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, _INTEGER) or not low <= value <= high:
             raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: whole numbers, {low} to {high}")
     if sample.logprobs is not None:
         log_probs(sample.logprobs, where)
     for name, most, kind in (("temperature", math.inf, "at least 0"), ("top_p", 1.0, "0 to 1")):
         value = getattr(sample, name)
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value) or not 0 <= value <= most:
+        if not isinstance(value, _NUMBER) or not math.isfinite(value) or not 0 <= value <= most:
             raise MismatchError(f"{where}: {name} is {value!r:.40}; allowed: finite numbers, {kind}")
 
 

@@ -89,7 +89,7 @@ def test_of_two_in_a_rollout_the_first_stands_and_the_second_is_named(store: Sto
 
 
 @pytest.mark.parametrize("largest", [2, 5, 50, 2**31 - 1])
-@pytest.mark.parametrize("length", [0, 3, 4, 5, 6, 7, 500, 20_000])
+@pytest.mark.parametrize("length", [0, 3, 4, 5, 6, 7, 500, 20_000, (1 << 15) + 3, (1 << 15) + 4])
 def test_repetition_counts_runs_of_four_that_came_before(length: int, largest: int) -> None:
     response = np.random.default_rng(length).integers(0, largest, length).astype(np.int32)
     runs = [tuple(response[start : start + 4].tolist()) for start in range(length - 3)]
