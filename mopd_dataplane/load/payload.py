@@ -20,7 +20,7 @@ from mopd_dataplane.fields import PAYLOAD, RECORDED, Field, of_signal
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.lists import Lists
-    from mopd_dataplane.store.reading import SignalReader, TokenReader
+    from mopd_dataplane.store.reading import PayloadReader
 
 PLAIN = tuple(field.column for field in PAYLOAD if field.axis != "span")
 """Columns of `tokens` that every pack needs."""
@@ -28,7 +28,7 @@ VERSIONS = tuple(field.column for field in PAYLOAD if field.axis == "span")
 """Columns that it needs where the policy changed in the middle of a response."""
 
 Arrays = dict[str, Any]
-Wanted = Mapping[tuple[str, str], tuple["SignalReader", NDArray[np.int64]]]
+Wanted = Mapping[tuple[str, str], tuple["PayloadReader", NDArray[np.int64]]]
 """(teacher, signal kind) → its reader, and [n] sample rows, sorted, distinct."""
 
 
@@ -52,12 +52,12 @@ class Payload:
     """
 
     def __init__(
-        self, tokens: TokenReader, placed: Placed, signals: Wanted, *, recorded: Sequence[str], verify: bool
+        self, tokens: PayloadReader, placed: Placed, signals: Wanted, *, recorded: Sequence[str], verify: bool
     ) -> None:
         """Look them up. recorded: columns beside PLAIN that the packs need."""
         self._placed = placed
-        rows, first, places = np.unique(placed.rows, return_index=True, return_inverse=True)
-        lists = tokens.lists(rows, placed.lengths[first], (*PLAIN, *recorded), verify=verify)
+        rows, places = np.unique(placed.rows, return_inverse=True)
+        lists = tokens.lists(rows, (*PLAIN, *recorded), verify=verify)
         self._lists = {name: column.at(places) for name, column in lists.items()}
         self._tokens, self._logprobs, self._masks = (self._lists[name] for name in PLAIN)
         ends = placed.firsts + placed.lengths

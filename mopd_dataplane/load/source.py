@@ -27,7 +27,7 @@ from mopd_dataplane.tables import SAMPLES
 
 if TYPE_CHECKING:
     from mopd_dataplane.store.dataset import Store
-    from mopd_dataplane.store.reading import SignalReader
+    from mopd_dataplane.store.reading import PayloadReader
 
 
 LOOKED_UP_FIRST = 1024
@@ -228,7 +228,7 @@ class WindowSource:
         reference = (self._spec.reference, "logprob")
         return [*own, reference] if self._spec.reference and reference not in own else own
 
-    def _signal_readers(self) -> dict[tuple[str, str], SignalReader]:
+    def _signal_readers(self) -> dict[tuple[str, str], PayloadReader]:
         """A reader of each signal in lists, for the samples that need it."""
         wanted: dict[tuple[str, str], list[NDArray[np.int64]]] = {}
         for teacher, rows in self._rows_by_teacher().items():

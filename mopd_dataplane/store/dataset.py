@@ -26,7 +26,7 @@ from mopd_dataplane.store.deletions import Deletions
 from mopd_dataplane.store.hidden import HiddenReader
 from mopd_dataplane.store.objects import ObjectFiles
 from mopd_dataplane.store.place import Place
-from mopd_dataplane.store.reading import SignalReader, TokenReader, take_rows
+from mopd_dataplane.store.reading import PayloadReader, take_rows
 from mopd_dataplane.store.retire import Freed
 from mopd_dataplane.store.row_ids import in_row_order
 from mopd_dataplane.store.sidecars import ObjectSidecars
@@ -239,10 +239,10 @@ class Store:
         wanted = list(columns) if columns is not None else list(tokens.schema.names)
         return reading.read_tokens(self.dataset("samples", snapshot), tokens, sample_rows, wanted, verify=verify)
 
-    def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> TokenReader:
+    def token_reader(self, sample_rows: ArrayLike, snapshot: Snapshot | None = None) -> PayloadReader:
         """Reader of token payload for any of the given rows of `samples`, each looked up when it is first read."""
         rows = np.unique(np.asarray(sample_rows, np.int64))
-        return TokenReader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot), rows)
+        return reading.token_reader(self.dataset("samples", snapshot), self.dataset("tokens", snapshot), rows)
 
     # -- prompts and samples ---------------------------------------------------------------------------------------
 
@@ -331,14 +331,14 @@ class Store:
 
     def signal_reader(
         self, teacher: str, kind: str, sample_rows: ArrayLike, snapshot: Snapshot | None = None
-    ) -> SignalReader:
+    ) -> PayloadReader:
         """Reader of one signal for any of the given rows of `samples`, which are looked up once.
 
         Raises UnknownNameError naming the first sample that lacks it.
         """
         rows = np.unique(np.asarray(sample_rows, np.int64))
         found = self.signal_rows(teacher, kind, rows, snapshot)
-        return SignalReader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
+        return reading.signal_reader(self.dataset(signal_table(teacher, kind), snapshot), kind, rows, found)
 
     def hidden_reader(self, teacher: str, snapshot: Snapshot | None = None) -> HiddenReader:
         """Byte-range reader of one teacher's hidden states; rows come from signal_rows(teacher, "hidden", …)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -219,116 +219,97 @@ def header_columns(dataset: lance.LanceDataset, kind: str) -> list[str]:
     return [name for name in dataset.schema.names if name not in column_names(of_signal(kind))]
 
 
-class ListReader:
-    """Reads list columns of a heavy table at one version: in place where it is much and files allow it, else through
-    Lance."""
+class PayloadReader:
+    """Reads lists of the payload of some samples, in one heavy table at one version: in place where it is much and the
+    files allow it, else through Lance. Where each lies is looked up once, when it is first read. Used by one thread."""
 
-    def __init__(self, dataset: lance.LanceDataset, checked: Sequence[str], checksum: Checksum) -> None:
-        """checked: the columns that `checksum` is over."""
-        self.dataset = dataset
-        self.checked = checked
+    def __init__(
+        self,
+        dataset: lance.LanceDataset,
+        sample_rows: NDArray[np.int64],
+        metadata: Callable[[NDArray[np.int64]], pa.Table],
+        checked: Sequence[str],
+        checksum: Checksum,
+    ) -> None:
+        """sample_rows: [n] sorted, distinct. metadata: uid, payload_row, payload_crc and bytes, about, of those at some
+        places of them. checked: the columns that `checksum` is over."""
+        self._dataset = dataset
+        self._sample_rows = sample_rows
+        self._metadata = metadata
+        self._checked = checked
         self._checksum = checksum
+        self._rows = np.full(len(sample_rows), -1)
+        """[n] row id in the table; -1 where it is not known yet."""
+        self._crcs, self._sizes = np.zeros((2, len(sample_rows)), np.int64)
         self._files = ListFiles(dataset, checked, checksum)
         self._in_place = False
         """Whether enough was read at once to look up how files are laid out."""
 
-    def read(
-        self,
-        rows: NDArray[np.int64],
-        crcs: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        columns: Sequence[str],
-        *,
-        verify: bool,
-    ) -> dict[str, Lists]:
-        """Columns of the given rows of this table, in the asked order; all that is checked where it will be verified.
-
-        crcs: [n] checksum that each row was committed with. sizes: [n] bytes of each row, about.
-        """
-        if verify:  # what is checked must be what is delivered, so it is read once and held
-            columns = [*dict.fromkeys([*columns, *self.checked])]
-        else:
-            self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
-            offsets = row_ids(self.dataset).offsets(rows) if self._in_place else rows
-            if self._in_place and (located := self._files.locate(offsets, columns, crcs)) is not None:
-                return located
-        parts = [take_payload(self.dataset, rows[part], columns) for part in _requests(sizes)]
-        return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
-
-    def checksums(self, lists: dict[str, Lists], count: int) -> list[int]:
-        """Checksum of each of `count` rows, from all checked columns of them."""
-        return [self._checksum([lists[column].array(place) for column in self.checked]) for place in range(count)]
-
-
-class TokenReader:
-    """Reads token payload of some samples at one snapshot; where each lies is looked up once. Used by one thread."""
-
-    def __init__(self, samples: lance.LanceDataset, tokens: lance.LanceDataset, sample_rows: NDArray[np.int64]) -> None:
-        """sample_rows: [n] sorted, distinct."""
-        self._samples = samples
-        self._sample_rows = sample_rows
-        self._rows = np.full(len(sample_rows), -1)
-        """[n] row id in `tokens`; -1 where it is not known yet."""
-        self._crcs = np.zeros(len(sample_rows), np.int64)
-        self._lists = ListReader(tokens, checked_columns(tokens), tokens_crc)
-
     def lists(
-        self, sample_rows: NDArray[np.int64], lengths: NDArray[np.int64], columns: Sequence[str], *, verify: bool
+        self, sample_rows: NDArray[np.int64], columns: Sequence[str] | None = None, *, verify: bool
     ) -> dict[str, Lists]:
-        """Columns of `tokens` for some of the samples, in the asked order; lengths: [n] tokens of each.
+        """Columns of the payload of some of the samples, in the asked order; by default those of the checksum.
 
-        Raises DamagedError as Store.read_tokens.
+        Raises DamagedError when a row is not the sample's or, with `verify`, when its checksum differs.
         """
-        at = np.searchsorted(self._sample_rows, sample_rows)
         self.look_up(sample_rows)
-        lists = self._lists.read(self._rows[at], self._crcs[at], TOKEN_BYTES * lengths, columns, verify=verify)
-        if verify:
-            found = take_rows(self._samples, sample_rows, ["uid", "payload_crc"])
-            check_crcs("tokens", found, self._lists.checksums(lists, len(at)))
-        return lists
+        at, wanted = np.searchsorted(self._sample_rows, sample_rows), self._checked if columns is None else columns
+        rows, sizes = self._rows[at], self._sizes[at]
+        if verify:  # what is checked must be what is delivered, so it is read once and held
+            lists = self._held(rows, sizes, [*dict.fromkeys([*wanted, *self._checked])])
+            checked = [lists[column] for column in self._checked]
+            found = [self._checksum([column.array(place) for column in checked]) for place in range(len(at))]
+            check_crcs(self._dataset.uri, self._metadata(at), found)
+            return lists
+        self._in_place |= bool(sizes.sum() >= IN_PLACE_BYTES)
+        if self._in_place:
+            offsets = row_ids(self._dataset).offsets(rows)
+            if (located := self._files.locate(offsets, wanted, self._crcs[at])) is not None:
+                return located
+        return self._held(rows, sizes, wanted)
 
     def look_up(self, sample_rows: NDArray[np.int64]) -> None:
         """Look up where the payload of some samples lies, as far as it is not known, and check that it is theirs."""
         at = np.unique(np.searchsorted(self._sample_rows, sample_rows))
         at = at[self._rows[at] < 0]
-        if not len(at):
-            return
-        found = take_rows(self._samples, self._sample_rows[at], ["uid", "payload_row", "payload_crc"])
-        rows = found["payload_row"].to_numpy()
-        check_echo("tokens", found, take_rows(self._lists.dataset, rows, ["uid"]))
-        self._rows[at], self._crcs[at] = rows, found["payload_crc"].to_numpy()
-
-
-class SignalReader:
-    """Reads one signal in lists of some samples at one version; where each lies was looked up once."""
-
-    def __init__(self, dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], found: pa.Table) -> None:
-        """sample_rows: [n] sorted, distinct. found: signal_rows of them."""
-        self._sample_rows = sample_rows
-        self._found = found
-        self._checked = np.zeros(len(sample_rows), bool)
-        """[n] whether the row it is said to lie in is known to be its own."""
-        self._lists = ListReader(dataset, column_names(of_signal(kind)), lambda arrays: payload_crc(*arrays))
-
-    def lists(self, sample_rows: NDArray[np.int64], *, verify: bool) -> dict[str, Lists]:
-        """Payload columns of some of the samples, in the asked order; raises DamagedError as Store.read_signal."""
-        at = np.searchsorted(self._sample_rows, sample_rows)
-        found, dataset = self._found.take(pa.array(at)), self._lists.dataset
-        rows = found["payload_row"].to_numpy()
-        if not self._checked[at].all():
-            check_echo(dataset.uri, found, take_rows(dataset, rows, ["uid"]))
-            self._checked[at] = True
-        crcs, sizes = (found[name].to_numpy() for name in ("payload_crc", "bytes"))
-        lists = self._lists.read(rows, crcs, sizes, self._lists.checked, verify=verify)
-        if verify:
-            check_crcs(dataset.uri, found, self._lists.checksums(lists, len(at)))
-        return lists
+        if len(at):
+            found = self._metadata(at)
+            rows, crcs, sizes = (found[name].to_numpy() for name in ("payload_row", "payload_crc", "bytes"))
+            check_echo(self._dataset.uri, found, take_rows(self._dataset, rows, ["uid"]))
+            self._rows[at], self._crcs[at], self._sizes[at] = rows, crcs, sizes
 
     def topk_forms(self, sample_rows: NDArray[np.int64]) -> list[tuple[int, str]]:
         """Every (K, top-k source) that the top-k of the given samples has."""
-        found = self._found.take(pa.array(np.searchsorted(self._sample_rows, sample_rows)))
-        header = take_rows(self._lists.dataset, found["payload_row"].to_pylist(), ["k", "topk_source"])
+        found = self._metadata(np.searchsorted(self._sample_rows, sample_rows))
+        header = take_rows(self._dataset, found["payload_row"].to_numpy(), ["k", "topk_source"])
         return sorted(set(zip(header["k"].to_pylist(), header["topk_source"].to_pylist(), strict=True)))
+
+    def _held(self, rows: NDArray[np.int64], sizes: NDArray[np.int64], columns: Sequence[str]) -> dict[str, Lists]:
+        """Columns of the given rows of the table, read through Lance. sizes: [n] bytes of each row, about."""
+        parts = [take_payload(self._dataset, rows[part], columns) for part in _requests(sizes)]
+        return {column: HeldLists.of_arrow([part[column] for part in parts]) for column in columns}
+
+
+def token_reader(
+    samples: lance.LanceDataset, tokens: lance.LanceDataset, sample_rows: NDArray[np.int64]
+) -> PayloadReader:
+    """See Store.token_reader. sample_rows: [n] sorted, distinct."""
+
+    def metadata(at: NDArray[np.int64]) -> pa.Table:
+        found = take_rows(samples, sample_rows[at], ["uid", "payload_row", "payload_crc", "total_len"])
+        return found.append_column("bytes", pc.multiply(found["total_len"], TOKEN_BYTES))
+
+    return PayloadReader(tokens, sample_rows, metadata, checked_columns(tokens), tokens_crc)
+
+
+def signal_reader(
+    dataset: lance.LanceDataset, kind: str, sample_rows: NDArray[np.int64], found: pa.Table
+) -> PayloadReader:
+    """See Store.signal_reader. sample_rows: [n] sorted, distinct. found: signal_rows of them."""
+    columns = column_names(of_signal(kind))
+    return PayloadReader(
+        dataset, sample_rows, lambda at: found.take(pa.array(at)), columns, lambda arrays: payload_crc(*arrays)
+    )
 
 
 def signal_crcs(dataset: lance.LanceDataset, kind: str, rows: Sequence[int]) -> list[int]:

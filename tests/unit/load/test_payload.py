@@ -18,7 +18,7 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.plan.plan import build_window
 from mopd_dataplane.store import reading
 from mopd_dataplane.store.listfiles import ListFiles
-from mopd_dataplane.store.reading import SignalReader, TokenReader
+from mopd_dataplane.store.reading import PayloadReader
 
 TEACHERS = ["adder", "speller"]
 SPEC = LoadSpec(stage=STAGE, signals=("logprob", "topk"))
@@ -67,13 +67,14 @@ def test_packs_do_not_depend_on_how_they_were_read(source, monkeypatch, request_
 
 def test_one_read_serves_all_packs_ahead_in_storage_order(source, monkeypatch):
     asked = []
-    lists = TokenReader.lists
+    lists = PayloadReader.lists
 
-    def spy(self, rows, *args, **options):
-        asked.append(np.asarray(rows).tolist())
-        return lists(self, rows, *args, **options)
+    def spy(self, rows, *columns, **options):
+        if columns:  # of tokens
+            asked.append(np.asarray(rows).tolist())
+        return lists(self, rows, *columns, **options)
 
-    monkeypatch.setattr(TokenReader, "lists", spy)
+    monkeypatch.setattr(PayloadReader, "lists", spy)
     packs = list(range(len(source.plan.pack_teachers)))
     source._payload = None
     for pack in packs:
@@ -96,19 +97,18 @@ def test_a_payload_of_another_length_than_its_metadata_is_damage(source):
 
 
 @pytest.mark.parametrize(
-    ("reader", "column", "said"),
+    ("column", "said"),
     [
-        (TokenReader, "logprobs", r"row \d+ has \d+ log-probs, its metadata says \d+; run `mopd store verify`"),
-        (SignalReader, "logprob", r"row \d+ has \d+ logprob of 'adder', its metadata says \d+"),
+        ("logprobs", r"row \d+ has \d+ log-probs, its metadata says \d+; run `mopd store verify`"),
+        ("logprob", r"row \d+ has \d+ logprob of 'adder', its metadata says \d+"),
         (
-            SignalReader,
             "ids",
             r"the pack of sample row \d+ has [\d,]+ topk_ids of teacher 'adder', its metadata says [\d,]+; run `mopd",
         ),
     ],
 )
-def test_lists_of_another_length_than_the_response_are_damage(source, monkeypatch, reader, column, said):
-    lists = reader.lists
+def test_lists_of_another_length_than_the_response_are_damage(source, monkeypatch, column, said):
+    lists = PayloadReader.lists
 
     def shortened(self, *args, **options):
         found = lists(self, *args, **options)
@@ -117,7 +117,7 @@ def test_lists_of_another_length_than_the_response_are_damage(source, monkeypatc
         return found
 
     source._payload = None
-    monkeypatch.setattr(reader, "lists", shortened)
+    monkeypatch.setattr(PayloadReader, "lists", shortened)
     adders = [pack for pack in range(len(source.plan.pack_teachers)) if source.teacher(pack) == "adder"]
     with pytest.raises(DamagedError, match=said):
         filled(source, adders[0], adders)

@@ -20,7 +20,7 @@ from mopd_dataplane.load.spec import LoadSpec
 from mopd_dataplane.load.windows import Windows
 from mopd_dataplane.records import Pack
 from mopd_dataplane.store.hidden import HiddenReader
-from mopd_dataplane.store.reading import TokenReader
+from mopd_dataplane.store.reading import PayloadReader
 
 
 def unheard(reason: str) -> None:
@@ -94,13 +94,13 @@ def test_an_open_window_knows_where_its_first_packs_lie(store, monkeypatch):
     source = WindowSource(store, plan, SPEC.model_copy(update={"signals": ("hidden",), "reference": ""}))
     asked: list[str] = []
     monkeypatch.setattr(HiddenReader, "_through_lance", lambda _, row, *__: asked.append(f"row {row}"))
-    rows_of_all = TokenReader.look_up
+    rows_of_all = PayloadReader.look_up
 
-    def look_up(reader: TokenReader, rows):
+    def look_up(reader: PayloadReader, rows):
         assert (reader._rows[np.searchsorted(reader._sample_rows, rows)] >= 0).all()
         return rows_of_all(reader, rows)
 
-    monkeypatch.setattr(TokenReader, "look_up", look_up)
+    monkeypatch.setattr(PayloadReader, "look_up", look_up)
     for pack in range(int(plan.step_starts[1])):
         fields, nbytes = source.fields(pack)
         source.fill(pack, fields, memoryview(bytearray(nbytes)), list)

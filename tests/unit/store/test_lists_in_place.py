@@ -213,15 +213,14 @@ def test_verify_finds_a_changed_payload_and_delivers_what_it_checked(store: Stor
     assert store.root is not None
     samples = [build.sample(i, response=400) for i in range(4)]
     rows = store.commit_samples(samples).rows
-    lengths = np.array([len(sample.tokens) for sample in samples])
-    found = store.token_reader(rows).lists(rows, lengths, ["tokens", "versions"], verify=True)
+    found = store.token_reader(rows).lists(rows, ["tokens", "versions"], verify=True)
     [file] = (store.root / "tokens" / "data").iterdir()
     content = file.read_bytes()
     place = content.index(samples[2].tokens.tobytes())
     file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
     assert values(found["tokens"], range(4)) == [sample.tokens.tolist() for sample in samples], "from memory"
     with pytest.raises(DamagedError, match=f"tokens: payload of sample {samples[2].uid} has crc32c"):
-        Store.open(store.uri).token_reader(rows).lists(rows, lengths, ["tokens"], verify=True)
+        Store.open(store.uri).token_reader(rows).lists(rows, ["tokens"], verify=True)
 
 
 def test_damaged_file_metadata_is_left_to_lance(tmp_path: Path) -> None:
@@ -339,9 +338,9 @@ def test_samples_are_looked_up_once(store: Store, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(reading, "take_rows", spy)
     # metadata and payload of the tokens, payload of the signal
-    for rows, looked_up in (([1, 5], [[1, 5]] * 3), ([5, 1], []), ([1, 2, 5], [[2], [2], [1, 2, 5]])):
+    for rows, looked_up in (([1, 5], [[1, 5]] * 3), ([5, 1], []), ([1, 2, 5], [[2]] * 3)):
         asked = np.array(rows)
-        found = tokens.lists(asked, np.full(len(asked), 25), ["tokens", "versions"], verify=False)
+        found = tokens.lists(asked, ["tokens", "versions"], verify=False)
         assert values(found["tokens"], range(len(rows))) == [samples[row].tokens.tolist() for row in rows]
         found = signal.lists(asked, verify=False)
         assert found["logprob"].lengths.tolist() == [20] * len(rows)
@@ -355,9 +354,9 @@ def test_a_payload_of_another_sample_is_damage(store: Store) -> None:
     swapped = pa.Table.from_pylist([samples[1] | {"uid": "d" * 32}], store.dataset("samples").schema)
     lance.write_dataset(swapped, store.uri + "/samples", mode="append")
     reader = Store.open(store.uri).token_reader(np.arange(4))
-    reader.lists(np.arange(3), np.full(3, 25), ["tokens"], verify=False)
+    reader.lists(np.arange(3), ["tokens"], verify=False)
     with pytest.raises(DamagedError, match=f"tokens row 1 holds sample {samples[1]['uid']}, expected {'d' * 32}"):
-        reader.lists(np.array([3]), np.array([25]), ["tokens"], verify=False)
+        reader.lists(np.array([3]), ["tokens"], verify=False)
 
 
 def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,7 +365,7 @@ def test_a_reader_reads_in_place_once_a_read_was_large(store: Store, monkeypatch
     reader = store.token_reader(np.arange(4))
     kinds = []
     for rows in ([0], [1, 2, 3], [0]):
-        found = reader.lists(np.array(rows), np.full(len(rows), 25), ["tokens"], verify=False)
+        found = reader.lists(np.array(rows), ["tokens"], verify=False)
         kinds.append(type(found["tokens"]))
     assert kinds == [HeldLists, FileLists, FileLists]
 
