@@ -36,7 +36,7 @@ def log_names(store: Store) -> list[str]:
 
 
 class StoredLog:
-    """The copy of one writer's log in a store; a rollout.log.remote_copy.LogCopy."""
+    """The copy of one writer's log in a store; a rollout.log.wal.LogCopy."""
 
     def __init__(self, files: ObjectFiles, name: str) -> None:
         """name: wal/<stage>/<writer>."""

@@ -1,6 +1,6 @@
 """The token log: every token is on disk before anything depends on it.
 
-wal.py           the log of one engine replica: append, wait until durable, rotate, retire
+wal.py           the log of one engine replica: append, wait until durable, rotate, retire; and its copy elsewhere
 log_records.py   the records, one class per kind
 framing.py       records and segments as bytes
 segment_file.py  the file behind one segment
@@ -9,5 +9,4 @@ filesystem.py    acknowledgement levels, and which of them a file system support
 ownership.py     one writer per log
 recovery.py      rebuilds the ledger from the log of a dead process
 ledger.py        the state that replaying records gives, in a live and in a recovered process
-remote_copy.py   the protocol of a copy of the log on an object store
 """

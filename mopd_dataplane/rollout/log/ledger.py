@@ -40,8 +40,11 @@ class Ledger:
                 self._support(message)
             case log_records.Routed():
                 self._routed(message)
-            case log_records.Open():
-                self._open(message)
+            case log_records.Open(handle, spec, interruptions, resume):
+                if handle in self.partials:
+                    raise ValueError(f"handle {handle} is opened twice")
+                self.partials[handle] = PartialSample(spec=spec, interruptions=interruptions, resume=resume)
+                self.next_handle = max(self.next_handle, handle + 1)
             case log_records.Span(handle, position, version, digest):
                 spans = self._at(handle, position).spans
                 if spans and spans[-1][0] == position:
@@ -76,13 +79,6 @@ class Ledger:
             yield log_records.Open(handle, partial.spec, partial.interruptions, partial.resume)
             yield from _carried(handle, partial)
         yield log_records.Base(len(self.partials), self.next_handle)
-
-    def _open(self, message: log_records.Open) -> None:
-        if message.handle in self.partials:
-            raise ValueError(f"handle {message.handle} is opened twice")
-        partial = PartialSample(spec=message.spec, interruptions=message.interruptions, resume=message.resume)
-        self.partials[message.handle] = partial
-        self.next_handle = max(self.next_handle, message.handle + 1)
 
     def _support(self, message: log_records.SamplingMask) -> None:
         ends = np.cumsum(message.masks.sizes)

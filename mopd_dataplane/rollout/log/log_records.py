@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import struct
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,36 @@ class _Numbers:
     @classmethod
     def decode(cls, body: bytes) -> Self:
         return cls(*struct.unpack(cls.layout, body))
+
+
+class _NumbersAndText:
+    """Encoding of a record of numbers, laid out as `layout` says, and of a text behind them."""
+
+    __slots__ = ()
+    layout: ClassVar[str]
+
+    def encode(self) -> bytes:
+        *numbers, text = astuple(self)  # type: ignore[call-overload]
+        return struct.pack(self.layout, *numbers) + str(text).encode()
+
+    @classmethod
+    def decode(cls, body: bytes) -> Self:
+        fields = (*struct.unpack_from(cls.layout, body), body[struct.calcsize(cls.layout) :].decode())
+        return cls(*fields)
+
+
+def _packed(types: Iterable[str], *columns: NDArray[Any]) -> bytes:
+    """Columns as values of these types, one column behind the other."""
+    return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, types, strict=True))
+
+
+def _unpacked(types: Iterable[str], count: int, body: bytes, offset: int = 0) -> list[NDArray[Any]]:
+    """Columns of `count` values each, from an offset on."""
+    columns = []
+    for of in types:
+        columns.append(np.frombuffer(body, of, count=count, offset=offset))
+        offset += columns[-1].nbytes
+    return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +96,13 @@ class Open:
         return cls(handle, SampleSpec(**fields, prompt_ids=prompt), interruptions, resume)
 
 
-_STEP = np.dtype([("handle", "<u4"), ("position", "<u4"), ("token", "<u4"), ("logprob", "<f4"), ("ended", "u1")])
-_STEP_TYPES = tuple(_STEP[name] for name in _STEP.names or ())
-
-
 @dataclass(frozen=True, slots=True)
 class Step:
     """One decode step: a token of each of B samples, column by column."""
 
     kind: ClassVar[int] = 2
+    types: ClassVar[tuple[str, ...]] = ("<u4", "<u4", "<u4", "<f4", "u1")
+    row_bytes: ClassVar[int] = 17
     handles: NDArray[np.uint32]
     positions: NDArray[np.uint32]
     tokens: NDArray[np.uint32]
@@ -82,20 +110,14 @@ class Step:
     ended: NDArray[np.uint8]
 
     def encode(self) -> bytes:
-        columns = (self.handles, self.positions, self.tokens, self.logprobs, self.ended)
-        return b"".join(np.ascontiguousarray(column, of).data for column, of in zip(columns, _STEP_TYPES, strict=True))
+        return _packed(self.types, self.handles, self.positions, self.tokens, self.logprobs, self.ended)
 
     @classmethod
     def decode(cls, body: bytes) -> Step:
-        count = len(body) // _STEP.itemsize
-        if len(body) != count * _STEP.itemsize:
-            raise ValueError(f"step body of {len(body)} bytes is not a multiple of {_STEP.itemsize}")
-        columns = []
-        offset = 0
-        for name in _STEP.names or ():
-            columns.append(np.frombuffer(body, _STEP[name], count=count, offset=offset))
-            offset += columns[-1].nbytes
-        return cls(*columns)
+        count, more = divmod(len(body), cls.row_bytes)
+        if more:
+            raise ValueError(f"step body of {len(body)} bytes is not a multiple of {cls.row_bytes}")
+        return cls(*_unpacked(cls.types, count, body))
 
 
 _SUPPORT_IDS = 1 << 15
@@ -130,12 +152,12 @@ class SamplingMask:
 
     def encode(self) -> bytes:
         columns = (self.handles, self.ordinals, self.masks.sizes, self.masks.ids)
-        return struct.pack("<I", len(self.handles)) + b"".join(column.astype("<u4").tobytes() for column in columns)
+        return struct.pack("<I", len(self.handles)) + _packed(["<u4"] * 4, *columns)
 
     @classmethod
     def decode(cls, body: bytes) -> SamplingMask:
         (count,) = struct.unpack_from("<I", body)
-        handles, ordinals, sizes = (np.frombuffer(body, "<u4", count=count, offset=4 + 4 * count * n) for n in range(3))
+        handles, ordinals, sizes = _unpacked(["<u4"] * 3, count, body, 4)
         ids = np.frombuffer(body, "<u4", offset=4 + 12 * count)
         if sizes.sum(dtype=np.int64) != len(ids):
             raise ValueError(f"sampling-mask body holds {len(ids)} ids, its sizes sum to {sizes.sum(dtype=np.int64)}")
@@ -171,33 +193,26 @@ class Routed:
             yield cls(handles[part], positions[part], ids[part])
 
     def encode(self) -> bytes:
-        columns = (self.handles.astype("<u4"), self.positions.astype("<u4"), self.ids.astype("<i2"))
-        return struct.pack("<II", *self.ids.shape) + b"".join(column.tobytes() for column in columns)
+        columns = _packed(("<u4", "<u4", "<i2"), self.handles, self.positions, self.ids)
+        return struct.pack("<II", *self.ids.shape) + columns
 
     @classmethod
     def decode(cls, body: bytes) -> Routed:
         count, width = struct.unpack_from("<II", body)
-        handles, positions = (np.frombuffer(body, "<u4", count=count, offset=8 + 4 * count * n) for n in range(2))
+        handles, positions = _unpacked(["<u4"] * 2, count, body, 8)
         return cls(handles, positions, np.frombuffer(body, "<i2", offset=8 + 8 * count).reshape(count, width))
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(_NumbersAndText):
     """From `position` on, tokens come from this policy version."""
 
     kind: ClassVar[int] = 3
+    layout: ClassVar[str] = "<IIi"
     handle: int
     position: int
     version: int
     policy_digest: str
-
-    def encode(self) -> bytes:
-        return struct.pack("<IIi", self.handle, self.position, self.version) + self.policy_digest.encode()
-
-    @classmethod
-    def decode(cls, body: bytes) -> Span:
-        handle, position, version = struct.unpack_from("<IIi", body)
-        return cls(handle, position, version, body[12:].decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +220,7 @@ class Tokens:
     """A run of tokens of one sample: an environment's reply (mask 0), or a prefix carried by a checkpoint."""
 
     kind: ClassVar[int] = 4
+    types: ClassVar[tuple[str, ...]] = ("<i4", "<f4", "u1")
     handle: int
     position: int
     tokens: NDArray[np.int32]
@@ -214,15 +230,12 @@ class Tokens:
 
     def encode(self) -> bytes:
         head = struct.pack("<IIIB3x", self.handle, self.position, len(self.tokens), self.ended)
-        columns = (self.tokens.astype("<i4"), self.logprobs.astype("<f4"), self.loss_mask.astype("u1"))
-        return head + b"".join(column.tobytes() for column in columns)
+        return head + _packed(self.types, self.tokens, self.logprobs, self.loss_mask)
 
     @classmethod
     def decode(cls, body: bytes) -> Tokens:
         handle, position, count, ended = struct.unpack_from("<IIIB3x", body)
-        tokens = np.frombuffer(body, "<i4", count=count, offset=16)
-        logprobs = np.frombuffer(body, "<f4", count=count, offset=16 + 4 * count)
-        loss_mask = np.frombuffer(body, "u1", count=count, offset=16 + 8 * count)
+        tokens, logprobs, loss_mask = _unpacked(cls.types, count, body, 16)
         return cls(handle, position, tokens, logprobs, loss_mask, ended)
 
 
@@ -238,22 +251,15 @@ class Resume(_Numbers):
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(_NumbersAndText):
     """The sample is complete: n tokens with this digest."""
 
     kind: ClassVar[int] = 6
+    layout: ClassVar[str] = "<III"
     handle: int
     count: int
     digest: int
     reason: str
-
-    def encode(self) -> bytes:
-        return struct.pack("<III", self.handle, self.count, self.digest) + self.reason.encode()
-
-    @classmethod
-    def decode(cls, body: bytes) -> Finish:
-        handle, count, digest = struct.unpack_from("<III", body)
-        return cls(handle, count, digest, body[12:].decode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,21 +282,14 @@ ABANDON_REASONS = ("tool_in_doubt", "tool_diverged")
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(_NumbersAndText):
     """The sample is given up for a reason that does not depend on its content; FINISH follows, and it is committed as
     abandoned."""
 
     kind: ClassVar[int] = 8
+    layout: ClassVar[str] = "<I"
     handle: int
     reason: str
-
-    def encode(self) -> bytes:
-        return struct.pack("<I", self.handle) + self.reason.encode()
-
-    @classmethod
-    def decode(cls, body: bytes) -> Abandon:
-        (handle,) = struct.unpack_from("<I", body)
-        return cls(handle, body[4:].decode())
 
 
 @dataclass(frozen=True, slots=True)

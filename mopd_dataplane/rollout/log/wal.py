@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from mopd_dataplane.base.fault_points import fault_point
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
@@ -32,7 +33,6 @@ from mopd_dataplane.rollout.log.framing import SegmentHeader, pack_record
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.ownership import claim_epoch, claim_file, make_folder, take_lock
 from mopd_dataplane.rollout.log.recovery import Recovered, epoch_folders, recover, segment_files
-from mopd_dataplane.rollout.log.remote_copy import LogCopy
 from mopd_dataplane.rollout.log.segment_file import SegmentFile
 
 
@@ -49,15 +49,17 @@ def _named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _recovered_or_unclaimed(folder: Path, epoch: int, accept: Callable[[Ledger], None]) -> Recovered:
-    """Recover; a log that cannot be recovered, or is not accepted, is left exactly as it was found."""
-    try:
-        recovered = recover(folder)
-        accept(recovered.ledger)
-        return recovered
-    except MopdError:
-        claim_file(folder, epoch).unlink()
-        raise
+class LogCopy(Protocol):
+    """A copy of one writer's log on an object store, from which another node can continue it."""
+
+    def fetch(self, folder: Path) -> int:
+        """Bring a local log up to date when the copy is of a later epoch; returns the newest claimed epoch."""
+
+    def claim(self, epoch: int) -> None:
+        """Claim an epoch for this process. Raises ResourceError when another node was quicker."""
+
+    def ship(self, folder: Path, epoch: int) -> None:
+        """Copy the log as it lies there. Raises ResourceError when another node has taken it over."""
 
 
 class TokenLog:
@@ -124,7 +126,12 @@ class TokenLog:
             try:
                 # The claim comes before the reading: it keeps a writer that lost its lock from deleting segments.
                 epoch = claim_epoch(folder, above=0 if copy is None else copy.fetch(folder))
-                recovered = _recovered_or_unclaimed(folder, epoch, accept)
+                try:
+                    recovered = recover(folder)
+                    accept(recovered.ledger)
+                except MopdError:
+                    claim_file(folder, epoch).unlink()  # the log is left exactly as it was found
+                    raise
                 if copy is not None:
                     copy.claim(epoch)
                 log = cls(folder, settings, recovered, epoch=epoch, lock=lock, notice=notice, copy=copy)
@@ -218,8 +225,7 @@ class TokenLog:
                 if forget:
                     shutil.rmtree(self._epoch_folder)
         finally:
-            self._file.close()
-            os.close(self._lock)
+            self.abort()
 
     def abort(self) -> None:
         """Release the log without writing another byte, as a dying process would."""
@@ -245,8 +251,7 @@ class TokenLog:
 
     def _end_segment(self) -> None:
         self._write(log_records.Close())
-        self._file.sync()
-        self._mark_synced()
+        self._sync_whole()
         self._file.close()
 
     def _checkpoint(self, ledger: Ledger) -> None:
@@ -254,8 +259,7 @@ class TokenLog:
         for message in ledger.checkpoint():
             self._write(message)
         fault_point("wal.base")
-        self._file.sync()
-        self._mark_synced()
+        self._sync_whole()
         fault_point("wal.base.synced")
         self._write(log_records.Sync())
         self._check_not_fenced()
@@ -301,8 +305,9 @@ class TokenLog:
                 "Its unsynced tokens are drawn again by the new owner, the same way"
             )
 
-    def _mark_synced(self) -> None:
-        """Everything written is on disk, and says so."""
+    def _sync_whole(self) -> None:
+        """Put everything written on disk, and say so."""
+        self._file.sync()
         if self._syncs:
             self._flusher.synced = self._flusher.written = self._next_lsn - 1
 
