@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from mopd_dataplane.rollout.engines.engine import (
     check_routes,
     check_step,
 )
+from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.log import log_records
 from mopd_dataplane.rollout.log.ledger import Ledger
 from mopd_dataplane.rollout.log.wal import TokenLog
@@ -53,89 +55,100 @@ _FREE = -1
 """In place of the next response position of a slot that is free."""
 
 
+@dataclass(kw_only=True)
 class RolloutLoop:
     """Decodes until its work is done or a stop is requested."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        log: TokenLog,
-        ledger: Ledger,
-        committer: Committer,
-        report: RolloutReport,
-        *,
-        prompts: Mapping[str, Prompt],
-        environment: Environment | None,
-        sandbox: Sandbox | None,
-        weights: WeightChange,
-        progress: Callable[..., None],
-        stopping: Callable[[], bool],
-    ) -> None:
-        self._engine = engine
+    engine: Engine
+    log: TokenLog
+    ledger: Ledger
+    committer: Committer
+    report: RolloutReport
+    prompts: Mapping[str, Prompt]
+    environment: Environment | None
+    sandbox: Sandbox | None
+    weights: WeightChange
+    saved: Path
+    """File for the keys and values of what a graceful stop interrupts."""
+    progress: Callable[..., None]
+    stop: StopRequest
+
+    def __post_init__(self) -> None:
         self._watch = CallTimeout()
-        self._log = log
-        self._ledger = ledger
-        self._committer = committer
-        self._report = report
-        self._prompts = prompts
-        self._environment = environment
-        self._sandbox = sandbox
-        self._weights = weights
-        self._progress = progress
-        self._stopping = stopping
-        self._free = list(range(engine.slots))[::-1]
-        self._handle = np.zeros(engine.slots, np.uint32)
-        self._due = np.full(engine.slots, _FREE, np.int32)
-        self._asks = np.zeros(engine.slots, np.bool_)
+        self._free = list(range(self.engine.slots))[::-1]
+        self._handle = np.zeros(self.engine.slots, np.uint32)
+        self._due = np.full(self.engine.slots, _FREE, np.int32)
+        self._asks = np.zeros(self.engine.slots, np.bool_)
         """Slots whose sample has its sampling masks recorded."""
-        self._asks_experts = np.zeros(engine.slots, np.bool_)
+        self._asks_experts = np.zeros(self.engine.slots, np.bool_)
         """Slots whose sample has its experts recorded."""
         self._work: deque[int | SampleSpec] = deque()
         self._interrupted: set[int] = set()
         self._began = time.monotonic()
         self._shown = 0.0
 
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop was requested."""
-        return self._stopping()
+    def sample(self, specs: Iterable[SampleSpec], stored: Collection[str]) -> bool:
+        """Continue what is unfinished, then admit what is new; False where a stop took the engine too.
 
-    def settle(self, already: Collection[str]) -> None:
+        stored: uids that the store has.
+        """
+        self._settle(stored)
+        known = {*stored, *(partial.spec.uid for partial in self.ledger.partials.values())}
+        try:
+            if self.weights.pins:
+                for handles in self.weights.pinned(self.engine, self.ledger):
+                    self._restore(handles)
+                    self._run(handles)
+                    if self.stop.asked:
+                        break
+            if not self.stop.asked:
+                self._restore(self.ledger.unfinished())
+                # Of no use twice; the other files of that name are what an interrupted save left.
+                for file in self.saved.parent.glob(f"{self.saved.stem}.*"):
+                    file.unlink()
+                self._run([*self.ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
+        except EngineError:
+            if not self.stop.asked:
+                raise
+            return False  # Ctrl-C goes to every process of the terminal, the engine's own too
+        return True
+
+    def _settle(self, already: Collection[str]) -> None:
         """Handle recovered samples that need no engine: in the store already, finished, or at the end of a turn."""
-        partials = self._ledger.partials
+        partials = self.ledger.partials
         stored = tuple(handle for handle, partial in partials.items() if partial.spec.uid in already)
         if stored:
             self._say(log_records.Commit(stored))
         for handle, partial in list(partials.items()):
             if partial.finish_reason:
-                self._hand_over(handle, self._log.synced_lsn)
+                self._hand_over(handle, self.log.synced_lsn)
             else:
                 self._interrupted.add(handle)
                 if partial.ended:
                     self._turn_ended(handle)
-        self._work.clear()  # whoever calls run() lists what is unfinished, these included
+        self._work.clear()  # sample() lists what is unfinished, these included
 
-    def run(self, work: Iterable[int | SampleSpec]) -> None:
+    def _run(self, work: Iterable[int | SampleSpec]) -> None:
         """Decode samples of the ledger (by handle) and new ones, admitted in this order.
 
         A sample that is in a slot already stays there.
         """
         in_slots = {int(self._handle[slot]) for slot in self._live()}
         self._work.extend(item for item in work if item not in in_slots)
-        refill = max(1, self._engine.slots // _REFILL)
-        while not self.stopped:
+        refill = max(1, self.engine.slots // _REFILL)
+        while not self.stop.asked:
             live = len(self._live())
             if not live and not self._work:
                 return
-            if self._weights.look(self._engine.policy_version):
+            if self.weights.look(self.engine.policy_version):
                 self._change_policy()
             if self._admissible() and (len(self._free) >= refill or not live):
                 self._admit()
             self._step()
             self.collect_commits()
-            if self._log.full:
-                self._log.rotate(self._ledger)
-                self._log.ship()
+            if self.log.full:
+                self.log.rotate(self.ledger)
+                self.log.ship()
             self._show()
 
     def let_go(self) -> None:
@@ -143,30 +156,30 @@ class RolloutLoop:
         self._watch.stop()
         with contextlib.suppress(EngineError):
             for slot in self._live():
-                self._engine.release(slot)
+                self.engine.release(slot)
 
-    def save(self, file: Path, limit_bytes: int) -> None:
+    def save(self, limit_bytes: int) -> None:
         """Save what the engine remembers of the samples in its slots."""
-        partials = self._ledger.partials
+        partials = self.ledger.partials
         requests = [(slot, partials[int(self._handle[slot])].request()) for slot in self._live()]
-        self._watch.call(lambda: self._engine.save(file, requests, limit_bytes=limit_bytes))
+        self._watch.call(lambda: self.engine.save(self.saved, requests, limit_bytes=limit_bytes))
 
-    def restore(self, file: Path, handles: Iterable[int]) -> None:
+    def _restore(self, handles: Iterable[int]) -> None:
         """Put samples back into the slots that `save` took them from; none, when the file does not fit them."""
-        partials = {self._ledger.partials[handle].spec.uid: handle for handle in handles}
-        requests = [self._ledger.partials[handle].request() for handle in partials.values()]
-        restored = self._watch.call(lambda: self._engine.restore(file, requests))
+        partials = {self.ledger.partials[handle].spec.uid: handle for handle in handles}
+        requests = [self.ledger.partials[handle].request() for handle in partials.values()]
+        restored = self._watch.call(lambda: self.engine.restore(self.saved, requests))
         for slot, (uid, gap) in enumerate(restored):
             self._free.remove(slot)
             self._take(slot, partials[uid])
             self._resume(partials[uid], exact=gap == 0, drift=gap)
-            self._report.restored += 1
+            self.report.restored += 1
 
     def collect_commits(self) -> None:
         """Log what the store has taken since the last look."""
-        for handles in self._committer.committed():
+        for handles in self.committer.committed():
             for handle in handles:
-                self._report.committed(self._ledger.partials[handle].finish_reason)
+                self.report.committed(self.ledger.partials[handle].finish_reason)
             self._say(log_records.Commit(tuple(handles)))
 
     def _live(self) -> list[int]:
@@ -176,7 +189,7 @@ class RolloutLoop:
 
     def _admissible(self) -> bool:
         """Whether the next sample may be admitted: a new one not, while others finish on a policy that is replaced."""
-        return bool(self._work) and not (self._weights.awaited and isinstance(self._work[0], SampleSpec))
+        return bool(self._work) and not (self.weights.awaited and isinstance(self._work[0], SampleSpec))
 
     def _admit(self) -> None:
         admitted: list[tuple[int, Request]] = []
@@ -185,8 +198,8 @@ class RolloutLoop:
             handle = self._open(item) if isinstance(item, SampleSpec) else item
             slot = self._free.pop()
             self._take(slot, handle)
-            admitted.append((slot, self._ledger.partials[handle].request()))
-        rescored = self._watch.call(lambda: self._engine.admit(admitted))
+            admitted.append((slot, self.ledger.partials[handle].request()))
+        rescored = self._watch.call(lambda: self.engine.admit(admitted))
         for slot, _ in admitted:
             handle = int(self._handle[slot])
             if handle in self._interrupted:
@@ -195,12 +208,12 @@ class RolloutLoop:
 
     def _take(self, slot: int, handle: int) -> None:
         """From now on the slot works for this sample."""
-        partial = self._ledger.partials[handle]
+        partial = self.ledger.partials[handle]
         self._handle[slot], self._due[slot] = handle, len(partial)
         self._asks[slot], self._asks_experts[slot] = partial.spec.sampling_mask, partial.spec.experts
 
     def _open(self, spec: SampleSpec) -> int:
-        handle = self._ledger.next_handle
+        handle = self.ledger.next_handle
         self._say(log_records.Open(handle, spec))
         self._say_policy(handle)
         return handle
@@ -209,50 +222,50 @@ class RolloutLoop:
         """Load the newer policy when `pin` or `span` allows it: drop every key and value, read every prefix again."""
         live = self._live()
         in_flight = live or any(isinstance(item, int) for item in self._work)
-        if self._weights.pins and in_flight:
+        if self.weights.pins and in_flight:
             return
         for slot in live:
-            self._engine.release(slot)
-        self._watch.call(lambda: self._weights.take_up(self._engine))
-        again = [(slot, self._ledger.partials[int(self._handle[slot])].request()) for slot in live]
-        self._watch.call(lambda: self._engine.admit(again))
+            self.engine.release(slot)
+        self._watch.call(lambda: self.weights.take_up(self.engine))
+        again = [(slot, self.ledger.partials[int(self._handle[slot])].request()) for slot in live]
+        self._watch.call(lambda: self.engine.admit(again))
         for slot in live:
             self._say_policy(int(self._handle[slot]))
             fault_point("rollout.span")
-        self._report.weight_changes += 1
+        self.report.weight_changes += 1
 
     def _say_policy(self, handle: int) -> None:
         """Record where a sample goes over to the engine's policy, unless it was that one's already."""
-        partial = self._ledger.partials[handle]
-        if not partial.is_by(self._engine.policy_digest):
-            self._say(log_records.Span(handle, len(partial), self._engine.policy_version, self._engine.policy_digest))
+        partial = self.ledger.partials[handle]
+        if not partial.is_by(self.engine.policy_digest):
+            self._say(log_records.Span(handle, len(partial), self.engine.policy_version, self.engine.policy_digest))
 
     def _compare(self, handle: int, rescored: NDArray[np.float32]) -> tuple[bool, float]:
         """Whether the sample's resume is exact, and the largest difference of log-probs.
 
         The engine's policy must give its newest tokens the log-prob bits that were logged, and draw with its noise.
         """
-        partial = self._ledger.partials[handle]
-        if not partial.is_by(self._engine.policy_digest):
+        partial = self.ledger.partials[handle]
+        if not partial.is_by(self.engine.policy_digest):
             return False, 0.0
         first = len(partial) - len(rescored)
         logged = np.array(partial.logprobs, np.float32)[first:]
         own = np.array(partial.loss_mask, bool)[first:] & (np.arange(first, len(partial)) >= partial.spans[-1][0])
-        same = np.array_equal(logged[own], rescored[own]) and partial.spec.sampler in self._engine.samplers
+        same = np.array_equal(logged[own], rescored[own]) and partial.spec.sampler in self.engine.samplers
         return same, float(np.abs(logged[own] - rescored[own]).max(initial=0.0))
 
     def _resume(self, handle: int, exact: bool, drift: float) -> None:
         """Record how an interrupted sample continues."""
         self._interrupted.discard(handle)
         self._say(log_records.Resume(handle, exact, drift))
-        self._report.resumed += 1
-        self._report.exact += exact
-        self._report.max_drift = max(self._report.max_drift, drift)
+        self.report.resumed += 1
+        self.report.exact += exact
+        self.report.max_drift = max(self.report.max_drift, drift)
 
     def _step(self) -> None:
-        output = self._watch.call(self._engine.step)
-        check_answered(output, self._due, lockstep=self._engine.lockstep)
-        check_step(output, self._engine.vocab_size)
+        output = self._watch.call(self.engine.step)
+        check_answered(output, self._due, lockstep=self.engine.lockstep)
+        check_step(output, self.engine.vocab_size)
         handles = self._handle[output.slots]
         self._say_kept(output, handles)
         self._say_routes(output, handles)
@@ -260,7 +273,7 @@ class RolloutLoop:
         self._say(log_records.Step(handles, *columns, output.logprobs, output.finished))
         fault_point("rollout.step")
         self._due[output.slots] += 1
-        self._report.tokens += len(handles)
+        self.report.tokens += len(handles)
         for row in np.flatnonzero(output.finished):
             slot = int(output.slots[row])
             self._free.append(slot)
@@ -273,7 +286,7 @@ class RolloutLoop:
         check_kept(output, asked)
         if output.masks is None or not asked.any():
             return
-        ordinals = [self._ledger.partials[handle].masks.drawn for handle in handles[asked].tolist()]
+        ordinals = [self.ledger.partials[handle].masks.drawn for handle in handles[asked].tolist()]
         masks = SamplingMasks(output.masks.sizes[asked], output.masks.ids)
         for message in log_records.SamplingMask.records(handles[asked], np.array(ordinals, np.uint32), masks):
             self._say(message)
@@ -283,7 +296,7 @@ class RolloutLoop:
         asked = self._asks_experts[output.slots]
         if not asked.any():
             return
-        partials = [self._ledger.partials[handle] for handle in handles.tolist()]
+        partials = [self.ledger.partials[handle] for handle in handles.tolist()]
         # The token at response position p is drawn when P + p tokens have been read.
         read = np.array([len(partial.spec.prompt_ids) for partial in partials]) + output.positions
         lacking = np.where(asked, read - [partial.routed for partial in partials], 0)
@@ -297,12 +310,12 @@ class RolloutLoop:
 
     def _turn_ended(self, handle: int) -> None:
         """The policy stopped writing: ask the environment for more, or finish the sample."""
-        partial = self._ledger.partials[handle]
+        partial = self.ledger.partials[handle]
         try:
             said = self._ask_environment(handle, partial) if partial.ended == STOP else None
         except Abandoned as abandoned:
             self._say(log_records.Abandon(handle, abandoned.reason))
-            self._report.abandoned[abandoned.reason] = self._report.abandoned.get(abandoned.reason, 0) + 1
+            self.report.abandoned[abandoned.reason] = self.report.abandoned.get(abandoned.reason, 0) + 1
             self._finish(handle, partial, "abandoned")
             return
         if said and len(partial) + len(said) < partial.spec.max_new_tokens:
@@ -320,32 +333,32 @@ class RolloutLoop:
         self._hand_over(handle, lsn)
 
     def _ask_environment(self, handle: int, partial: PartialSample) -> list[int] | None:
-        if self._environment is None:
+        if self.environment is None:
             return None
-        self._log.wait_durable(self._log.appended_lsn)
+        self.log.wait_durable(self.log.appended_lsn)
 
         def say(call: Call, ordinal: int) -> None:
-            self._log.wait_durable(self._say(log_records.Tool(handle, ordinal, call)))
+            self.log.wait_durable(self._say(log_records.Tool(handle, ordinal, call)))
 
-        prompt = self._prompts[partial.spec.prompt_id]
+        prompt = self.prompts[partial.spec.prompt_id]
         turn = Turn(
             prompt, list(partial.tokens), loss_mask=list(partial.loss_mask), uid=partial.spec.uid, calls=partial.calls,
-            sandbox=self._sandbox, say=say,
+            sandbox=self.sandbox, say=say,
         )  # fmt: skip
-        return self._environment(turn)
+        return self.environment(turn)
 
     def _hand_over(self, handle: int, lsn: int) -> None:
-        self._committer.hand_over(Finished(handle, lsn, self._ledger.partials[handle].sample()))
+        self.committer.hand_over(Finished(handle, lsn, self.ledger.partials[handle].sample()))
 
     def _say(self, message: log_records.LogRecord) -> int:
         """Log a message, then apply it, as recovery will."""
-        lsn = self._log.append(message)
-        self._ledger.apply(message)
+        lsn = self.log.append(message)
+        self.ledger.apply(message)
         return lsn
 
     def _show(self) -> None:
         now = time.monotonic()
         if now - self._shown >= _PROGRESS_S:
             self._shown = now
-            rate = self._report.tokens / max(now - self._began, 1e-9)
-            self._progress(self._report.samples, rate=f"{rate:,.0f} tok/s")
+            rate = self.report.tokens / max(now - self._began, 1e-9)
+            self.progress(self.report.samples, rate=f"{rate:,.0f} tok/s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,55 +154,38 @@ class PartialSample:
 
     def request(self) -> Request:
         """Request with which an engine continues the sample."""
-        spec = self.spec
-        return Request(
-            uid=spec.uid,
-            prompt_ids=np.array(spec.prompt_ids, np.int32),
-            prefix_ids=self.response,
-            key=sample_key(spec.uid),
-            sampler=spec.sampler,
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            max_new_tokens=spec.max_new_tokens,
-            stop=spec.stop,
-            sampling_mask=spec.sampling_mask,
-            experts=spec.experts,
-        )
+        prompt_ids = np.array(self.spec.prompt_ids, np.int32)
+        return _made(
+            Request, self.spec, prompt_ids=prompt_ids, prefix_ids=self.response, key=sample_key(self.spec.uid)
+        )  # fmt: skip
 
     def sample(self) -> Sample:
         """The finished sample."""
-        spec = self.spec
-        masks = self.masks.first(self.masks.drawn) if spec.sampling_mask else None
-        return Sample(
-            uid=spec.uid,
-            prompt_id=spec.prompt_id,
-            group_id=spec.group_id,
-            group_index=spec.group_index,
-            iteration=spec.iteration,
-            domain=spec.domain,
-            effort=spec.effort,
-            stage=spec.stage,
-            writer=spec.writer,
-            writer_seq=spec.writer_seq,
-            policy=spec.policy,
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            sampler=spec.sampler,
-            prompt_len=len(spec.prompt_ids),
-            tokens=np.concatenate([np.array(spec.prompt_ids, np.int32), self.response]),
+        masks = self.masks.first(self.masks.drawn) if self.spec.sampling_mask else None
+        return _made(
+            Sample,
+            self.spec,
+            prompt_len=len(self.spec.prompt_ids),
+            tokens=np.concatenate([np.array(self.spec.prompt_ids, np.int32), self.response]),
             logprobs=np.array(self.logprobs, np.float32),
             loss_mask=np.array(self.loss_mask, np.uint8),
             version_starts=np.array([start for start, _, _ in self.spans], np.int32),
             versions=np.array([version for _, version, _ in self.spans], np.int32),
             sampling_mask_sizes=None if masks is None else masks.sizes,
             sampling_mask_ids=None if masks is None else masks.ids,
-            experts=self.experts if spec.experts else None,
+            experts=self.experts if self.spec.experts else None,
             turns=self.turns,
             finish_reason=self.finish_reason,
             interruptions=self.interruptions,
             resume=self.resume,
             abandoned=self.abandoned,
-            tokenizer=spec.tokenizer,
         )
+
+
+Made = TypeVar("Made", Request, Sample)
+
+
+def _made(record: type[Made], spec: SampleSpec, **own: object) -> Made:
+    """A record with the specification's fields, as far as it has a field of that name, and with fields of its own."""
+    shared = {name: getattr(spec, name) for name in SampleSpec.__slots__ if name in record.__slots__}
+    return record(**shared | own)

@@ -8,14 +8,13 @@ Either way no key or value of the old weights is read by the new ones, and no sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.partial_sample import PartialSample
 
 Published = Callable[[], tuple[int, Path]]
 """The newest policy there is: its version and its folder."""
@@ -26,12 +25,15 @@ _LOOK_STEPS = 8
 class WeightChange:
     """Sees a newer policy during a rollout, and swaps it in when the rollout is ready for it."""
 
-    def __init__(self, rule: Literal["pin", "span"], published: Published | None) -> None:
+    def __init__(
+        self, rule: Literal["pin", "span"], published: Published | None, policies: Callable[[int], Path] | None
+    ) -> None:
         self.pins = rule == "pin"
         """Samples in flight finish on their own version."""
         self.awaited = False
         """A newer policy waits until it may be taken up."""
         self._published = published
+        self._policies = policies
         self._newest = -1
         self._steps = 0
 
@@ -50,28 +52,33 @@ class WeightChange:
             engine.load_policy(folder, version)
         self.awaited = False
 
+    def pinned(self, engine: Engine, ledger: Ledger) -> Iterator[list[int]]:
+        """Handles of unfinished samples that other weights than the engine's began, one policy version after the other,
+        oldest first, each with that version loaded; behind the last one the current version is loaded again.
 
-def pinned(engine: Engine, ledger: Ledger) -> dict[int, list[int]]:
-    """Unfinished samples that other weights than the engine's began: handles by policy version, oldest first."""
-    behind: dict[int, list[int]] = {}
-    for handle, partial in ledger.unfinished().items():
-        if partial.spans and not partial.is_by(engine.policy_digest):
-            behind.setdefault(partial.spans[-1][1], []).append(handle)
-    return dict(sorted(behind.items()))
-
-
-def load_pinned(engine: Engine, policies: Callable[[int], Path] | None, version: int, partial: PartialSample) -> None:
-    """Load the version that a sample began with. Raises MismatchError when those weights are gone or are others."""
-    folder = policies(version) if policies is not None else None
-    if folder is None or not folder.is_dir():
-        raise MismatchError(
-            f"the log holds samples begun by policy version {version}, the engine has {engine.policy_version}, and "
-            f"version {version} is not at hand ({folder}); bring it back, or finish them on the current policy with "
-            'rollout.weight_change = "span"'
-        )
-    engine.load_policy(folder, version)
-    if not partial.is_by(engine.policy_digest):
-        raise MismatchError(
-            f"policy version {version} has weights {engine.policy_digest[:16]}, the log's samples were begun by "
-            f'{partial.spans[-1][2][:16]}; bring those weights back, or set rollout.weight_change = "span"'
-        )
+        Raises MismatchError when the weights of a version are gone or are others.
+        """
+        behind: dict[int, list[int]] = {}
+        for handle, partial in ledger.unfinished().items():
+            if partial.spans and not partial.is_by(engine.policy_digest):
+                behind.setdefault(partial.spans[-1][1], []).append(handle)
+        current = engine.policy_version
+        for version, handles in sorted(behind.items()):
+            folder = self._policies(version) if self._policies is not None else None
+            if folder is None or not folder.is_dir():
+                raise MismatchError(
+                    f"the log holds samples begun by policy version {version}, the engine has {engine.policy_version}, "
+                    f"and version {version} is not at hand ({folder}); bring it back, or finish them on the current "
+                    'policy with rollout.weight_change = "span"'
+                )
+            engine.load_policy(folder, version)
+            first = ledger.partials[handles[0]]
+            if not first.is_by(engine.policy_digest):
+                raise MismatchError(
+                    f"policy version {version} has weights {engine.policy_digest[:16]}, the log's samples were begun "
+                    f"by {first.spans[-1][2][:16]}; bring those weights back, or set "
+                    'rollout.weight_change = "span"'
+                )
+            yield handles
+        if engine.policy_version != current and self._policies is not None:
+            engine.load_policy(self._policies(current), current)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mopd_dataplane.errors import EngineError, InputError, MismatchError, PromptError
+from mopd_dataplane.errors import InputError, MismatchError, PromptError
 from mopd_dataplane.job import sections
 from mopd_dataplane.records import Prompt, Sample, sample_uid
 from mopd_dataplane.rollout.committer import Committer
@@ -22,11 +22,10 @@ from mopd_dataplane.rollout.engines.engine import Engine
 from mopd_dataplane.rollout.engines.sampling import OWN_NOISE
 from mopd_dataplane.rollout.interrupt import StopRequest
 from mopd_dataplane.rollout.log.ledger import Ledger
-from mopd_dataplane.rollout.log.remote_copy import LogCopy
-from mopd_dataplane.rollout.log.wal import TokenLog
+from mopd_dataplane.rollout.log.wal import LogCopy, TokenLog
 from mopd_dataplane.rollout.loop import Environment, RolloutLoop
 from mopd_dataplane.rollout.partial_sample import SampleSpec
-from mopd_dataplane.rollout.policy_update import Published, WeightChange, load_pinned, pinned
+from mopd_dataplane.rollout.policy_update import Published, WeightChange
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.rollout.tools.sandbox import Sandbox
 
@@ -54,7 +53,7 @@ class RolloutTask:
     """uids that are this engine's to sample, where several engines divide an iteration; None: all."""
     copy: LogCopy | None = None
     """Where the log is copied to at every new segment and at the end, and fetched from when another node wrote it last
-    (see log/remote_copy.py)."""
+    (see log/wal.py)."""
 
 
 def run_rollout(
@@ -104,19 +103,17 @@ def run_rollout(
         report.level, report.filesystem, report.torn_bytes = log.level, log.mount.kind, recovered.torn_bytes
         committer = Committer(log, commit, full_disk_wait_s=task.wal.full_disk_wait_s, notice=notice)
         loop = RolloutLoop(
-            engine, log, ledger, committer, report,
-            prompts={prompt.prompt_id: prompt for prompt in prompts},
-            environment=environment, sandbox=sandbox, weights=WeightChange(task.rollout.weight_change, published),
-            progress=progress, stopping=lambda: stop.asked,
+            engine=engine, log=log, ledger=ledger, committer=committer, report=report,
+            prompts={prompt.prompt_id: prompt for prompt in prompts}, environment=environment, sandbox=sandbox,
+            weights=WeightChange(task.rollout.weight_change, published, policies), saved=log.folder / SAVED,
+            progress=progress, stop=stop,
         )  # fmt: skip
-        saved = log.folder / SAVED
         try:
-            loop.settle(frozenset(already))
-            alive = _sample_all(engine, loop, ledger, specs, frozenset(already), saved, task, policies, stop)
+            alive = loop.sample(specs, frozenset(already))
             committer.drain()
             loop.collect_commits()
             if stop.asked and alive:
-                loop.save(saved, task.wal.kv_bytes)
+                loop.save(task.wal.kv_bytes)
         except BaseException:
             committer.stop()
             log.abort()
@@ -132,49 +129,6 @@ def run_rollout(
             f"({report.level}); run the same command to continue them"
         )
     return report
-
-
-def _sample_all(
-    engine: Engine,
-    loop: RolloutLoop,
-    ledger: Ledger,
-    specs: Sequence[SampleSpec],
-    stored: frozenset[str],
-    saved: Path,
-    task: RolloutTask,
-    policies: Callable[[int], Path] | None,
-    stop: StopRequest,
-) -> bool:
-    """Continue what is unfinished, then admit what is new; False where a stop took the engine too."""
-    known = stored | {partial.spec.uid for partial in ledger.partials.values()}
-    try:
-        if task.rollout.weight_change == "pin":
-            _finish_pinned(engine, loop, ledger, policies, saved)
-        if not stop.asked:
-            loop.restore(saved, ledger.unfinished())
-            for file in saved.parent.glob(f"{saved.stem}.*"):  # of no use twice; and what an interrupted save left
-                file.unlink()
-            loop.run([*ledger.unfinished(), *(spec for spec in specs if spec.uid not in known)])
-    except EngineError:
-        if not stop.asked:
-            raise
-        return False  # Ctrl-C goes to every process of the terminal, the engine's own too
-    return True
-
-
-def _finish_pinned(
-    engine: Engine, loop: RolloutLoop, ledger: Ledger, policies: Callable[[int], Path] | None, saved: Path
-) -> None:
-    """Finish every sample that another policy version began on that version, then load the current one again."""
-    current = engine.policy_version
-    for version, handles in pinned(engine, ledger).items():
-        load_pinned(engine, policies, version, ledger.partials[handles[0]])
-        loop.restore(saved, handles)
-        loop.run(handles)
-        if loop.stopped:
-            return
-    if engine.policy_version != current and policies is not None:
-        engine.load_policy(policies(current), current)
 
 
 def _check_names(*names: str) -> None:
