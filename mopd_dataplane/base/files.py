@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from mopd_dataplane.errors import DeadlineError, InputError, MopdError, ResourceError
 
@@ -24,6 +24,10 @@ _LOOK_S = 0.002
 """Pause between two looks at a lock."""
 _MAKE_S = 3600.0
 """Longest wait for another process that makes the same folder: it may download a model."""
+_SPACE_POLL_S = 0.2
+"""Pause between two tries on a full disk."""
+
+Result = TypeVar("Result")
 
 
 def publish_file(target: Path, content: bytes) -> None:
@@ -204,6 +208,42 @@ def fsync(path: Path) -> None:
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error means that the disk, or the quota, takes no more; libraries in Rust say so in words only."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error)
+
+
+def once_there_is_space(
+    call: Callable[[], Result],
+    *,
+    disk: str,
+    pauses: str,
+    continues: str,
+    kept: str,
+    wait_s: float,
+    notice: Callable[[str], None],
+) -> Result:
+    """Make a call, and repeat it while the disk is full; its result. Every other error passes.
+
+    disk, pauses, continues, kept: words for the notices, and for the ResourceError when the disk is full for `wait_s`.
+    """
+    full_since: float | None = None
+    while True:
+        try:
+            result = call()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            now = time.monotonic()
+            if full_since is None:
+                full_since = now
+                notice(f"{disk} is full: {pauses} until there is space")
+            if now - full_since >= wait_s:
+                raise ResourceError(
+                    f"{disk} has been full for {wait_s:g} s; free some space and run again: {kept} ({error})"
+                ) from error
+            time.sleep(min(_SPACE_POLL_S, wait_s))
+            continue
+        if full_since is not None:
+            notice(f"{disk} has space again: {continues}")
+        return result
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import is_disk_full
-from mopd_dataplane.errors import DeadlineError, ResourceError
+from mopd_dataplane.base.files import once_there_is_space
+from mopd_dataplane.errors import DeadlineError
 from mopd_dataplane.records import Sample
 from mopd_dataplane.rollout.log.wal import TokenLog
 
@@ -26,7 +26,6 @@ BATCH = 64
 WINDOW_S = 0.2
 """Longest wait for a batch to fill."""
 _QUEUE = 4 * BATCH
-_SPACE_POLL_S = 0.5
 _DEADLINE_S = 600.0
 """Longest time one commit may take."""
 _KEPT = "every finished sample is in the token log: look at the store's disk, then run again to continue"
@@ -129,28 +128,10 @@ class Committer:
         self._log.wait_durable(max(finished.lsn for finished in batch))
         fault_point("rollout.commit")
         samples = [finished.sample for finished in batch]
-        full_since: float | None = None
-        while True:
-            try:
-                self._commit(samples)
-                break
-            except OSError as error:
-                if not is_disk_full(error):
-                    raise
-                full_since = self._wait_for_space(full_since, error)
-        if full_since is not None:
-            self._notice("the store's disk has space again: commits continue")
+        once_there_is_space(
+            lambda: self._commit(samples), disk="the store's disk", pauses="commits pause",
+            continues="commits continue", kept="every finished sample is in the token log",
+            wait_s=self._full_disk_wait_s, notice=self._notice,
+        )  # fmt: skip
         fault_point("rollout.committed")
         self._done.put([finished.handle for finished in batch])
-
-    def _wait_for_space(self, since: float | None, error: OSError) -> float:
-        if since is None:
-            since = time.monotonic()
-            self._notice("the store's disk is full: commits pause until there is space")
-        if time.monotonic() - since >= self._full_disk_wait_s:
-            raise ResourceError(
-                f"the store's disk has been full for {self._full_disk_wait_s:g} s ({error}); "
-                "free some space and run again: every finished sample is in the token log"
-            ) from error
-        time.sleep(min(_SPACE_POLL_S, self._full_disk_wait_s))
-        return since

@@ -190,8 +190,8 @@ def simulated(world: World) -> Iterator[None]:
     calls.write, calls.fdatasync = world.write, world.fdatasync
     swaps: list[tuple[Any, str, Any]] = [
         (wal, "Flusher", SimFlusher), (runner, "Committer", SimCommitter), (loop, "CallTimeout", SimWatch),
-        (segment_file, "os", calls), (segment_file, "time", clock), (committer, "time", clock), (loop, "time", clock),
-        (runner, "time", clock), (flusher, "time", clock),
+        (segment_file, "os", calls), (segment_file, "time", clock), (files, "time", clock), (committer, "time", clock),
+        (loop, "time", clock), (runner, "time", clock), (flusher, "time", clock),
     ]  # fmt: skip
     before = [(module, name, getattr(module, name)) for module, name, _ in swaps]
     for module, name, value in swaps:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable
@@ -10,11 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from mopd_dataplane.base.fault_points import fault_point
-from mopd_dataplane.base.files import fsync
+from mopd_dataplane.base.files import fsync, once_there_is_space
 from mopd_dataplane.errors import ResourceError
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_SPACE_POLL_S = 0.2
 
 
 class SegmentFile:
@@ -64,33 +60,16 @@ class SegmentFile:
 
     def _with_space(self, call: Callable[[], int]) -> int:
         """Make a system call, and repeat it while the disk is full; returns its result."""
-        full_since: float | None = None
-        while True:
-            try:
-                result = call()
-            except OSError as error:
-                if error.errno not in _NO_SPACE:
-                    raise ResourceError(
-                        f"cannot write {self.path}: {error.strerror}; what was synced is kept"
-                    ) from error
-                full_since = self._wait_for_space(full_since)
-                continue
-            if full_since is not None:
-                self._notice("the disk has space again: generation continues")
-            return result
-
-    def _wait_for_space(self, since: float | None) -> float:
-        now = time.monotonic()
-        if since is None:
-            since = now
-            self._notice(f"the disk under {self.path.parent} is full: generation pauses until there is space")
-        if now - since >= self._full_disk_wait_s:
-            raise ResourceError(
-                f"the disk under {self.path.parent} has been full for {self._full_disk_wait_s:g} s; "
-                "free some space and run again: every logged token is kept"
-            )
-        time.sleep(min(_SPACE_POLL_S, self._full_disk_wait_s))
-        return since
+        try:
+            return once_there_is_space(
+                call, disk=f"the disk under {self.path.parent}", pauses="generation pauses",
+                continues="generation continues", kept="every logged token is kept", wait_s=self._full_disk_wait_s,
+                notice=self._notice,
+            )  # fmt: skip
+        except ResourceError:
+            raise
+        except OSError as error:
+            raise ResourceError(f"cannot write {self.path}: {error.strerror}; what was synced is kept") from error
 
     def sync(self) -> None:
         """Put what is written on disk; nothing where the log does not sync."""

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ def serve(task: dict[str, Any]) -> dict[str, Any] | None:
     records.mkdir(exist_ok=True, mode=0o700)
     claim, outcome = records / f"{task['key']}.claim", records / f"{task['key']}.json"
     descriptor = os.open(claim, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    if not _locked(descriptor, task["timeout_s"] + 30):
+    # Another agent that runs the command holds the claim until the result is written, or until it dies.
+    if not try_lock(descriptor, task["timeout_s"] + 30):
         return None
     if not outcome.exists() and os.pread(descriptor, 1, 0):
         return None
@@ -38,16 +38,6 @@ def serve(task: dict[str, Any]) -> dict[str, Any] | None:
         publish_file(outcome, json.dumps(_run(task)).encode())
     found: dict[str, Any] = json.loads(outcome.read_text())
     return found
-
-
-def _locked(descriptor: int, timeout_s: float) -> bool:
-    """Hold the claim. Another agent that runs the command holds it until the result is written, or until it dies."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if try_lock(descriptor):
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
