@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mopd_dataplane.query.text import one_line
 
 if TYPE_CHECKING:
@@ -109,10 +111,8 @@ def histogram(
     for index, (name, bins) in enumerate(list(groups.items())[:MOST_SERIES]):
         starts = [start for start, _ in bins]
         bottoms = [base.get(start, 0.0) for start in starts]
-        axes.bar(
-            starts, [n for _, n in bins], width=width * 0.92, bottom=bottoms, align="edge",
-            color=SERIES[index % len(SERIES)], label=_name(name), alpha=1 - 0.3 * (index // len(SERIES)),
-        )  # fmt: skip
+        counts = [n for _, n in bins]
+        axes.bar(starts, counts, width=width * 0.92, bottom=bottoms, align="edge", **_look(index, name))
         for start, n in bins:
             base[start] = base.get(start, 0.0) + n
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -120,30 +120,29 @@ def histogram(
     return _finish(key, alt, figure, axes, len(groups))
 
 
-def bars(key: str, alt: str, rows: dict[str, dict[str, float]], *, x: str, labels: dict[str, str]) -> Plot:
+def bars(key: str, alt: str, rows: dict[str, dict[str, float]], labels: dict[str, str]) -> Plot:
     """Stacked horizontal bars: row name -> part name -> value; `labels` stands at the end of each row."""
     axes, figure = _axes(height=0.75 + 0.36 * len(rows))
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
-    left = dict.fromkeys(rows, 0.0)
+    left = np.zeros(len(rows))
     for index, part in enumerate(parts[:MOST_SERIES]):
         values = [row.get(part, 0.0) for row in rows.values()]
-        axes.barh(
-            [_name(row) for row in rows], values, left=list(left.values()), height=0.62,
-            color=SERIES[index % len(SERIES)], label=_name(part), alpha=1 - 0.3 * (index // len(SERIES)),
-        )  # fmt: skip
-        left = {row: left[row] + rows[row].get(part, 0.0) for row in rows}
-    for place, row in enumerate(rows):
-        axes.annotate(
-            labels[row], (left[row], place), xytext=(4, 0), textcoords="offset points", va="center", color=MUTED
-        )
+        drawn = axes.barh([_name(row) for row in rows], values, left=left, height=0.62, **_look(index, part))
+        left = left + values
+    axes.bar_label(drawn, [labels[row] for row in rows], padding=4, color=MUTED)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
     axes.xaxis.set_ticks([])
-    axes.set_xlim(right=max(left.values(), default=0) * 1.18 or 1)
+    axes.set_xlim(right=left.max() * 1.18 or 1)
     axes.tick_params(axis="y", colors=INK)
-    axes.set(xlabel=x)
     return _finish(key, alt, figure, axes, len(parts), legend=len(parts) > 1)
+
+
+def _look(index: int, name: str) -> dict[str, Any]:
+    """Colour, opacity and label of a series of bars."""
+    colour, opacity = SERIES[index % len(SERIES)], 1 - 0.3 * (index // len(SERIES))
+    return {"color": colour, "alpha": opacity, "label": _name(name)}
 
 
 def _axes(height: float = 2.9) -> tuple[Axes, Figure]:

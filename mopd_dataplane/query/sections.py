@@ -341,7 +341,7 @@ def times(measures: Measures) -> Section:
     totals = {stage: sum(parts.values()) for stage, parts in rows.items()}
     labels = {stage: duration(total) for stage, total in totals.items()}
     alt = "Wall time by stage: " + ", ".join(f"{stage} {label}" for stage, label in labels.items()) + "."
-    plot = bars("time", alt, rows, x="", labels=labels)
+    plot = bars("time", alt, rows, labels=labels)
     text = f"{duration(sum(totals.values()))} in all."
     return Section(text=text, plots=[("Wall time by stage and action.", plot)])
 
@@ -358,7 +358,7 @@ def cost(measures: Measures) -> Section:
     labels = {f"{row['kind']} {row['codec']}": f"{number(row['bytes_per_token'], 1)} B" for row in measures.cost}
     values = {f"{row['kind']} {row['codec']}": {"bytes": row["bytes_per_token"]} for row in measures.cost}
     alt = "Stored bytes per token by fidelity: " + ", ".join(f"{name} {label}" for name, label in labels.items()) + "."
-    plot = bars("cost", alt, values, x="", labels=labels)
+    plot = bars("cost", alt, values, labels=labels)
     grid = Grid(head=["signal", "codec", "samples", "tokens", "stored", "bytes/token"], rows=body, words=2)
     return Section(plots=[("Stored bytes per token, before file compression.", plot)], grids=[grid])
 

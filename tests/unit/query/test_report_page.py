@@ -293,7 +293,7 @@ def test_plots_are_svg_with_words_and_theme_colours() -> None:
     plots = [
         line_plot("a", 'says "so" & more', lines, x="x", y="y", share=True),
         histogram("b", "alt", {"g": [(0.0, 3.0), (2.0, 1.0)]}, width=2, x="x", y="y"),
-        bars("c", "alt", {"row": {"part": 2.0}, "none": {}}, x="", labels={"row": "2", "none": "0"}),
+        bars("c", "alt", {"row": {"part": 2.0}, "none": {}}, labels={"row": "2", "none": "0"}),
     ]
     for plot in plots:
         tree = ElementTree.fromstring(plot.svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
