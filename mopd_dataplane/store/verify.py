@@ -199,15 +199,12 @@ def _scores(opened: Mapping[str, lance.LanceDataset], deep: bool) -> Iterator[Fi
     yield from _echo("scores", scores, "samples", opened["samples"], "sample_row", numbers)
     teachers = opened["teachers"].to_table(columns=["name", "weights_digest"]).to_pydict()
     digests = dict(zip(teachers["name"], teachers["weights_digest"], strict=True))
-    pairs = scores.select(["teacher", "kind", "teacher_digest"]).group_by(["teacher", "kind", "teacher_digest"])
-    for pair in pairs.aggregate([]).to_pylist():
-        teacher, kind, digest = pair["teacher"], pair["kind"], pair["teacher_digest"]
-        name = signal_table(teacher, kind)
-        chosen = np.flatnonzero(
-            (scores["teacher"].to_numpy() == teacher)
-            & (scores["kind"].to_numpy() == kind)
-            & (scores["teacher_digest"].to_numpy() == digest)
-        )
+    by = ["teacher", "kind", "teacher_digest"]
+    placed = scores.select(by).append_column("place", pa.array(np.arange(scores.num_rows)))
+    groups = placed.group_by(by).aggregate([("place", "list")])
+    for teacher, kind, digest, places in zip(*(groups[column] for column in (*by, "place_list")), strict=True):
+        teacher, kind, digest = teacher.as_py(), kind.as_py(), digest.as_py()
+        name, chosen = signal_table(teacher, kind), np.sort(places.values.to_numpy())
         if digests.get(teacher) != digest:
             problem = f"scored by {teacher!r} with digest {digest}, the store knows {digests.get(teacher)}"
             yield from (Finding("scores", int(numbers[at]), scores["uid"][at].as_py(), problem) for at in chosen)
