@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,33 +46,39 @@ def sample_uid(seed: int, stage: str, prompt_id: str, index: int, iteration: int
     return hashlib.blake2b(name, digest_size=16, person=b"mopd-uid").hexdigest()
 
 
+class Column(NamedTuple):
+    """What tables.py says of an attribute, where a record is a row of a table as it is."""
+
+    doc: str
+    dtype: str = ""
+    """numpy name, such as f4; empty for text."""
+    unit: str = ""
+    null: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One question put to the student.
+    """One question put to the student; one row of `prompts`.
 
     Example: Prompt(prompt_id="chain_sum-train-7", domain="chain_sum", text="3 + 4 =", answer="7").
     """
 
-    prompt_id: str
-    """Unique in the store."""
-    domain: str
-    """Routes the sample to its teacher, through the job's routing rule."""
-    text: str
-    """Text of the prompt, before the tokenizer's template."""
-    answer: str = ""
-    """Reference answer; the response of an off-policy (reference) sample."""
-    split: str = "train"
-    """train, eval (never trained on) or import (of imported samples: neither sampled nor asked)."""
-    effort: str = ""
-    """Reasoning-effort mode, a second routing key; empty when the job has none."""
-    source: str = ""
-    """Where the prompt came from, for lineage."""
-    teacher_context: str = ""
-    """Privileged text only the teacher sees in front of the prompt (context distillation)."""
-    verifier_data: str = ""
-    """JSON the reward function needs beside the answer (for example a reasoning-gym entry)."""
-    messages: str = ""
-    """JSON list of chat messages, where the prompt is more than one of a user; `text` then is for people."""
+    prompt_id: Annotated[str, Column("unique name of the prompt")]
+    domain: Annotated[str, Column("routes samples to their teacher")]
+    split: Annotated[str, Column("train, eval, tune or import")] = "train"
+    """eval and tune are never trained on; import is of imported samples, neither sampled nor asked."""
+    effort: Annotated[str, Column("reasoning-effort mode; empty when unused")] = ""
+    """A second routing key."""
+    source: Annotated[str, Column("where the prompt came from")] = ""
+    text: Annotated[str, Column("text of the prompt, before the tokenizer's template")]
+    answer: Annotated[str, Column("reference answer")] = ""
+    """The response of an off-policy (reference) sample."""
+    teacher_context: Annotated[str, Column("privileged text only the teacher sees")] = ""
+    """In front of the prompt (context distillation)."""
+    verifier_data: Annotated[str, Column("JSON for the reward function")] = ""
+    """What it needs beside the answer, for example a reasoning-gym entry."""
+    messages: Annotated[str, Column("JSON list of chat messages; empty where the prompt is `text` alone")] = ""
+    """Where the prompt is more than one message of a user; `text` then is for people."""
 
     @property
     def asked(self) -> str | list[dict[str, Any]]:
@@ -197,23 +203,22 @@ PER_TOKEN_STATS = (
 class Teacher:
     """A teacher as a row of `teachers`; its digests are compared before anything is written."""
 
-    name: str
-    source: str
-    """Path or stage name the weights came from."""
-    weights_digest: str
-    tokenizer_digest: str
-    vocab_size: int
-    hidden_size: int
-    dtype: str
-    norm_placement: str = "post"
-    """post: stored hidden states are after the final norm (what the LM head reads)."""
-    logit_softcap: float = 0.0
-    """0 when the architecture has none."""
-    logit_scale: float = 1.0
-    quantisation: str = "none"
-    head_file: str
-    """Path of the LM head relative to the store root; empty where an import brought none."""
-    head_digest: str
+    name: Annotated[str, Column("unique name")]
+    source: Annotated[str, Column("path or stage the weights came from")]
+    weights_digest: Annotated[str, Column("sha256 over the weight files")]
+    tokenizer_digest: Annotated[str, Column("must equal the student's")]
+    vocab_size: Annotated[int, Column("rows of the LM head that are real tokens", "i4")]
+    hidden_size: Annotated[int, Column("D", "i4")]
+    dtype: Annotated[str, Column("compute dtype of the scoring pass")]
+    norm_placement: Annotated[str, Column("post: hidden states are after the final norm")] = "post"
+    """post is what the LM head reads."""
+    logit_softcap: Annotated[float, Column("0 when the architecture has none", "f4")] = 0.0
+    logit_scale: Annotated[float, Column("multiplier on logits", "f4")] = 1.0
+    quantisation: Annotated[
+        str, Column("none, int8, fp8 or mxfp4: quantisation of its weights; for a blend, each that occurs")
+    ] = "none"
+    head_file: Annotated[str, Column("LM head, relative to the store root; empty where an import brought none")]
+    head_digest: Annotated[str, Column("sha256 of the head file")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,24 +357,23 @@ class Batch:
 class StepMetrics:
     """Metrics of one optimizer step; one row of `steps`."""
 
-    stage: str
-    step: int
-    window: int
-    plan_digest: str
-    policy_version: int
-    """Version the step starts from."""
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    samples: int
-    tokens: int
-    loss_tokens: int
-    reverse_kl: float
-    """Mean over trained tokens; NaN when no teacher signal was used."""
-    staleness_mean: float
-    """Policy versions between sampling and this step, mean over trained tokens."""
-    staleness_max: int
-    step_time_s: float
-    data_wait_s: float
-    extra: dict[str, float] = field(default_factory=dict)
-    """Objective metrics: masked fraction, clip fraction, entropy, teacher/<name>/reverse_kl …"""
+    stage: Annotated[str, Column("job stage")]
+    step: Annotated[int, Column("ordinal inside the stage", "i4")]
+    window: Annotated[int, Column("plan window the batch came from", "i4")]
+    plan_digest: Annotated[str, Column("plan the batch came from")]
+    policy_version: Annotated[int, Column("version the step starts from", "i4")]
+    loss: Annotated[float, Column("objective value", "f8")]
+    grad_norm: Annotated[float, Column("before clipping", "f8")]
+    learning_rate: Annotated[float, Column("at this step", "f8")]
+    samples: Annotated[int, Column("sequences in the global batch", "i4")]
+    tokens: Annotated[int, Column("tokens in the global batch", "i8", unit="tokens")]
+    loss_tokens: Annotated[int, Column("trained tokens in the global batch", "i8", unit="tokens")]
+    reverse_kl: Annotated[float, Column("mean over trained tokens", "f8", unit="nat/token", null=True)]
+    """NaN when no teacher signal was used."""
+    staleness_mean: Annotated[float, Column("versions between sampling and training", "f4", unit="versions")]
+    """Mean over trained tokens."""
+    staleness_max: Annotated[int, Column("largest of the batch", "i4", unit="versions")]
+    step_time_s: Annotated[float, Column("wall time of the step", "f4", unit="s")]
+    data_wait_s: Annotated[float, Column("of which waiting for data", "f4", unit="s")]
+    extra: Annotated[dict[str, float], Column("JSON: objective metrics")] = field(default_factory=dict)
+    """Masked fraction, clip fraction, entropy, teacher/<name>/reverse_kl …"""

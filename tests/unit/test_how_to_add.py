@@ -57,9 +57,9 @@ class Objective(Section):
 COLUMN = {
     "mopd_dataplane/tables.py": [
         (
-            '        _field("loss_tokens", pa.int32(), "M, response',
-            '        _field("mood", _STRING, "how the writer felt", null=True),\n'
-            '        _field("loss_tokens", pa.int32(), "M, response',
+            '    _field("loss_tokens", pa.int32(), "M, response',
+            '    _field("mood", _STRING, "how the writer felt", null=True),\n'
+            '    _field("loss_tokens", pa.int32(), "M, response',
         ),
     ],
     "mopd_dataplane/records.py": [
