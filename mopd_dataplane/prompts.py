@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
@@ -33,26 +34,29 @@ def load_prompts(name: str, domain: Domain) -> list[Prompt]:
     the evaluation prompts, and asking for tuning prompts changes neither. Raises PromptError when the source is empty,
     unreadable or has too few distinct prompts.
     """
-    entries = _entries(name, domain)
-    wanted = [("eval", domain.eval), ("train", domain.train), ("tune", domain.tune)]
-    prompts: list[Prompt] = []
-    seen: set[str] = set()
-    for split, count in wanted:
-        for ordinal in range(count):
-            entry = _next_distinct(entries, seen)
-            if entry is None:
-                source = f"{domain.source} {domain.dataset}".strip()
-                raise PromptError(
-                    f"domain {name!r}: {source} has {len(seen)} distinct prompts, "
-                    f"{domain.eval} eval + {domain.train} train + {domain.tune} tune were asked for; lower them or "
-                    "widen the source"
-                )
-            source = f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source
-            prompt_id = f"{name}-{split}-{ordinal}"
-            prompts.append(
-                Prompt(prompt_id=prompt_id, domain=name, split=split, effort=domain.effort, source=source, **entry)
-            )
-    return prompts
+    splits = _splits(domain)
+    wanted = [(split, ordinal) for split, count in splits.items() for ordinal in range(count)]
+    try:
+        entries = list(islice(_distinct(_entries(domain)), len(wanted)))
+    except InputError as error:
+        raise PromptError(f"domain {name!r}: {error}") from None
+    if len(entries) < len(wanted):
+        asked = " + ".join(f"{count} {split}" for split, count in splits.items())
+        raise PromptError(
+            f"domain {name!r}: {f'{domain.source} {domain.dataset}'.strip()} has {len(entries)} distinct prompts, "
+            f"{asked} were asked for; lower them or widen the source"
+        )
+    source = f"{domain.source}:{domain.dataset}" if domain.dataset else domain.source
+    shared = {"domain": name, "effort": domain.effort, "source": source}
+    return [
+        Prompt(prompt_id=f"{name}-{split}-{ordinal}", split=split, **shared, **entry)
+        for (split, ordinal), entry in zip(wanted, entries, strict=True)
+    ]
+
+
+def _splits(domain: Domain) -> dict[str, int]:
+    """Numbers of prompts that a domain wants, in the order in which they are drawn."""
+    return {"eval": domain.eval, "train": domain.train, "tune": domain.tune}
 
 
 def render(
@@ -91,26 +95,28 @@ messages there or in `messages`, and where they have them `answer`, `teacher_con
 are needed. An entry point of `mopd.prompts`, or `package.module:Name` as a domain's source."""
 
 
-def _next_distinct(entries: Iterator[_Entry], seen: set[str]) -> _Entry | None:
-    for misses, entry in enumerate(entries):
+def _distinct(entries: Iterator[_Entry]) -> Iterator[_Entry]:
+    """Entries whose text did not occur before, until hardly any is new."""
+    seen: set[str] = set()
+    misses = 0
+    for entry in entries:
         if entry["text"] not in seen:
             seen.add(entry["text"])
-            return entry
-        if misses > _SUPPLY * (len(seen) + 1):
-            return None
-    return None
+            misses = 0
+            yield entry
+        elif misses > _SUPPLY * (len(seen) + 1):
+            return
+        else:
+            misses += 1
 
 
-def _entries(name: str, domain: Domain) -> Iterator[_Entry]:
-    try:
-        if domain.source in _BUILT_IN:
-            return _BUILT_IN[domain.source](name, domain)
-        if not _names_files(domain.source):
-            return _plugin(name, domain)
-        files = files_at(domain.source, _SUFFIXES)
-    except InputError as error:
-        raise PromptError(f"domain {name!r}: {error}") from None
-    return iter([entry for file in files for entry in _from_rows(name, file, list(_rows(file)), domain)])
+def _entries(domain: Domain) -> Iterator[_Entry]:
+    if domain.source in _BUILT_IN:
+        return _BUILT_IN[domain.source](domain)
+    if not _names_files(domain.source):
+        return _plugin(domain)
+    files = files_at(domain.source, _SUFFIXES)
+    return iter([entry for file in files for entry in _from_rows(file, _rows(file), domain)])
 
 
 def _names_files(source: str) -> bool:
@@ -134,49 +140,45 @@ def source_package(source: str) -> str:
     return source.replace("-", "_") if source in _BUILT_IN else ""
 
 
-def _reasoning_gym(name: str, domain: Domain) -> Iterator[_Entry]:
+def _reasoning_gym(domain: Domain) -> Iterator[_Entry]:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if domain.dataset not in DATASETS:
-        raise PromptError(
-            f"domain {name!r}: no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}"
-        )
-    size = _SUPPLY * (domain.train + domain.eval + domain.tune)
+        raise PromptError(f"no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}")
     try:
-        dataset = reasoning_gym.create_dataset(domain.dataset, seed=domain.seed, size=size, **domain.args)
+        dataset = reasoning_gym.create_dataset(domain.dataset, seed=domain.seed, size=_supply(domain), **domain.args)
     except (TypeError, AssertionError) as error:
-        raise PromptError(f"domain {name!r}: reasoning-gym refuses args {domain.args}: {error}") from None
+        raise PromptError(f"reasoning-gym refuses args {domain.args}: {error}") from None
     for entry in dataset:
         fields = {**entry["metadata"], "question": entry["question"], "answer": entry["answer"]}
         yield {
-            "text": _fill(name, "template", domain.template, fields),
+            "text": _fill("template", domain.template, fields),
             "answer": str(entry["answer"]),
             "verifier_data": json.dumps({"dataset": domain.dataset, "entry": entry}, default=str),
-            "teacher_context": _fill(name, "teacher_context", domain.teacher_context, fields),
+            "teacher_context": _fill("teacher_context", domain.teacher_context, fields),
         }
 
 
-def _datasets(name: str, domain: Domain) -> Iterator[_Entry]:
+def _datasets(domain: Domain) -> Iterator[_Entry]:
     try:
         rows = dataset_rows(domain.dataset, **domain.args)
     except TypeError as error:
         raise InputError(f"args {domain.args} of a dataset: {error}") from None
-    return _from_rows(name, domain.dataset, rows, domain)
+    return _from_rows(domain.dataset, rows, domain)
 
 
-def _verifiers(name: str, domain: Domain) -> Iterator[_Entry]:
+def _verifiers(domain: Domain) -> Iterator[_Entry]:
     from mopd_dataplane.integrations.verifiers import task_rows
 
-    size = _SUPPLY * (domain.train + domain.eval + domain.tune)
-    return _from_rows(name, domain.dataset, task_rows(domain.dataset, domain.args, size), domain)
+    return _from_rows(domain.dataset, task_rows(domain.dataset, domain.args, _supply(domain)), domain)
 
 
 _BUILT_IN = {"reasoning-gym": _reasoning_gym, "datasets": _datasets, "verifiers": _verifiers}
 """By the name of the package that each reads with."""
 
 
-def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
+def _plugin(domain: Domain) -> Iterator[_Entry]:
     """Rows of another package's source, see PromptSource."""
     try:
         source: PromptSource = find_plugin("mopd.prompts", domain.source, {})
@@ -185,25 +187,30 @@ def _plugin(name: str, domain: Domain) -> Iterator[_Entry]:
             f"source {domain.source!r} is neither 'reasoning-gym', 'datasets' nor 'verifiers', nor a .jsonl or "
             f".parquet file, nor a plug-in: {error}"
         ) from None
-    size = _SUPPLY * (domain.train + domain.eval + domain.tune)
-    return _from_rows(name, domain.source, list(source(seed=domain.seed, size=size, **domain.args)), domain)
+    rows = source(seed=domain.seed, size=_supply(domain), **domain.args)
+    return _from_rows(domain.source, list(rows), domain)
 
 
-def _fill(name: str, key: str, template: str, fields: dict[str, Any]) -> str:
+def _supply(domain: Domain) -> int:
+    """Number of entries that a generator is asked for."""
+    return _SUPPLY * sum(_splits(domain).values())
+
+
+def _fill(key: str, template: str, fields: dict[str, Any]) -> str:
     try:
         return template.format_map(fields)
     except (KeyError, IndexError, ValueError) as error:
         known = ", ".join(f"{{{field}}}" for field in fields)
         raise PromptError(
-            f"domain {name!r}: {key} {template!r:.80}: {error!r}; placeholders are {known}; write {{{{ for a brace"
+            f"{key} {template!r:.80}: {error!r}; placeholders are {known}; write {{{{ for a brace"
         ) from None
 
 
-def _from_rows(name: str, path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterator[_Entry]:
+def _from_rows(path: str, rows: list[dict[str, Any]], domain: Domain) -> Iterator[_Entry]:
     if not rows:
-        raise PromptError(f"domain {name!r}: {path} has no prompts")
+        raise PromptError(f"{path} has no prompts")
     for number, row in enumerate(rows, start=1):
-        place = f"domain {name!r}: {path}: row {number}"
+        place = f"{path}: row {number}"
         row = {**row, **_renamed(row, domain.columns, place)}
         asked = next((row[key] for key in _ASKED if row.get(key)), None)
         messages: Messages = []
@@ -214,7 +221,7 @@ def _from_rows(name: str, path: str, rows: list[dict[str, Any]], domain: Domain)
         if not isinstance(asked, str) or not asked:
             raise PromptError(f"{place} has no text or messages in a column `text`, `prompt`, `question` or `messages`")
         row.setdefault("question", asked)
-        filled = _fill(name, "template", domain.template, row)
+        filled = _fill("template", domain.template, row)
         if len(messages) > 1:
             messages = [*messages[:-1], {**messages[-1], "content": filled}]
             filled = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -223,7 +230,7 @@ def _from_rows(name: str, path: str, rows: list[dict[str, Any]], domain: Domain)
             "text": filled,
             "answer": str(row.get("answer", "")),
             "verifier_data": json.dumps(row["verifier_data"], default=str) if "verifier_data" in row else "",
-            "teacher_context": context or _fill(name, "teacher_context", domain.teacher_context, row),
+            "teacher_context": context or _fill("teacher_context", domain.teacher_context, row),
             "messages": json.dumps(messages, ensure_ascii=False) if len(messages) > 1 else "",
         }
 
@@ -238,17 +245,14 @@ def _renamed(row: dict[str, Any], columns: Mapping[Any, str], place: str) -> dic
 
 def _conversation(value: list[Any], place: str) -> tuple[Messages, str]:
     """Messages up to the last that is no answer, and the answer."""
-    try:
-        messages = read_messages(value, "messages", place)
-    except InputError as error:
-        raise PromptError(str(error)) from None
+    messages = read_messages(value, "messages", place)
     answer = str(messages.pop()["content"]) if messages[-1]["role"] == "assistant" else ""
     if not messages:
         raise PromptError(f"{place} has an answer of the assistant and no prompt before it")
     return messages, answer
 
 
-def _rows(path: str) -> Iterable[dict[str, Any]]:
+def _rows(path: str) -> list[dict[str, Any]]:
     if suffix_of(path) == ".parquet":
         with open_file(path) as file:
             return _parquet_rows(path, file)
