@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import typing
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -39,11 +39,21 @@ class Section(BaseModel):
     """A table of the job file: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    one_of: ClassVar[tuple[str, ...]] = ()
+    """Keys of which exactly one must be given."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        given = [name for name in self.one_of if getattr(self, name)]
+        if self.one_of and len(given) != 1:
+            raise ValueError(f"give exactly one of {', '.join(self.one_of)}; found {', '.join(given) or 'none'}")
+        return self
 
 
 class Student(Section):
     """The policy that is trained: exactly one of path, config and gguf says where it starts."""
 
+    one_of = ("path", "config", "gguf")
     path: str = ""
     """Folder of a Hugging Face causal LM (safetensors), or its name on the hub, as `Qwen/Qwen3-0.6B`."""
     revision: str = ""
@@ -61,13 +71,6 @@ class Student(Section):
     `chat` applies the tokenizer's chat template."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights that are trained."""
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Student:
-        given = [name for name in ("path", "config", "gguf") if getattr(self, name)]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of path, config, gguf; found {given or 'none'}")
-        return self
 
 
 class Domain(Section):
@@ -113,6 +116,7 @@ class Domain(Section):
 class Teacher(Section):
     """A teacher: where its weights are, and how the pool holds it."""
 
+    one_of = ("source", "blend")
     source: str = ""
     """`stage:NAME` (the policy a stage of this job produced), `student` (the stage's own start), a folder, or a name on
     the hub."""
@@ -133,9 +137,7 @@ class Teacher(Section):
     """Base URL of a running vLLM server with this teacher, for `score.engine = "vllm"`; empty starts vLLM here."""
 
     @model_validator(mode="after")
-    def _source_or_blend(self) -> Teacher:
-        if bool(self.source) == bool(self.blend):
-            raise ValueError("give exactly one of source, blend")
+    def _blend_is_sound(self) -> Self:
         if self.blend and abs(sum(self.blend.values()) - 1) > 1e-6:
             raise ValueError(f"weights of a blend sum to 1; these sum to {sum(self.blend.values()):g}")
         if idle := [name for name, weight in self.blend.items() if not weight]:
@@ -292,16 +294,12 @@ class Score(Section):
     of an evaluation are computed."""
 
     @model_validator(mode="after")
-    def _precision_is_the_teachers(self) -> Score:
+    def _of_its_engine(self) -> Score:
         if "quantization" in self.options:
             raise ValueError(
                 "options.quantization would change what teachers say without changing who they are; give vLLM a "
                 "quantised checkpoint as the teacher's source"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _of_its_engine(self) -> Score:
         given = ["reads"] * (self.reads != "states") + ["options"] * bool(self.options)
         if strange := set(given) - set(SCORING[self.engine].settings):
             able = engines_that(lambda one: strange <= set(one.settings))
@@ -312,6 +310,7 @@ class Score(Section):
 class Plan(Section):
     """Settings of planning: from samples to packs and steps."""
 
+    one_of = ("batch_samples", "batch_tokens")
     pack_tokens: int = Field(default=1024, ge=8)
     """Strict cap of one pack."""
     batch_samples: int = Field(default=0, ge=0)
@@ -331,12 +330,6 @@ class Plan(Section):
     stale: Literal["wait", "drop"] = "wait"
     """Concurrent stages: `wait` holds training back while samples in flight would become older than max_staleness,
     `drop` leaves out those that did."""
-
-    @model_validator(mode="after")
-    def _one_batch_rule(self) -> Plan:
-        if bool(self.batch_samples) == bool(self.batch_tokens):
-            raise ValueError("give exactly one of batch_samples, batch_tokens")
-        return self
 
 
 class Scale(Section):
