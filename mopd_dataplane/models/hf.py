@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _BESIDE_SHAPE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
 """Keys of config.json that say nothing about the shape of the weights."""
+LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of every `from_pretrained`: no network, and no code of the folder."""
 _TOKENIZER_FILES = (".json", ".jinja", ".model", ".txt")
 _tokenizers: dict[tuple[tuple[str, str], ...], PreTrainedTokenizerBase] = {}
 """Those that this process has opened, by the names and digests of their files: opening one takes up to a second."""
@@ -101,9 +103,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     content = tuple((file.name, file_digest(file)) for file in files if file.name != CHECKSUMS)
     if content not in _tokenizers:
         with _opening(place, "tokenizer"):
-            _tokenizers[content] = AutoTokenizer.from_pretrained(
-                str(place), local_files_only=True, trust_remote_code=False
-            )
+            _tokenizers[content] = AutoTokenizer.from_pretrained(str(place), **LOCAL)
     return _tokenizers[content]
 
 
@@ -128,7 +128,7 @@ def check_model_folder(folder: str | Path) -> None:
     from transformers import AutoConfig
 
     with _opening(folder, "config"):
-        AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        AutoConfig.from_pretrained(str(folder), **LOCAL)
 
 
 @contextmanager
@@ -183,11 +183,7 @@ def load_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
         return adapted
     with _opening(folder, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
+            str(folder), dtype=getattr(torch, dtype), use_safetensors=True, **LOCAL
         )
     model.to(device)  # type: ignore[arg-type]
     model.eval()

@@ -16,7 +16,7 @@ from mopd_dataplane.base.file_checksums import write_checksums
 from mopd_dataplane.base.files import make_folder
 from mopd_dataplane.errors import InputError, MismatchError, ResourceError
 from mopd_dataplane.job.sections import Student
-from mopd_dataplane.models.hf import copy_tokenizer, load_tokenizer, quiet_transformers
+from mopd_dataplane.models.hf import LOCAL, copy_tokenizer, load_tokenizer, quiet_transformers
 from mopd_dataplane.models.hub import model_folder
 
 if TYPE_CHECKING:
@@ -144,9 +144,8 @@ def _from_gguf(student: Student, folder: Path) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         file = _gguf_file(student.gguf, Path(scratch))
-        where = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, **where)
-        quantised = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **LOCAL)
+        quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32, **LOCAL)
         config = quantised.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config

@@ -8,7 +8,7 @@ Axes: N tokens, E layers with experts, k experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,17 +56,18 @@ class Routing:
             router.given = part
 
 
-class _Router:
-    """One router, whose forward pass is watched."""
+class _Router(TorchFunctionMode):
+    """One router: as a mode, inside its forward pass, it answers every topk over [N, experts]."""
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__()
         self.given: Tensor | None = None
         self._ids: Tensor | None = None
         self._name = type(module).__name__
         self._experts = len(module.weight)  # type: ignore[arg-type]
         self.width = int(module.top_k)  # type: ignore[arg-type]
-        forward = module.forward
-        module.forward = lambda *args, **kwargs: self._watch(forward, args, kwargs)
+        self._forward = module.forward
+        module.forward = self._watch
 
     def chosen(self) -> Tensor:
         """[N, k] ids of the newest pass."""
@@ -77,36 +78,23 @@ class _Router:
             )
         return self._ids
 
-    def _watch(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _watch(self, *args: Any, **kwargs: Any) -> Any:
         self._ids = None
-        with _Choices(self._choose, self._experts):
-            said = forward(*args, **kwargs)
+        with self:
+            said = self._forward(*args, **kwargs)
         if self.given is not None:
             self.chosen()  # a router that was not asked has not followed
         return said
 
-    def _choose(self, scores: Tensor, own: Any) -> Any:
-        """The answer to `topk` over scores [N, experts]: the router's own, or the given one."""
-        if self.given is None:
-            self._ids = own.indices
-            return own
-        given = self.given.to(scores.device, torch.int64)
-        self._ids = torch.where(given == NONE, own.indices, given)
-        return torch.return_types.topk((scores.gather(1, self._ids), self._ids))  # type: ignore[attr-defined]
-
-
-class _Choices(TorchFunctionMode):
-    """Passes every topk over [N, experts] on."""
-
-    def __init__(self, choose: Callable[[Tensor, Any], Any], experts: int) -> None:
-        super().__init__()
-        self._choose = choose
-        self._experts = experts
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func in (torch.topk, Tensor.topk) and args[0].dim() == 2 and args[0].shape[1] == self._experts:
-            return self._choose(args[0], found)
-        return found
+        own = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk) or args[0].dim() != 2 or args[0].shape[1] != self._experts:
+            return own
+        if self.given is None:
+            self._ids = own.indices
+            return own
+        given = self.given.to(args[0].device, torch.int64)
+        self._ids = torch.where(given == NONE, own.indices, given)
+        return torch.return_types.topk((args[0].gather(1, self._ids), self._ids))  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mopd_dataplane.errors import InputError
 from mopd_dataplane.models.families import Family
-from mopd_dataplane.models.hf import copy_tokenizer, load_tokenizer, quiet_transformers
+from mopd_dataplane.models.hf import LOCAL, copy_tokenizer, load_tokenizer, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ def shrunk(source: Path, folder: Path, *, seed: int, dtype: str) -> str:
 
     load_tokenizer(source)
     try:
-        config = AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=False).to_dict()
+        config = AutoConfig.from_pretrained(str(source), **LOCAL).to_dict()
     except Exception as error:  # whatever transformers raises over a file of somebody else's
         raise InputError(f"no config that transformers reads in {source}: {error!s:.200}") from None
     given = source / "generation_config.json"

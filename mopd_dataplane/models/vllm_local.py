@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.base.extras import is_installed
 from mopd_dataplane.errors import EngineError, InputError
 from mopd_dataplane.models.hf import model_shape, quiet_transformers
 
@@ -21,8 +21,7 @@ _CPU_CACHE_BYTES = 4 << 30
 
 def require_vllm() -> None:
     """Raise InputError unless vLLM can be imported."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:  # a mere folder of that name has no origin
+    if not is_installed("vllm"):
         raise InputError(
             "vLLM is not installed here: pip install 'mopd-dataplane[train,vllm]' on a machine with a GPU; "
             "docs/engines.md has the CPU build. A running server, given by its URL, needs none"
@@ -99,14 +98,13 @@ def _environment(threads: int) -> Iterator[None]:
     }
     if threads:
         wanted |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(threads)}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update({name: before[name] or value for name, value in wanted.items()})
+    unset = [name for name in wanted if not os.environ.get(name)]
+    os.environ.update({name: wanted[name] for name in unset})
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        for name in unset:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

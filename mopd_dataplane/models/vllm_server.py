@@ -5,12 +5,12 @@ The API key comes from the environment variable VLLM_API_KEY and is sent in the 
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mopd_dataplane.base.extras import require
 from mopd_dataplane.base.secrets import redacted
 from mopd_dataplane.errors import EngineError, InputError, MismatchError
 from mopd_dataplane.models.adapter_files import base_folder, is_adapter
@@ -43,8 +43,7 @@ class VllmServer:
     """
 
     def __init__(self, url: str) -> None:
-        if importlib.util.find_spec("httpx2") is None:
-            raise InputError("a vLLM server is reached with httpx2: pip install 'mopd-dataplane[server]'")
+        require(["httpx2"])
         import httpx2
 
         base = url.rstrip("/")
@@ -162,19 +161,16 @@ class VllmServer:
         try:
             return self._client.request(method, url, json=body)
         except httpx2.HTTPError as error:
-            raise self._lost(error) from error
+            raise EngineError(
+                f"{self.url} does not answer ({type(error).__name__}: {redacted(str(error))}); start it, then run "
+                "again to continue"
+            ) from error
 
     def _answered(self, method: str, url: str, body: Mapping[str, Any] | None) -> httpx2.Response:
         answer = self._request(method, url, body)
         if answer.is_error:
             raise EngineError(f"{url} answered {answer.status_code}: {redacted(answer.text)[:500]!r}")
         return answer
-
-    def _lost(self, error: Exception) -> EngineError:
-        return EngineError(
-            f"{self.url} does not answer ({type(error).__name__}: {redacted(str(error))}); start it, then run again to "
-            "continue"
-        )
 
     def close(self) -> None:
         """Close the connections."""
