@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from mopd_dataplane.base.extras import require
 from mopd_dataplane.errors import InputError, ResourceError, UnknownNameError, nearest
 
 _SAVED = ("dataset_dict.json", "state.json")
@@ -23,13 +24,10 @@ def dataset_rows(
     """
     if not dataset:
         raise InputError('source = "datasets" needs `dataset`: a name on the Hugging Face hub, or a folder')
-    try:
-        import datasets
-        from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-    except ImportError:
-        raise InputError(
-            "Hugging Face datasets are read by a package: pip install 'mopd-dataplane[datasets]'"
-        ) from None
+    require(["datasets"])
+    import datasets
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
     folder = Path(dataset)
     if any((folder / file).is_file() for file in _SAVED):
         return _saved(folder, split)

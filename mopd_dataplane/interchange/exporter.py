@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from mopd_dataplane.base.extras import require
 from mopd_dataplane.base.file_urls import Place, check_new, is_url, local_path, publish_new, scratch_beside, suffix_of
 from mopd_dataplane.errors import InputError, UnknownNameError, nearest
 from mopd_dataplane.interchange.export_forms import FORMS, Form
@@ -67,7 +68,7 @@ def export_samples(
         raise InputError(f"no export form {form!r}: {nearest(form, FORMS)}")
     check_new(out)
     if kind == "datasets":
-        _require_datasets()
+        require(["datasets"])
     pinned = snapshot or store.snapshot()
     rows = _chosen(store, where, pinned)
     if not len(rows):
@@ -182,13 +183,6 @@ def _publish_heads(store: Store, teachers: Iterable[Teacher], out: Place, scratc
         if not is_url(target):
             local_path(target).parent.mkdir(exist_ok=True)
         publish_new(head, target)
-
-
-def _require_datasets() -> None:
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        raise InputError("a Hugging Face dataset needs the package: pip install 'mopd-dataplane[datasets]'") from None
 
 
 def _as_dataset(parquet: Path, scratch: Path) -> Path:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mopd_dataplane.errors import InputError, ResourceError
+from mopd_dataplane.base.extras import require
+from mopd_dataplane.errors import ResourceError
 from mopd_dataplane.job.job import Stage
 from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.run.context import Run
@@ -57,10 +58,9 @@ def ray_fleet(address: str, run: Run) -> Iterator[RayFleet]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == ON_THIS_MACHINE:
         os.environ |= LOOPBACK
-    try:
-        import ray
-    except ImportError:
-        raise InputError("--ray needs the package: pip install 'mopd-dataplane[ray]'") from None
+    require(["ray"])
+    import ray
+
     _reach(address)
     alone = {"include_dashboard": False} if address == ON_THIS_MACHINE else {}
     try:
