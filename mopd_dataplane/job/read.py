@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterable
 from typing import Any
+
+from pydantic import ValidationError
 
 from mopd_dataplane.base.file_urls import Place, folder_of, is_url, local_path, read_file, suffix_of
 from mopd_dataplane.base.sealed_json import SEAL, unseal
 from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.job.recipes import job_file, with_own_data
+from mopd_dataplane.job.sections import Section
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -21,6 +26,17 @@ STAGE_TABLES = ("rollout", "score", "plan", "train")
 """Tables at the top level of a job that are defaults of every stage."""
 
 Raw = dict[str, Any]
+
+
+class Extends(Section):
+    """Another job whose tables this one takes over, with some of its stages and domains."""
+
+    job: str
+    """Its file or folder, relative to this file, or the name of a recipe."""
+    stages: tuple[str, ...] = ()
+    """Stages of it that come before this job's own."""
+    domains: tuple[str, ...] | None = None
+    """Domains of it that are wanted; default: all."""
 
 
 def read_job(path: Place, overrides: list[str]) -> tuple[Raw, str]:
@@ -61,18 +77,17 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
     raw = with_own_data(_parse(file), file)
     if "extends" not in raw:
         return raw
-    wanted = raw.pop("extends")
-    lists = [wanted.get(key, []) for key in ("stages", "domains")] if isinstance(wanted, dict) else [None]
-    if not all(isinstance(names, list) for names in lists) or not isinstance(child(wanted, "job"), str):
+    try:
+        wanted = Extends.model_validate(raw.pop("extends"))
+    except ValidationError as error:
         raise JobFileError(
-            f'{file}: extends = {wanted!r}; write extends = {{ job = "../quickstart", stages = ["base"] }}'
-        )
-    if set(wanted) - {"job", "stages", "domains"}:
-        raise JobFileError(f"{file}: extends has keys {sorted(wanted)}; it takes job, stages and domains")
+            f'{file}: extends: {problems_text(error)}; write extends = {{ job = "../quickstart", stages = ["base"] }}, '
+            "and domains where not all are wanted"
+        ) from None
     lineage = (*children, _identity(file))
-    parent_file = job_file(wanted["job"], beside=folder_of(file))
+    parent_file = job_file(wanted.job, beside=folder_of(file))
     if _identity(parent_file) in lineage or len(lineage) > MAX_DEPTH:
-        raise JobFileError(f"{file}: extends {wanted['job']!r}, which leads back here; extend a job that stands alone")
+        raise JobFileError(f"{file}: extends {wanted.job!r}, which leads back here; extend a job that stands alone")
     parent = _with_parents(parent_file, lineage)
     every = parent.get("domains", {})
     # A stage without domains has all of its own job's, not also those that the child adds.
@@ -80,19 +95,18 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
         str(stage.get("name")): {**stage, "domains": stage.get("domains") or list(every)}
         for stage in _stages(parent, parent_file)
     }
-    inherited = _named(known, wanted.get("stages", []), f"{file}: extends.stages: {wanted['job']} has no stage")
-    domains = _named(
-        every, wanted.get("domains", list(every)), f"{file}: extends.domains: {wanted['job']} has no domain"
-    )
+    inherited = _named(known, wanted.stages, f"{file}: extends.stages: {wanted.job} has no stage")
+    taken = every if wanted.domains is None else wanted.domains
+    domains = _named(every, taken, f"{file}: extends.domains: {wanted.job} has no domain")
     routing = {key: value for key, value in parent.get("routing", {}).items() if key.partition("/")[0] in domains}
     merged: Raw = _merged({**parent, "domains": domains, "routing": routing}, raw)
     return {**merged, "stages": [*inherited.values(), *_stages(raw, file)]}
 
 
-def _named(known: Raw, names: list[Any], refusal: str) -> Raw:
+def _named(known: Raw, names: Iterable[str], refusal: str) -> Raw:
     for name in names:
         if name not in known:
-            raise JobFileError(f"{refusal} {name!r}: {nearest(str(name), known)}")
+            raise JobFileError(f"{refusal} {name!r}: {nearest(name, known)}")
     return {name: known[name] for name in names}
 
 

@@ -17,12 +17,11 @@ from typing import Any
 from mopd_dataplane.errors import UnknownNameError, nearest
 from mopd_dataplane.job.examples import EXAMPLES, UNITS, UNITS_BY_ENDING
 from mopd_dataplane.job.job import Job, Stage, section_in
-from mopd_dataplane.job.read import STAGE_TABLES
+from mopd_dataplane.job.read import STAGE_TABLES, Extends
 from mopd_dataplane.job.sections import Section
 
 NAME = "NAME"
 """Stands for a name of the job's own in a path: `domains.NAME.train`."""
-EXTENDS = "Another job whose tables this one takes over, with some of its stages and domains."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,14 +183,7 @@ def json_schema() -> dict[str, Any]:
     for name in STAGE_TABLES:
         section, said = _stage_default(name)
         properties[name] = {"$ref": f"#/$defs/{section.__name__}", "description": said}
-    names = {"type": "array", "items": {"type": "string"}}
-    properties["extends"] = {
-        "type": "object",
-        "description": EXTENDS,
-        "additionalProperties": False,
-        "required": ["job"],
-        "properties": {"job": {"type": "string"}, "stages": names, "domains": names},
-    }
+    properties["extends"] = Extends.model_json_schema()
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "mopd job"}
 
 
