@@ -18,7 +18,7 @@ A message names the value found, the values allowed and the next step.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class MopdError(Exception):
@@ -87,3 +87,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(name, names, n=1)
     listing = "known: " + (", ".join(names) if names else "none")
     return f"{listing}; did you mean {match[0]!r}?" if match else listing
+
+
+def require_known(name: str, known: Collection[str], refusal: str, kind: type[MopdError] = UnknownNameError) -> None:
+    """Raise an error of a kind, `refusal 'name'` with the known names and the nearest, for a name that is not known."""
+    if name not in known:
+        raise kind(f"{refusal} {name!r}: {nearest(name, known)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from mopd_dataplane.base.file_urls import files_at, is_url, local_path, open_file, read_file, suffix_of
 from mopd_dataplane.base.hf_datasets import dataset_rows
 from mopd_dataplane.base.plugins import find_plugin
-from mopd_dataplane.errors import InputError, PromptError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, PromptError, UnknownNameError, nearest, require_known
 from mopd_dataplane.interchange.rows import Messages, read_messages
 from mopd_dataplane.job.sections import Domain
 from mopd_dataplane.records import Prompt
@@ -144,8 +144,7 @@ def _reasoning_gym(domain: Domain) -> Iterator[_Entry]:
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    if domain.dataset not in DATASETS:
-        raise PromptError(f"no reasoning-gym dataset {domain.dataset!r}: {nearest(domain.dataset, DATASETS)}")
+    require_known(domain.dataset, DATASETS, "no reasoning-gym dataset")
     try:
         dataset = reasoning_gym.create_dataset(domain.dataset, seed=domain.seed, size=_supply(domain), **domain.args)
     except (TypeError, AssertionError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd_dataplane.base.extras import require
-from mopd_dataplane.errors import InputError, ResourceError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, ResourceError, UnknownNameError, require_known
 
 _SAVED = ("dataset_dict.json", "state.json")
 """Files by which a folder of `save_to_disk` is known."""
@@ -48,8 +48,7 @@ def _saved(folder: Path, split: str) -> list[dict[str, Any]]:
 
     found = datasets.load_from_disk(str(folder))
     if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise UnknownNameError(f"dataset {folder}: no split {split!r}: {nearest(split, found)}")
+        require_known(split, found, f"dataset {folder}: no split")
         found = found[split]
     elif split != "train":
         raise UnknownNameError(f"dataset {folder} was saved without splits; leave `split` out, not {split!r}")

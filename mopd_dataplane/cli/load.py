@@ -13,7 +13,7 @@ import typer
 from mopd_dataplane.cli.jobs import Keys, Overrides, choose_stage, load
 from mopd_dataplane.cli.output import note
 from mopd_dataplane.cli.register import register
-from mopd_dataplane.errors import EngineError, InputError, UnknownNameError, nearest
+from mopd_dataplane.errors import EngineError, InputError, require_known
 from mopd_dataplane.fields import signal_kinds
 
 LOOK_S = 0.5
@@ -88,8 +88,7 @@ def _check_signal(uri: str, kind: str) -> None:
     stages = (store.read_json("job.json") or {}).get("stages", [])
     named = {name for stage in stages for name in stage.get("score", {}).get("signals", {})}
     known = sorted({*signal_kinds(), *there, *named, *entry_points(group="mopd.signals").names})
-    if kind not in known:
-        raise UnknownNameError(f"--signal {kind!r}: {nearest(kind, known)}")
+    require_known(kind, known, "--signal")
 
 
 def add_to(app: typer.Typer) -> None:

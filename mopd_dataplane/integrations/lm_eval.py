@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd_dataplane.errors import InputError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, UnknownNameError, require_known
 from mopd_dataplane.models.devices import resolve_device
 from mopd_dataplane.models.hf import load_merged, load_tokenizer
 from mopd_dataplane.run.work_folder import open_work
@@ -74,8 +74,7 @@ def policy_folder(store: Store, policy: str, version: int | None, work: str = ""
     """Weights of a policy version, here, and the version. Raises UnknownNameError."""
     place = open_work(store, work)
     stages = [name for name in place.published("policies") if name != "init"]
-    if policy not in stages:
-        raise UnknownNameError(f"{store.uri} has no policy {policy!r}: {nearest(policy, stages)}")
+    require_known(policy, stages, f"{store.uri} has no policy")
     names = place.published(f"policies/{policy}")
     versions = sorted(int(name[1:]) for name in names if name[:1] == "v" and name[1:].isdigit())
     if not versions or (version is not None and version not in versions):
@@ -114,8 +113,7 @@ def _tasks(names: Sequence[str], settings: EvalSettings) -> Any:
         raise InputError(f"no folder {settings.include_path} with task definitions")
     manager = TaskManager(include_path=settings.include_path or None)
     for name in names:
-        if name not in manager.all_tasks:
-            raise UnknownNameError(f"lm-eval knows no task {name!r}: {nearest(name, manager.all_tasks)}")
+        require_known(name, manager.all_tasks, "lm-eval knows no task")
     return manager
 
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from mopd_dataplane.base.extras import require
 from mopd_dataplane.base.file_urls import Place, check_new, is_url, local_path, publish_new, scratch_beside, suffix_of
-from mopd_dataplane.errors import InputError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, UnknownNameError, require_known
 from mopd_dataplane.interchange.export_forms import FORMS, Form
 from mopd_dataplane.interchange.signal_entries import SignalsOut
 from mopd_dataplane.interchange.teachers_in import head_beside
@@ -62,10 +62,8 @@ def export_samples(
     UnknownNameError when no sample fits or there is no such teacher.
     """
     kind = kind or kind_of(out)
-    if kind not in KINDS:
-        raise InputError(f"no export kind {kind!r}: {nearest(kind, KINDS)}")
-    if form not in FORMS:
-        raise InputError(f"no export form {form!r}: {nearest(form, FORMS)}")
+    require_known(kind, KINDS, "no export kind", InputError)
+    require_known(form, FORMS, "no export form", InputError)
     check_new(out)
     if kind == "datasets":
         require(["datasets"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from mopd_dataplane.errors import InputError, UnknownNameError, nearest
+from mopd_dataplane.errors import InputError, UnknownNameError, nearest, require_known
 from mopd_dataplane.fields import PLUGIN_COLUMN, Field, arguments, of_signal, value
 from mopd_dataplane.interchange.row_files import Fields, floats, integer, integers, number, objects, text
 from mopd_dataplane.records import SIGNAL_KINDS, Signal, Snapshot, Teacher
@@ -82,8 +82,7 @@ class SignalsOut:
             self._facts.setdefault(key, {})[row.pop("sample_row")] = row
         there = dict.fromkeys((*SIGNAL_KINDS, *(kind for _, kind in self._facts)))
         for kind in kinds:
-            if kind not in there:
-                raise InputError(f"no signal {kind!r}: {nearest(kind, there)}")
+            require_known(kind, there, "no signal", InputError)
 
     def has(self, teacher: str, kind: str) -> bool:
         """Whether a teacher said this of any sample."""

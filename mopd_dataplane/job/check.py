@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
-from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.errors import JobFileError, nearest, require_known
 from mopd_dataplane.rollout.engines.kinds import engine_kind, kinds_that
 from mopd_dataplane.score.engines import SCORING, engines_that
 
 if TYPE_CHECKING:
     from mopd_dataplane.job.job import Job, Stage
     from mopd_dataplane.job.sections import Rollout
+
+_require = partial(require_known, kind=JobFileError)
 
 
 def check_references(job: Job, where: str) -> None:
@@ -42,12 +44,6 @@ def check_references(job: Job, where: str) -> None:
         _check_weights(job, stage, at)
         _check_routing(job, stage, at)
         known_starts.add(stage.name)
-
-
-def _require(name: str, known: Collection[str], refusal: str) -> None:
-    """Raise JobFileError, with the nearest known name, for one that is not known."""
-    if name not in known:
-        raise JobFileError(f"{refusal} {name!r}: {nearest(name, known)}")
 
 
 def _check_blends(job: Job, where: str) -> None:
@@ -220,8 +216,7 @@ def sampling_teachers(job: Job, stage: Stage) -> set[str]:
 def _check_routing(job: Job, stage: Stage, at: str) -> None:
     earlier = [s.name for s in job.stages[: job.stages.index(stage)]]
     for key, teacher in (stage.routing or job.routing).items():
-        if key.partition("/")[0] not in job.domains:
-            raise JobFileError(f"{at}: routing names an unknown domain {key!r}: {nearest(key, job.domains)}")
+        _require(key.partition("/")[0], job.domains, f"{at}: routing names an unknown domain")
         _require(teacher, job.teachers, f"{at}: routing of {key!r} names no teacher")
     try:
         samplers = sampling_teachers(job, stage)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from mopd_dataplane.base.file_urls import Place, folder_of, is_url, local_path, read_file, suffix_of
 from mopd_dataplane.base.sealed_json import SEAL, unseal
-from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.errors import JobFileError, require_known
 from mopd_dataplane.job.parse import problems_text
 from mopd_dataplane.job.recipes import job_file, with_own_data
 from mopd_dataplane.job.sections import Section
@@ -105,8 +105,7 @@ def _with_parents(file: str, children: tuple[str, ...]) -> Raw:
 
 def _named(known: Raw, names: Iterable[str], refusal: str) -> Raw:
     for name in names:
-        if name not in known:
-            raise JobFileError(f"{refusal} {name!r}: {nearest(name, known)}")
+        require_known(name, known, refusal, JobFileError)
     return {name: known[name] for name in names}
 
 
@@ -167,8 +166,7 @@ def _apply_override(raw: Raw, override: str) -> None:
     for part in path:
         if isinstance(node, list):
             named = {str(item.get("name")): item for item in node}
-            if part not in named:
-                raise JobFileError(f"--set {key}: no stage {part!r}: {nearest(part, named)}")
+            require_known(part, named, f"--set {key}: no stage", JobFileError)
             node = named[part]
         else:
             node = node.setdefault(part, {})

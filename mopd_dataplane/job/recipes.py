@@ -8,7 +8,7 @@ from typing import Any
 
 from mopd_dataplane.base.file_urls import Place, is_url, joined, local_path, suffix_of
 from mopd_dataplane.base.files import publish_file
-from mopd_dataplane.errors import JobFileError, nearest
+from mopd_dataplane.errors import JobFileError, nearest, require_known
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 JOB = "job.toml"
@@ -68,8 +68,7 @@ def copy_recipe(name: str, folder: Path, *, schema: str) -> list[Path]:
     schema: JSON Schema of a job file, which editors find by the `#:schema` line on top.
     Raises JobFileError when there is no such recipe, or the folder has a job already.
     """
-    if name not in (names := recipe_names()):
-        raise JobFileError(f"no recipe {name!r}: {nearest(name, names)}")
+    require_known(name, recipe_names(), "no recipe", JobFileError)
     if (folder / JOB).exists():
         raise JobFileError(f"{folder / JOB} exists already; give another folder: mopd init {name} FOLDER")
     try:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from mopd_dataplane.errors import MismatchError, nearest
+from mopd_dataplane.errors import MismatchError, require_known
 
 STD_FLOOR = 1e-6
 """Added to the standard deviation, as in common GRPO trainers."""
@@ -48,8 +48,7 @@ def group_outcomes(
     rewards = rewards.filter(np.isin(codes[rewarded], codes[planned]))
     names = sorted(pc.unique(rewards["verifier"]).to_pylist())
     if verifier:
-        if verifier not in names:
-            raise MismatchError(f"no rewards by verifier {verifier!r}: {nearest(verifier, names)}")
+        require_known(verifier, names, "no rewards by verifier", MismatchError)
         rewards = rewards.filter(pc.equal(rewards["verifier"], verifier))
     elif pc.count_distinct(rewards["sample_row"]).as_py() < len(rewards):
         raise MismatchError(f"samples are rewarded by several verifiers: {', '.join(names)}; name the one to train on")

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from mopd_dataplane.base.checksum import payload_crc
-from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, nearest
+from mopd_dataplane.errors import DamagedError, InputError, UnknownNameError, require_known
 from mopd_dataplane.fields import PAYLOAD, RECORDED, column_names, of_signal
 from mopd_dataplane.store import lance_errors
 from mopd_dataplane.store.arrow_rows import list_views, tokens_crc
@@ -65,8 +65,7 @@ def scan_rows(
 def check_columns(table: str, dataset: lance.LanceDataset, columns: Sequence[str]) -> None:
     """Raise UnknownNameError for a column that a table does not have."""
     for column in columns:
-        if column not in dataset.schema.names:
-            raise UnknownNameError(f"table {table!r} has no column {column!r}: {nearest(column, dataset.schema.names)}")
+        require_known(column, dataset.schema.names, f"table {table!r} has no column")
 
 
 def take_rows(dataset: lance.LanceDataset, rows: ArrayLike, columns: Sequence[str] | None) -> pa.Table:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from mopd_dataplane.errors import MismatchError, nearest
+from mopd_dataplane.errors import MismatchError, require_known
 from mopd_dataplane.records import PER_TOKEN_STATS
 from mopd_dataplane.store import retire
 from mopd_dataplane.store.arrow_rows import list_column, list_views
@@ -113,8 +113,7 @@ def _rows(store: Store, stats: Sequence[TokenStats]) -> pa.Table:
     tokens = samples["loss_tokens"].to_pylist()
     for one, uid, count in zip(stats, samples["uid"].to_pylist(), tokens, strict=True):
         for name, values in one.values.items():
-            if name not in PER_TOKEN_STATS:
-                raise MismatchError(f"no statistic {name!r}: {nearest(name, PER_TOKEN_STATS)}")
+            require_known(name, PER_TOKEN_STATS, "no statistic", MismatchError)
             if len(values) != count:
                 raise MismatchError(f"{name} of sample {uid} has {len(values)} values, it has {count} loss tokens")
     now = datetime.now(UTC)

@@ -12,7 +12,7 @@ from mopd_kernels.heads import Head
 from safetensors import SafetensorError, safe_open
 
 from mopd_dataplane.base.files import file_digest
-from mopd_dataplane.errors import DamagedError, DeadlineError, UnknownNameError, nearest
+from mopd_dataplane.errors import DamagedError, DeadlineError, require_known
 from mopd_dataplane.train.spec import HeadFile
 
 READ_S = 600.0
@@ -54,8 +54,7 @@ class TeacherHeads:
         """Start reading a head that will be asked for soon; nothing happens when it is already here or on its way."""
         if any(place is not None and self._same(place[0], teacher) for place in (self._resident, self._ahead)):
             return
-        if teacher not in self._files:
-            raise UnknownNameError(f"no head file for teacher {teacher!r}: {nearest(teacher, self._files)}")
+        require_known(teacher, self._files, "no head file for teacher")
         self._ahead = (teacher, self._reader.submit(self._read, teacher))
 
     def _same(self, one: str, other: str) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from mopd_dataplane.base.processes import scratch_folder
-from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest
+from mopd_dataplane.errors import DeadlineError, QueryError, UnknownNameError, nearest, require_known
 from mopd_dataplane.store.sql import interrupted_after
 from mopd_dataplane.view.columns import LABELLED
 from mopd_dataplane.view.glance import OF_MANY, Glance
@@ -232,6 +232,5 @@ class Index:
     def histograms(self, where: str, names: Sequence[str]) -> dict[str, Any]:
         """Counts of each column: over all rollouts and over those that match."""
         for name in names:
-            if name not in self.columns:
-                raise UnknownNameError(f"no column {name!r}: {nearest(name, self.columns)}")
+            require_known(name, self.columns, "no column")
         return self._histograms.of([self.columns[name] for name in names], self.condition(where))
