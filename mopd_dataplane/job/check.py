@@ -18,14 +18,13 @@ _require = partial(require_known, kind=JobFileError)
 
 def check_references(job: Job, where: str) -> None:
     """Raise JobFileError, naming file and key, for the first setting that contradicts the rest of the job."""
-    known_starts = {"init"}
     names = [stage.name for stage in job.stages]
     if len(set(names)) != len(names):
         raise JobFileError(f"{where}: two stages share a name: {sorted(n for n in names if names.count(n) > 1)[0]!r}")
     _check_blends(job, where)
-    for stage in job.stages:
-        at = f"{where}: stages.{stage.name}"
-        _require(stage.start, known_starts, f"{at}.start: no earlier stage")
+    for number, stage in enumerate(job.stages):
+        at, earlier = f"{where}: stages.{stage.name}", names[:number]
+        _require(stage.start, ["init", *earlier], f"{at}.start: no earlier stage")
         for domain in stage.domains:
             _require(domain, job.domains, f"{at}.domains: unknown domain")
         _require(stage.objective, [*job.objectives, "cross-entropy"], f"{at}.objective: no objective")
@@ -39,11 +38,10 @@ def check_references(job: Job, where: str) -> None:
         _check_memory(job, stage, at)
         if stage.data == "rollout":
             _check_rollout(job, stage, at)
-        _check_discriminator(job, stage, at)
+        _check_discriminator(job, stage, earlier, at)
         _check_reads(job, stage, at)
         _check_weights(job, stage, at)
-        _check_routing(job, stage, at)
-        known_starts.add(stage.name)
+        _check_routing(job, stage, earlier, at)
 
 
 def _check_blends(job: Job, where: str) -> None:
@@ -175,11 +173,10 @@ def _check_reads(job: Job, stage: Stage, at: str) -> None:
         )
 
 
-def _check_discriminator(job: Job, stage: Stage, at: str) -> None:
+def _check_discriminator(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
     if stage.discriminator is None:
         return
-    earlier = ["reference", *(s.name for s in job.stages[: job.stages.index(stage)])]
-    _require(stage.discriminator.text, earlier, f"{at}.discriminator.text: no earlier stage")
+    _require(stage.discriminator.text, ["reference", *earlier], f"{at}.discriminator.text: no earlier stage")
     if stage.concurrent:
         raise JobFileError(f"{at}: a discriminator learns between rollout and training; set concurrent = false")
     if stage.data != "rollout" or not job.objective(stage).needs_rewards:
@@ -213,8 +210,7 @@ def sampling_teachers(job: Job, stage: Stage) -> set[str]:
     return found - {"self", "reference"}
 
 
-def _check_routing(job: Job, stage: Stage, at: str) -> None:
-    earlier = [s.name for s in job.stages[: job.stages.index(stage)]]
+def _check_routing(job: Job, stage: Stage, earlier: list[str], at: str) -> None:
     for key, teacher in (stage.routing or job.routing).items():
         _require(key.partition("/")[0], job.domains, f"{at}: routing names an unknown domain")
         _require(teacher, job.teachers, f"{at}: routing of {key!r} names no teacher")
