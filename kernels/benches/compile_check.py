@@ -25,7 +25,7 @@ import triton
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import KINDS, divergence_form
 from mopd_kernels.layout import CODECS
-from mopd_kernels.torch_rows.policy import PolicySettings
+from mopd_kernels.torch_rows.policy import PolicySettings, TokenConstants
 from mopd_kernels.triton_rows import fdiv, group_masses, policy, quant, scale, softmax
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -101,7 +101,7 @@ def launches() -> Iterator[Callable[[], object]]:
     tokens = torch.zeros(5000)
     for correction in ("icepop", "tis", "mis"):
         settings = PolicySettings(clip=(0.2, 0.28), correction=correction, distill_clip=1.0)
-        yield lambda s=settings: policy.policy_rows(tokens, tokens, tokens, tokens, tokens, tokens, tokens, s)
+        yield lambda s=settings: policy.policy_rows(tokens, TokenConstants(*[tokens] * 5), tokens, s)
     yield lambda: scale.scale_unless_one(narrow, ones[0])
     yield lambda: group_masses.group_masses(z, ones, 512)
     for codec in (codec for codec in CODECS.values() if codec.group):

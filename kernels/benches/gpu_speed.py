@@ -143,7 +143,7 @@ def part_rows(bench: Bench, case: Case) -> Iterator[str]:
 
 
 def _tile_rows(bench: Bench, case: Case) -> Iterator[str]:
-    from mopd_kernels.triton_rows.fdiv import launch_rows
+    from mopd_kernels.triton_rows.fdiv import fdiv_rows
 
     rows = 512 if bench.on_gpu else 2
     zs = torch.randn(rows, case.vocabulary, device=bench.device)
@@ -155,7 +155,7 @@ def _tile_rows(bench: Bench, case: Case) -> Iterator[str]:
         for block in (2048, 4096, 8192) if bench.on_gpu else (2048,):
             for warps in (4, 8, 16) if bench.on_gpu else (8,):
                 ms = bench.milliseconds(
-                    lambda k=kind, b=block, w=warps: launch_rows(
+                    lambda k=kind, b=block, w=warps: fdiv_rows(
                         zs, zt, divergence_form(k), Epilogue(), Epilogue(), coefficient, gradient, block=b, warps=w
                     )
                 )

@@ -38,53 +38,21 @@ if TYPE_CHECKING:
     from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
 
 _HOMES = {
-    "LossyCodecWarning": "codecs",
-    "decode": "codecs",
-    "encode": "codecs",
-    "Plan": "dispatch",
-    "explain": "dispatch",
-    "divergence": "ops.divergence",
-    "PolicyResult": "ops.fused_policy",
-    "fused_policy_loss": "ops.fused_policy",
-    "Head": "heads",
-    "token_weights": "normaliser",
-    "group_masses": "ops.group_masses",
-    "policy_loss": "ops.policy",
-    "RowState": "rowstate",
-    "RowStats": "rowstate",
-    "finish_row_state": "rowstate",
-    "merge_row_states": "rowstate",
-    "token_logprob": "ops.token_logprob",
+    **dict.fromkeys(("LossyCodecWarning", "decode", "encode"), "codecs"),
+    **dict.fromkeys(("Plan", "explain"), "dispatch"),
+    "Head": "heads", "token_weights": "normaliser", "divergence": "ops.divergence",
+    **dict.fromkeys(("PolicyResult", "fused_policy_loss"), "ops.fused_policy"),
+    "group_masses": "ops.group_masses", "policy_loss": "ops.policy", "token_logprob": "ops.token_logprob",
     "topk_divergence": "ops.topk",
-    "topk_logprobs": "ops.topk_logprobs",
-    "chosen_logprobs": "ops.topk_logprobs",
-}
+    **dict.fromkeys(("chosen_logprobs", "topk_logprobs"), "ops.topk_logprobs"),
+    **dict.fromkeys(("RowState", "RowStats", "finish_row_state", "merge_row_states"), "rowstate"),
+}  # fmt: skip
 
 __all__ = [
-    "CODECS",
-    "Head",
-    "LossyCodecWarning",
-    "Plan",
-    "PolicyResult",
-    "RowState",
-    "RowStats",
-    "chosen_logprobs",
-    "decode",
-    "divergence",
-    "encode",
-    "explain",
-    "finish_row_state",
-    "fused_policy_loss",
-    "group_masses",
-    "merge_row_states",
-    "policy_loss",
-    "reference",
-    "row_bytes",
-    "token_logprob",
-    "token_weights",
-    "topk_divergence",
-    "topk_logprobs",
-]
+    "CODECS", "Head", "LossyCodecWarning", "Plan", "PolicyResult", "RowState", "RowStats", "chosen_logprobs", "decode",
+    "divergence", "encode", "explain", "finish_row_state", "fused_policy_loss", "group_masses", "merge_row_states",
+    "policy_loss", "reference", "row_bytes", "token_logprob", "token_weights", "topk_divergence", "topk_logprobs",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -40,12 +40,15 @@ def check_rows(count: int, device: torch.device | None, **per_row: Tensor | None
             raise ValueError(f"{name} is on {tensor.device}, the hidden states on {device}; move one")
 
 
-def check_weights(weights: Tensor | None, temperature: float) -> None:
-    """Weights are constants, one a row; the temperature is positive and finite."""
+def check_weights(weights: Tensor | None) -> None:
+    """Weights are constants, one a row."""
     if weights is not None and weights.requires_grad:
         raise ValueError("weights must not require grad: they are constants of the loss; pass weights.detach()")
     if weights is not None and weights.dim() != 1:
         raise ValueError(f"weights must be [N], got {list(weights.shape)}")
+
+
+def check_temperature(temperature: float) -> None:
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive and finite, got {temperature}")
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from mopd_kernels.checks import FLOATS
-from mopd_kernels.dispatch import Backend, choose_backend
-from mopd_kernels.layout import codec_named, row_bytes
+from mopd_kernels.dispatch import Backend, choose_backend, row_functions
+from mopd_kernels.layout import Codec, codec_named, row_bytes
 
 __all__ = ["LossyCodecWarning", "decode", "encode", "row_bytes"]
 
@@ -46,11 +47,9 @@ def encode(hidden: Tensor, codec: str, *, backend: Backend = "auto") -> Tensor:
         )
     if not len(hidden):
         return torch.empty(0, row_bytes(codec, hidden.shape[1]), dtype=torch.uint8, device=hidden.device)
-    if _backend(hidden, backend) == "triton" and chosen.group:
-        from mopd_kernels.triton_rows.quant import encode_rows
-    else:
-        from mopd_kernels.torch_rows.quant import encode_rows
-    return encode_rows(_rotated(hidden.detach(), chosen.rotation(hidden.shape[1])), chosen)
+    rotated = _rotated(hidden.detach(), chosen.rotation(hidden.shape[1]))
+    encoded: Tensor = _row_functions(hidden, chosen, backend).encode_rows(rotated, chosen)
+    return encoded
 
 
 def decode(
@@ -75,14 +74,11 @@ def decode(
         )
     if not len(encoded):
         return torch.empty(0, hidden_size, dtype=dtype, device=encoded.device)
-    if _backend(encoded, backend) == "triton" and chosen.group:
-        from mopd_kernels.triton_rows.quant import decode_rows
-    else:
-        from mopd_kernels.torch_rows.quant import decode_rows
     span = chosen.rotation(hidden_size)
-    if span == 1:
-        return decode_rows(encoded, chosen, hidden_size, dtype)
-    return _rotated(decode_rows(encoded, chosen, hidden_size, torch.float32), span).to(dtype)
+    rows: Tensor = _row_functions(encoded, chosen, backend).decode_rows(
+        encoded, chosen, hidden_size, dtype if span == 1 else torch.float32
+    )
+    return _rotated(rows, span).to(dtype)
 
 
 def _rotated(rows: Tensor, span: int) -> Tensor:
@@ -102,5 +98,7 @@ def _rotated(rows: Tensor, span: int) -> Tensor:
     return turned.reshape(rows.shape)
 
 
-def _backend(tensor: Tensor, requested: Backend) -> str:
-    return choose_backend(tensor.device, torch.float32, requested)[0]
+def _row_functions(tensor: Tensor, codec: Codec, requested: Backend) -> ModuleType:
+    """Those of the Triton kernels are for codecs with groups only."""
+    chosen, _ = choose_backend(tensor.device, torch.float32, requested)
+    return row_functions(chosen if codec.group else "torch", "quant")

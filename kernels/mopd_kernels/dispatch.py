@@ -7,9 +7,11 @@ same numbers up to rounding.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
@@ -35,6 +37,8 @@ class Plan:
     backend: Literal["torch", "triton"]
     why: str
     mode: Mode
+    columns: int
+    """Tokens of the vocabulary that take part."""
     logit_rows: int
     grad_rows: int
     gradient_dtype: torch.dtype
@@ -86,6 +90,11 @@ def choose_backend(
     return "torch", obstacle or "CPU tensors"
 
 
+def row_functions(backend: str, family: str) -> ModuleType:
+    """Row operations of a family, such as ``fdiv``: those of ``triton_rows`` are imported only when chosen."""
+    return importlib.import_module(f"mopd_kernels.{backend}_rows.{family}")
+
+
 def make_plan(
     *,
     device: torch.device,
@@ -132,6 +141,7 @@ def make_plan(
         backend=chosen,
         why=why,
         mode=mode,
+        columns=columns,
         logit_rows=logit_rows,
         grad_rows=grad_rows,
         gradient_dtype=gradient_dtype,

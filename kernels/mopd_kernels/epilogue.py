@@ -43,6 +43,10 @@ class Epilogue(NamedTuple):
             x = x / self.temperature
         return x.clamp(min=LOGIT_FLOOR)
 
+    def of_columns(self, z: Tensor, ids: Tensor) -> Tensor:
+        """Logits [C, k] of the columns ``ids`` [C, k] of raw products z [C, V]."""
+        return self.gathered(ids).apply(z.gather(1, ids))
+
     def chain(self, x: Tensor) -> Tensor | float:
         """dx/dz at logits ``x`` [..., V]."""
         linear = self.scale / self.temperature

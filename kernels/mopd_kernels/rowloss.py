@@ -8,7 +8,8 @@ the real upstream gradient.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,18 +27,16 @@ class PassResult(NamedTuple):
     gradients: Gradients
 
 
-class Pass(Protocol):
-    """One sweep over the rows."""
+Upstream = tuple[Tensor | None, ...] | None
+"""Gradient of each output, [N]; None means ones for the first output."""
+Pass = Callable[[Tensor, Tensor, Tensor | None, Upstream, Needs], PassResult]
+"""One sweep over the rows: (hidden, weight, bias, upstream, needs) -> outputs, and gradients of
+``sum(upstream * output)``."""
 
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        upstream: tuple[Tensor | None, ...] | None,
-        needs: Needs,
-    ) -> PassResult:
-        """Outputs, and gradients of ``sum(upstream * output)``; ``upstream`` None means ones for the first output."""
+
+def times_upstream(factor: Tensor, upstream: Upstream) -> Tensor:
+    """A factor of each row [N], times the gradient of the first output."""
+    return factor if upstream is None or upstream[0] is None else factor * upstream[0].to(factor.dtype)
 
 
 def _scale_(gradient: Tensor, factor: Tensor) -> Tensor:

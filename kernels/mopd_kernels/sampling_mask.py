@@ -62,7 +62,7 @@ class MaskColumns:
 
     def softmax(self, found: SoftmaxRows, z: Tensor, epilogue: Epilogue) -> SoftmaxRows:
         """Log-partition and entropy over the kept columns of raw products z [C, V]; ``found`` is over all of them."""
-        x = epilogue.gathered(self.ids).apply(z.gather(1, self.ids))
+        x = epilogue.of_columns(z, self.ids)
         maximum = torch.where(self.cut, x.masked_fill(~self.there, -torch.inf).amax(1), found.maximum)
         x = x - maximum[:, None]
         weight = x.exp().masked_fill(~self.there, 0)

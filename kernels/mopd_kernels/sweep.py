@@ -9,8 +9,8 @@ Axes: N rows, C rows of a chunk, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,11 +39,9 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
 
 
-class Step(Protocol):
-    """Row operation of one op on one logit chunk."""
-
-    def __call__(self, segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-        """Read raw products z [C, V] of ``rows``; when asked, write dL/dz into ``gradient`` [C, V] (may be z)."""
+Step = Callable[[int, Rows, Tensor, Tensor | None], None]
+"""Row operation of one op on one logit chunk: (segment, rows, z, gradient) reads raw products z [C, V] of ``rows`` and,
+when asked, writes dL/dz into ``gradient`` [C, V] (may be z)."""
 
 
 def cut(rows: Rows, step: int) -> Iterator[Rows]:
@@ -128,7 +126,6 @@ def sweep(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    columns: int,
     segments: Sequence[Rows],
     plan: Plan,
     needs: Needs,
@@ -136,12 +133,12 @@ def sweep(
 ) -> Gradients:
     """Run ``step`` over every row of ``segments`` and return the gradients it asked for.
 
-    hidden [N, D]; weight [V', D] and bias [V'], of which the first ``columns`` are used. Rows in no segment keep a zero
-    gradient. A gradient group never crosses a segment.
+    hidden [N, D]; weight [V', D] and bias [V'], of which the first ``plan.columns`` are used. Rows in no segment keep a
+    zero gradient. A gradient group never crosses a segment.
     """
     hidden, weight = hidden.detach(), weight.detach()
     dtype = compute_dtype(hidden, weight)
-    wanted = any(needs)
+    columns, wanted = plan.columns, any(needs)
     in_place = plan.gradient_dtype == dtype
     group_rows = plan.logit_rows if in_place else plan.grad_rows
     groups = [(i, group) for i, segment in enumerate(segments) for group in cut(segment, group_rows)]

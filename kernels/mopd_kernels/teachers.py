@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,41 +19,29 @@ teachers, each time its rows come up (so it may load and drop weights)."""
 class Teachers:
     """Resolves teacher numbers to heads and keeps only the current one."""
 
-    def __init__(self, heads: TeacherHead) -> None:
-        self._one = Head(heads) if isinstance(heads, Tensor) else heads if isinstance(heads, Head) else None
-        self._many = None if self._one is not None else heads
+    def __init__(self, heads: Head | Sequence[Head] | Callable[[int], Head]) -> None:
+        self.single = isinstance(heads, Head)
+        self._heads = [heads] if isinstance(heads, Head) else heads
         self._resident: tuple[int, Head] | None = None
 
     @property
-    def single(self) -> bool:
-        return self._one is not None
-
-    def smallest_vocabulary(self, limit: int) -> int:
-        """Common vocabulary with a student of ``limit`` tokens, as far as heads are known before their turn."""
-        if self._one is not None:
-            return min(limit, len(self._one.weight))
-        if isinstance(self._many, Sequence):
-            return min(limit, *(len(head.weight) for head in self._many))
-        return limit
+    def smallest_vocabulary(self) -> int:
+        """Tokens that every teacher has, as far as heads are known before their turn."""
+        known = self._heads if isinstance(self._heads, Sequence) else ()
+        return min((len(head.weight) for head in known), default=sys.maxsize)
 
     def head(self, teacher: int) -> Head:
         """The head of ``teacher``; the previous one is let go first. Raises ValueError for an unknown number."""
-        if self._one is not None:
-            return self._one
-        if self._resident is not None and self._resident[0] == teacher:
-            return self._resident[1]
-        self._resident = None
-        if isinstance(self._many, Sequence):
-            if not 0 <= teacher < len(self._many):
+        if isinstance(self._heads, Sequence):
+            if not 0 <= teacher < len(self._heads):
                 raise ValueError(
-                    f"row_teacher_ids names teacher {teacher}, but {len(self._many)} teacher heads were given"
+                    f"row_teacher_ids names teacher {teacher}, but {len(self._heads)} teacher heads were given"
                 )
-            head = self._many[teacher]
-        else:
-            assert callable(self._many)
-            head = self._many(teacher)
-        self._resident = (teacher, head)
-        return head
+            return self._heads[teacher]
+        if self._resident is None or self._resident[0] != teacher:
+            self._resident = None
+            self._resident = (teacher, self._heads(teacher))
+        return self._resident[1]
 
     def release(self) -> None:
         self._resident = None
@@ -88,3 +77,8 @@ def row_segments(
         if len(index):
             segments.append((int(teacher), _as_rows(index, device)))
     return segments
+
+
+def live_rows(weights: Tensor) -> list[Rows]:
+    """Rows of weights [N] that one model works on; those of weight zero are left out where row_segments does so."""
+    return [rows for _, rows in row_segments(len(weights), None, weights, weights.device)]

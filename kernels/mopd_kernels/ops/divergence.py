@@ -5,22 +5,45 @@ Axes: N rows (response tokens), Ds and Dt hidden widths, V common vocabulary. No
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from mopd_kernels.checks import check_hidden, check_reduction, check_rows, check_weights, common_vocabulary
-from mopd_kernels.dispatch import Backend, Mode, make_plan
+from mopd_kernels.dispatch import Backend, Mode, row_functions
 from mopd_kernels.forms import Kind, divergence_form
-from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype, products
+from mopd_kernels.heads import Head, as_head, products
 from mopd_kernels.ops.lean import lean_sweep
-from mopd_kernels.rowloss import PassResult, row_loss
+from mopd_kernels.ops.operands import operands
+from mopd_kernels.rowloss import PassResult, Upstream, row_loss, times_upstream
 from mopd_kernels.rowstate import RowStats
 from mopd_kernels.sweep import Needs, Rows, sweep
 from mopd_kernels.teachers import TeacherHead, Teachers, row_segments
 
 Reduction = Literal["none", "sum"]
+
+
+class Options(TypedDict, total=False):
+    """Keywords of :func:`divergence` but ``return_stats``, which decides what it returns."""
+
+    kind: Kind
+    beta: float
+    alpha: float
+    weights: Tensor | None
+    temperature: float
+    reduction: Reduction
+    vocab_size: int | None
+    row_teacher_ids: Tensor | None
+    student_bias: Tensor | None
+    student_softcap: float | None
+    student_logit_scale: float
+    teacher_bias: Tensor | None
+    teacher_softcap: float | None
+    teacher_logit_scale: float
+    mode: Mode
+    logit_rows: int | None
+    grad_rows: int | None
+    backend: Backend
 
 
 @overload
@@ -30,25 +53,8 @@ def divergence(
     teacher_hidden: Tensor,
     teacher_head: TeacherHead,
     *,
-    kind: Kind = ...,
-    beta: float = ...,
-    alpha: float = ...,
-    weights: Tensor | None = ...,
-    temperature: float = ...,
-    reduction: Reduction = ...,
-    vocab_size: int | None = ...,
-    row_teacher_ids: Tensor | None = ...,
-    student_bias: Tensor | None = ...,
-    student_softcap: float | None = ...,
-    student_logit_scale: float = ...,
-    teacher_bias: Tensor | None = ...,
-    teacher_softcap: float | None = ...,
-    teacher_logit_scale: float = ...,
-    mode: Mode = ...,
-    logit_rows: int | None = ...,
-    grad_rows: int | None = ...,
-    backend: Backend = ...,
     return_stats: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -59,25 +65,8 @@ def divergence(
     teacher_hidden: Tensor,
     teacher_head: TeacherHead,
     *,
-    kind: Kind = ...,
-    beta: float = ...,
-    alpha: float = ...,
-    weights: Tensor | None = ...,
-    temperature: float = ...,
-    reduction: Reduction = ...,
-    vocab_size: int | None = ...,
-    row_teacher_ids: Tensor | None = ...,
-    student_bias: Tensor | None = ...,
-    student_softcap: float | None = ...,
-    student_logit_scale: float = ...,
-    teacher_bias: Tensor | None = ...,
-    teacher_softcap: float | None = ...,
-    teacher_logit_scale: float = ...,
-    mode: Mode = ...,
-    logit_rows: int | None = ...,
-    grad_rows: int | None = ...,
-    backend: Backend = ...,
     return_stats: Literal[True],
+    **options: Unpack[Options],
 ) -> tuple[Tensor, RowStats]: ...
 
 
@@ -141,7 +130,6 @@ def divergence(
     """
     form = divergence_form(kind, beta=beta, alpha=alpha)
     check_reduction(reduction)
-    student = as_head("student", student_head, student_bias, student_softcap, student_logit_scale)
     if isinstance(teacher_head, (Tensor, Head)):
         teacher_head = as_head("teacher", teacher_head, teacher_bias, teacher_softcap, teacher_logit_scale)
     elif teacher_bias is not None or teacher_softcap is not None or teacher_logit_scale != 1.0:
@@ -152,24 +140,17 @@ def divergence(
     teachers = Teachers(teacher_head)
     if teachers.single != (row_teacher_ids is None):
         raise ValueError("row_teacher_ids goes with several teacher heads: pass both or neither")
-    count = check_hidden("student", student_hidden, student_head)
+    student = operands(
+        "student", student_hidden, student_head, bias=student_bias, softcap=student_softcap,
+        logit_scale=student_logit_scale, temperature=temperature, vocab_size=vocab_size,
+        most_columns=teachers.smallest_vocabulary, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
+        mode=mode,
+    )  # fmt: skip
+    count, columns = len(student_hidden), student.plan.columns
     check_rows(count, student_hidden.device, teacher_hidden=teacher_hidden, weights=weights)
     check_rows(count, None, row_teacher_ids=row_teacher_ids)
-    check_weights(weights, temperature)
-    columns = common_vocabulary(vocab_size, teachers.smallest_vocabulary(len(student.weight)))
-    dtype = compute_dtype(student_hidden, student.weight)
-    plan = make_plan(
-        device=student_hidden.device,
-        operand=operand_dtype(student_hidden, student.weight),
-        rows=count,
-        columns=columns,
-        backend=backend,
-        mode=mode,
-        logit_rows=logit_rows,
-        grad_rows=grad_rows,
-    )
-    row_weights = None if weights is None else weights.detach().to(dtype)
-    teacher_rows = teacher_hidden.detach()
+    check_weights(weights)
+    row_weights, teacher_rows = student.row_weights(weights), teacher_hidden.detach()
 
     def teacher_of(number: int) -> Head:
         head = teachers.head(number)
@@ -177,51 +158,32 @@ def divergence(
         common_vocabulary(columns, len(head.weight))
         return head
 
-    def run(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        upstream: tuple[Tensor | None, ...] | None,
-        needs: Needs,
-    ) -> PassResult:
-        factor = torch.ones(count, dtype=dtype, device=hidden.device)
-        if upstream is not None and upstream[0] is not None:
-            factor = factor * upstream[0].to(dtype)
-        coefficient = factor if row_weights is None else factor * row_weights
-        loss = torch.zeros(count, dtype=dtype, device=hidden.device)
-        stats = RowStats(*torch.zeros(len(RowStats._fields), count, dtype=dtype, device=hidden.device))
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream, needs: Needs) -> PassResult:
+        coefficient = times_upstream(row_weights, upstream)
+        loss, stats = student.zeros(), RowStats(*(student.zeros() for _ in RowStats._fields))
         numbered = row_segments(count, row_teacher_ids, row_weights, hidden.device)
         numbers, segments = [n for n, _ in numbered], [rows for _, rows in numbered]
-        student_epilogue = student.epilogue(columns, temperature)
+        fdiv = row_functions(student.plan.backend, "fdiv")
 
-        if plan.mode == "lean":
+        def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
+            head = teacher_of(numbers[segment])
+            zt = products(teacher_rows[rows], head.weight.detach()[:columns]).to(student.dtype)
+            teacher_epilogue = head.epilogue(columns, temperature)
+            loss[rows], found = fdiv.fdiv_rows(
+                z, zt, form, student.epilogue, teacher_epilogue, coefficient[rows], gradient
+            )
+            for total, part in zip(stats, found, strict=True):
+                total[rows] = part
+
+        if student.plan.mode == "lean":
             gradients = lean_sweep(
-                hidden, student, teacher_rows, teacher_of, form,
-                temperature=temperature, columns=columns, numbered=numbered, plan=plan, needs=needs,
+                student, teacher_rows, teacher_of, form, temperature=temperature, numbered=numbered, needs=needs,
                 coefficient=coefficient, loss=loss, stats=stats,
             )  # fmt: skip
         else:
-            if plan.backend == "triton":
-                from mopd_kernels.triton_rows.fdiv import fdiv_rows
-            else:
-                from mopd_kernels.torch_rows.fdiv import fdiv_rows
-
-            def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-                head = teacher_of(numbers[segment])
-                zt = products(teacher_rows[rows], head.weight.detach()[:columns])
-                teacher_epilogue = head.epilogue(columns, temperature)
-                loss[rows], found = fdiv_rows(
-                    z, zt.to(dtype), form, student_epilogue, teacher_epilogue, coefficient[rows], gradient
-                )
-                for total, part in zip(stats, found, strict=True):
-                    total[rows] = part
-
-            gradients = sweep(
-                hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step
-            )
+            gradients = sweep(hidden, weight, bias, segments=segments, plan=student.plan, needs=needs, step=step)
         teachers.release()
-        weighted = loss if row_weights is None else loss * row_weights
-        return PassResult((weighted,), tuple(stats), gradients)
+        return PassResult((loss * row_weights,), tuple(stats), gradients)
 
-    result = row_loss(student_hidden, student.weight, student.bias, run, summed=reduction == "sum")
+    result = row_loss(student_hidden, student.head.weight, student.head.bias, run, summed=reduction == "sum")
     return (result[0], RowStats(*result[1:])) if return_stats else result[0]

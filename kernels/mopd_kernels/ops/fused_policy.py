@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mopd_kernels.checks import check_hidden, check_rows, check_token_ids, check_weights, common_vocabulary
-from mopd_kernels.dispatch import Backend, make_plan
-from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
+from mopd_kernels.checks import check_weights
+from mopd_kernels.dispatch import Backend, row_functions
+from mopd_kernels.heads import Head
+from mopd_kernels.ops.operands import operands
 from mopd_kernels.ops.policy import PolicyMetrics, check_policy_inputs, combined_weights, named_metrics
-from mopd_kernels.ops.token_logprob import IGNORED, sampled_columns, write_logprob_gradient
-from mopd_kernels.rowloss import PassResult, row_loss
-from mopd_kernels.sampling_mask import MaskColumns, check_sampling_mask
+from mopd_kernels.ops.token_logprob import SampledTokens
+from mopd_kernels.rowloss import PassResult, Upstream, row_loss
 from mopd_kernels.sweep import Needs, Rows, sweep
-from mopd_kernels.teachers import row_segments
-from mopd_kernels.torch_rows.policy import METRICS, Correction, PolicySettings
+from mopd_kernels.teachers import live_rows
+from mopd_kernels.torch_rows.policy import METRICS, Correction, PolicySettings, TokenConstants
 
 
 class PolicyResult(NamedTuple):
@@ -73,68 +73,36 @@ def fused_policy_loss(
         clip=clip, correction=correction, band=band,
         distill_coefficient=distill_coefficient, distill_clip=distill_clip,
     )  # fmt: skip
-    count = check_hidden("policy", hidden, head)
-    check_rows(count, hidden.device, token_ids=token_ids)
-    check_weights(weights, temperature)
-    model = as_head("policy", head, bias, softcap, logit_scale)
-    columns = common_vocabulary(vocab_size, len(model.weight))
-    check_token_ids(token_ids, columns, IGNORED)
-    sampling_mask = check_sampling_mask(sampling_mask, token_ids, columns, IGNORED)
-    dtype = compute_dtype(hidden, model.weight)
-    like = torch.zeros(count, dtype=dtype, device=hidden.device)
-    check_policy_inputs(like, old_logprob, sampler_logprob, advantage, teacher_logprob, weights, mask, None, settings)
-    factor = combined_weights(like, weights, mask) * (token_ids != IGNORED)
-    constants = [
-        None if t is None else t.detach().to(dtype) for t in (old_logprob, sampler_logprob, advantage, teacher_logprob)
-    ]
-    plan = make_plan(
-        device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=count, columns=columns,
-        backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
+    model = operands(
+        "policy", hidden, head, bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
+        vocab_size=vocab_size, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
     )  # fmt: skip
-    safe_ids = token_ids.clamp(min=0)
+    check_weights(weights)
+    tokens = SampledTokens.of(model, token_ids, sampling_mask)
+    constants = TokenConstants(old_logprob, sampler_logprob, advantage, teacher_logprob)
+    check_policy_inputs(model.zeros(), constants, weights, mask, None, settings)
+    constants = constants.each(lambda tensor: tensor.detach().to(model.dtype))
+    factor = combined_weights(model.zeros(), weights, mask) * tokens.live
 
-    def run(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        upstream: tuple[Tensor | None, ...] | None,
-        needs: Needs,
-    ) -> PassResult:
-        if plan.backend == "triton":
-            from mopd_kernels.triton_rows.policy import policy_rows
-            from mopd_kernels.triton_rows.softmax import softmax_rows
-        else:
-            from mopd_kernels.torch_rows.policy import policy_rows
-            from mopd_kernels.torch_rows.softmax import softmax_rows
-
-        terms, logprob, entropy = torch.zeros_like(like), torch.zeros_like(like), torch.zeros_like(like)
-        sums = torch.zeros(len(METRICS), dtype=dtype, device=hidden.device)
-        epilogue = model.epilogue(columns, temperature)
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream, needs: Needs) -> PassResult:
+        terms, logprob, entropy = model.zeros(), model.zeros(), model.zeros()
+        sums = torch.zeros(len(METRICS), dtype=model.dtype, device=hidden.device)
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-            found = softmax_rows(z, epilogue)
-            kept = None if sampling_mask is None else MaskColumns.of(sampling_mask[rows])
-            if kept is not None:
-                found = kept.softmax(found, z, epilogue)
-            ids = safe_ids[rows]
-            logit = sampled_columns(z, epilogue, ids[:, None])[:, 0]
-            log_q = found.log_prob(logit[:, None])[:, 0]
-            old, sampler, reward, teacher = (None if t is None else t[rows] for t in constants)
-            terms[rows], derivative, part = policy_rows(
-                log_q, old, sampler, reward, teacher, None, factor[rows], settings
+            chunk, live = tokens.of_rows(rows, z), factor[rows] != 0
+            terms[rows], derivative, part = row_functions(model.plan.backend, "policy").policy_rows(
+                chunk.logprob, constants.each(lambda tensor: tensor[rows]), factor[rows], settings
             )
             sums.add_(part)
-            live = factor[rows] != 0
-            logprob[rows] = torch.where(live, log_q, 0)
-            entropy[rows] = torch.where(live, found.entropy, 0)
+            logprob[rows] = torch.where(live, chunk.logprob, 0)
+            entropy[rows] = torch.where(live, chunk.softmax.entropy, 0)
             if gradient is not None:
                 if upstream is not None and upstream[0] is not None:
-                    derivative = derivative * upstream[0][rows].to(dtype)
-                write_logprob_gradient(z, epilogue, found, ids, logit, derivative, None, gradient, kept, plan.backend)
+                    derivative = derivative * upstream[0][rows].to(model.dtype)
+                tokens.write_gradient(chunk, derivative, None, gradient)
 
-        segments = [rows for _, rows in row_segments(count, None, factor, hidden.device)]
-        gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
+        gradients = sweep(hidden, weight, bias, segments=live_rows(factor), plan=model.plan, needs=needs, step=step)
         return PassResult((terms,), (logprob, entropy, sums), gradients)
 
-    loss, logprob, entropy, sums = row_loss(hidden, model.weight, model.bias, run, summed=True)
+    loss, logprob, entropy, sums = row_loss(hidden, model.head.weight, model.head.bias, run, summed=True)
     return PolicyResult(loss, named_metrics(sums), logprob, entropy)

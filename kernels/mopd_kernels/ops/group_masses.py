@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mopd_kernels.dispatch import Backend, choose_backend
+from mopd_kernels.dispatch import Backend, choose_backend, row_functions
 
 
 def group_masses(logits: Tensor, scale: Tensor, size: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
@@ -32,8 +32,5 @@ def group_masses(logits: Tensor, scale: Tensor, size: int, *, backend: Backend =
     if size < 1 or size & (size - 1):
         raise ValueError(f"size must be a power of two, got {size}")
     chosen, _ = choose_backend(logits.device, torch.float32, backend)
-    if chosen == "triton":
-        from mopd_kernels.triton_rows.group_masses import group_masses as rows
-    else:
-        from mopd_kernels.torch_rows.group_masses import group_masses as rows
-    return rows(logits, scale, size)
+    found: tuple[Tensor, Tensor] = row_functions(chosen, "group_masses").group_masses(logits, scale, size)
+    return found

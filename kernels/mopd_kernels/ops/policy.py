@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mopd_kernels.checks import check_rows
-from mopd_kernels.dispatch import Backend, choose_backend
-from mopd_kernels.torch_rows.policy import METRICS, Correction, PolicySettings
+from mopd_kernels.dispatch import Backend, choose_backend, row_functions
+from mopd_kernels.torch_rows.policy import METRICS, Correction, PolicySettings, TokenConstants
 
 PolicyMetrics = dict[str, Tensor]
 """0-dim tensors, so that reading none of them costs no sync. ``tokens`` is a count, the rest means over those tokens:
@@ -72,37 +72,23 @@ def policy_loss(
         clip=clip, correction=correction, band=band,
         distill_coefficient=distill_coefficient, distill_clip=distill_clip,
     )  # fmt: skip
-    check_policy_inputs(
-        logprob,
-        old_logprob,
-        sampler_logprob,
-        advantage,
-        teacher_logprob,
-        weights,
-        mask,
-        sequence_ids,
-        settings,
-    )
+    constants = TokenConstants(old_logprob, sampler_logprob, advantage, teacher_logprob)
+    check_policy_inputs(logprob, constants, weights, mask, sequence_ids, settings)
     chosen, _ = choose_backend(logprob.device, logprob.dtype, backend)
     factor = combined_weights(logprob, weights, mask)
-    kept = None
     if sequence_ids is not None:
         old = logprob.detach() if old_logprob is None else old_logprob
         assert sampler_logprob is not None
-        kept = sequences_in_band(old, sampler_logprob, factor, sequence_ids, band)
-    constants = (old_logprob, sampler_logprob, advantage, teacher_logprob, kept)
+        constants = constants._replace(kept=sequences_in_band(old, sampler_logprob, factor, sequence_ids, band))
     loss, sums = _PolicyLoss.apply(  # type: ignore[no-untyped-call]
-        logprob, _detached(constants, logprob), factor, settings, chosen
+        logprob, constants.each(lambda tensor: tensor.detach().to(logprob.dtype)), factor, settings, chosen
     )
     return loss, named_metrics(sums)
 
 
 def check_policy_inputs(
     logprob: Tensor,
-    old_logprob: Tensor | None,
-    sampler_logprob: Tensor | None,
-    advantage: Tensor | None,
-    teacher_logprob: Tensor | None,
+    constants: TokenConstants,
     weights: Tensor | None,
     mask: Tensor | None,
     sequence_ids: Tensor | None,
@@ -112,12 +98,13 @@ def check_policy_inputs(
     if logprob.dim() != 1:
         raise ValueError(f"logprob must be packed tokens [N], got {list(logprob.shape)}")
     check_rows(
-        len(logprob), logprob.device, old_logprob=old_logprob, sampler_logprob=sampler_logprob, advantage=advantage,
-        teacher_logprob=teacher_logprob, weights=weights, mask=mask, sequence_ids=sequence_ids,
+        len(logprob), logprob.device, old_logprob=constants.old, sampler_logprob=constants.sampler,
+        advantage=constants.advantage, teacher_logprob=constants.teacher, weights=weights, mask=mask,
+        sequence_ids=sequence_ids,
     )  # fmt: skip
-    if advantage is None and teacher_logprob is None:
+    if constants.advantage is None and constants.teacher is None:
         raise ValueError("nothing to learn from: pass advantage, teacher_logprob, or both")
-    if settings.correction != "none" and sampler_logprob is None:
+    if settings.correction != "none" and constants.sampler is None:
         raise ValueError(f"correction {settings.correction!r} compares with sampler_logprob, which is None")
     if sequence_ids is not None and settings.correction != "mis":
         raise ValueError(f"sequence_ids only serve correction='mis', got {settings.correction!r}")
@@ -151,27 +138,13 @@ def named_metrics(sums: Tensor) -> PolicyMetrics:
     return {name: tokens if name == "tokens" else means[i] for i, name in enumerate(METRICS)}
 
 
-def _detached(values: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor | None, ...]:
-    return tuple(None if v is None else v.detach().to(like.dtype) for v in values)
-
-
 class _PolicyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logprob: Tensor,
-        constants: tuple[Tensor | None, ...],
-        factor: Tensor,
-        settings: PolicySettings,
-        backend: str,
+        ctx: Any, logprob: Tensor, constants: TokenConstants, factor: Tensor, settings: PolicySettings, backend: str
     ) -> tuple[Tensor, Tensor]:
-        if backend == "triton":
-            from mopd_kernels.triton_rows.policy import policy_rows
-        else:
-            from mopd_kernels.torch_rows.policy import policy_rows
-
-        old, sampler, advantage, teacher, kept = constants
-        loss, derivative, sums = policy_rows(logprob, old, sampler, advantage, teacher, kept, factor, settings)
+        rows = row_functions(backend, "policy")
+        loss, derivative, sums = rows.policy_rows(logprob, constants, factor, settings)
         ctx.save_for_backward(derivative)
         ctx.mark_non_differentiable(sums)
         return loss.sum(), sums

@@ -5,57 +5,89 @@ Axes: N rows, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from mopd_kernels.checks import check_hidden, check_rows, check_token_ids, check_weights, common_vocabulary
-from mopd_kernels.dispatch import Backend, make_plan
-from mopd_kernels.epilogue import Epilogue
-from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
-from mopd_kernels.rowloss import PassResult, row_loss
+from mopd_kernels.checks import check_rows, check_token_ids
+from mopd_kernels.dispatch import Backend, row_functions
+from mopd_kernels.heads import Head
+from mopd_kernels.ops.operands import Operands, operands
+from mopd_kernels.rowloss import PassResult, Upstream, row_loss
 from mopd_kernels.sampling_mask import MaskColumns, check_sampling_mask
 from mopd_kernels.sweep import Needs, Rows, sweep
-from mopd_kernels.teachers import row_segments
+from mopd_kernels.teachers import live_rows
 from mopd_kernels.torch_rows.softmax import SoftmaxRows
 
 IGNORED = -100
 """Token id of a row to skip, the Hugging Face convention."""
 
 
-def sampled_columns(z: Tensor, epilogue: Epilogue, ids: Tensor) -> Tensor:
-    """Logits [C, k] of the columns ``ids`` [C, k] of raw products z [C, V]."""
-    return epilogue.gathered(ids).apply(z.gather(1, ids))
+class ChunkOfTokens(NamedTuple):
+    """The sampled tokens of a chunk of rows, and the softmax that they are from."""
+
+    z: Tensor
+    """[C, V] raw products"""
+    softmax: SoftmaxRows
+    kept: MaskColumns | None
+    ids: Tensor
+    """[C]"""
+    logit: Tensor
+    """[C] of the sampled token"""
+    logprob: Tensor
+    """[C] of the sampled token"""
 
 
-def write_logprob_gradient(
-    z: Tensor,
-    epilogue: Epilogue,
-    rows: SoftmaxRows,
-    ids: Tensor,
-    logit: Tensor,
-    logprob_factor: Tensor,
-    entropy_factor: Tensor | None,
-    gradient: Tensor,
-    kept: MaskColumns | None,
-    backend: str,
-) -> None:
-    """Gradient of ``a log q_y + e Ent`` into ``gradient`` [C, V]; ``logit`` [C] is the sampled token's.
+@dataclass(frozen=True)
+class SampledTokens:
+    """One token of every row, under one model's head."""
 
-    The sampled column is written by itself, as ``a (1 - q)``: added to ``-a q`` it would cancel in half precision.
-    """
-    if backend == "triton":
-        from mopd_kernels.triton_rows.softmax import softmax_gradient
-    else:
-        from mopd_kernels.torch_rows.softmax import softmax_gradient
+    model: Operands
+    ids: Tensor
+    """[N], 0 for a row to skip"""
+    live: Tensor
+    """[N] bool"""
+    sampling_mask: Tensor | None
 
-    log_q = rows.log_prob(logit[:, None])[:, 0]
-    sampled = -logprob_factor * torch.expm1(log_q)
-    if entropy_factor is not None:
-        sampled = sampled - entropy_factor * log_q.exp() * (log_q + rows.entropy)
-    softmax_gradient(z, epilogue, rows, -logprob_factor, entropy_factor, gradient)
-    if kept is not None:
-        kept.narrow(gradient)
-    gradient.scatter_(1, ids[:, None], (sampled * epilogue.chain(logit)).to(gradient.dtype)[:, None])
+    @classmethod
+    def of(cls, model: Operands, token_ids: Tensor, sampling_mask: Tensor | None) -> SampledTokens:
+        """Raises ValueError for ids and masks that do not fit the model."""
+        check_rows(len(model.hidden), model.hidden.device, token_ids=token_ids)
+        check_token_ids(token_ids, model.plan.columns, IGNORED)
+        mask = check_sampling_mask(sampling_mask, token_ids, model.plan.columns, IGNORED)
+        return cls(model, token_ids.clamp(min=0), token_ids != IGNORED, mask)
+
+    def of_rows(self, rows: Rows, z: Tensor) -> ChunkOfTokens:
+        """Those of one chunk, from its raw products z [C, V]."""
+        epilogue = self.model.epilogue
+        found: SoftmaxRows = row_functions(self.model.plan.backend, "softmax").softmax_rows(z, epilogue)
+        kept = None if self.sampling_mask is None else MaskColumns.of(self.sampling_mask[rows])
+        if kept is not None:
+            found = kept.softmax(found, z, epilogue)
+        ids = self.ids[rows]
+        logit = epilogue.of_columns(z, ids[:, None])[:, 0]
+        return ChunkOfTokens(z, found, kept, ids, logit, found.log_prob(logit[:, None])[:, 0])
+
+    def write_gradient(
+        self, chunk: ChunkOfTokens, logprob_factor: Tensor, entropy_factor: Tensor | None, gradient: Tensor
+    ) -> None:
+        """Gradient of ``a log q_y + e Ent`` into ``gradient`` [C, V].
+
+        The sampled column is written by itself, as ``a (1 - q)``: added to ``-a q`` it would cancel in half precision.
+        """
+        epilogue, log_q = self.model.epilogue, chunk.logprob
+        sampled = -logprob_factor * torch.expm1(log_q)
+        if entropy_factor is not None:
+            sampled = sampled - entropy_factor * log_q.exp() * (log_q + chunk.softmax.entropy)
+        row_functions(self.model.plan.backend, "softmax").softmax_gradient(
+            chunk.z, epilogue, chunk.softmax, -logprob_factor, entropy_factor, gradient
+        )
+        if chunk.kept is not None:
+            chunk.kept.narrow(gradient)
+        sampled = (sampled * epilogue.chain(chunk.logit)).to(gradient.dtype)
+        gradient.scatter_(1, chunk.ids[:, None], sampled[:, None])
 
 
 def token_logprob(
@@ -95,63 +127,35 @@ def token_logprob(
     Raises:
         ValueError: shapes, dtypes, ids or settings that do not fit together.
     """
-    count = check_hidden("policy", hidden, head)
-    check_rows(count, hidden.device, token_ids=token_ids)
-    check_weights(None, temperature)
-    model = as_head("policy", head, bias, softcap, logit_scale)
-    columns = common_vocabulary(vocab_size, len(model.weight))
-    check_token_ids(token_ids, columns, IGNORED)
-    sampling_mask = check_sampling_mask(sampling_mask, token_ids, columns, IGNORED)
-    dtype = compute_dtype(hidden, model.weight)
-    plan = make_plan(
-        device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=count, columns=columns,
-        backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
+    model = operands(
+        "policy", hidden, head, bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
+        vocab_size=vocab_size, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
     )  # fmt: skip
-    live = (token_ids != IGNORED).to(dtype)
-    safe_ids = token_ids.clamp(min=0)
+    tokens = SampledTokens.of(model, token_ids, sampling_mask)
+    live = tokens.live.to(model.dtype)
 
-    def run(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        upstream: tuple[Tensor | None, ...] | None,
-        needs: Needs,
-    ) -> PassResult:
-        if plan.backend == "triton":
-            from mopd_kernels.triton_rows.softmax import softmax_rows
-        else:
-            from mopd_kernels.torch_rows.softmax import softmax_rows
-
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream, needs: Needs) -> PassResult:
         given = upstream or (None,)
         logprob_factor = live if given[0] is None and upstream is None else live * _or_zero(given[0], live)
         entropy_factor = None
         if return_entropy and entropy_gradient and upstream is not None and given[1] is not None:
-            entropy_factor = live * given[1].to(dtype)
-        logprob, entropy = torch.zeros_like(live), torch.zeros_like(live)
-        epilogue = model.epilogue(columns, temperature)
+            entropy_factor = live * given[1].to(model.dtype)
+        logprob, entropy = model.zeros(), model.zeros()
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-            found = softmax_rows(z, epilogue)
-            kept = None if sampling_mask is None else MaskColumns.of(sampling_mask[rows])
-            if kept is not None:
-                found = kept.softmax(found, z, epilogue)
-            ids = safe_ids[rows]
-            logit = sampled_columns(z, epilogue, ids[:, None])[:, 0]
-            logprob[rows] = found.log_prob(logit[:, None])[:, 0] * live[rows]
-            entropy[rows] = found.entropy * live[rows]
+            chunk = tokens.of_rows(rows, z)
+            logprob[rows] = chunk.logprob * live[rows]
+            entropy[rows] = chunk.softmax.entropy * live[rows]
             if gradient is not None:
                 e = None if entropy_factor is None else entropy_factor[rows]
-                write_logprob_gradient(
-                    z, epilogue, found, ids, logit, logprob_factor[rows], e, gradient, kept, plan.backend
-                )
+                tokens.write_gradient(chunk, logprob_factor[rows], e, gradient)
 
-        segments = [rows for _, rows in row_segments(count, None, live, hidden.device)]
-        gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
+        gradients = sweep(hidden, weight, bias, segments=live_rows(live), plan=model.plan, needs=needs, step=step)
         outputs = (logprob, entropy) if return_entropy and entropy_gradient else (logprob,)
         return PassResult(outputs, () if entropy_gradient else (entropy,), gradients)
 
     outputs = 2 if return_entropy and entropy_gradient else 1
-    result = row_loss(hidden, model.weight, model.bias, run, summed=False, outputs=outputs)
+    result = row_loss(hidden, model.head.weight, model.head.bias, run, summed=False, outputs=outputs)
     return (result[0], result[1]) if return_entropy else result[0]
 
 

@@ -8,24 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mopd_kernels.checks import (
-    check_hidden,
-    check_reduction,
-    check_rows,
-    check_token_ids,
-    check_weights,
-    common_vocabulary,
-)
-from mopd_kernels.dispatch import Backend, make_plan
+from mopd_kernels.checks import check_reduction, check_rows, check_token_ids, check_weights
+from mopd_kernels.dispatch import Backend, row_functions
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import Form, Kind, divergence_form
-from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
+from mopd_kernels.heads import Head
 from mopd_kernels.ops.divergence import Reduction
-from mopd_kernels.ops.token_logprob import sampled_columns
+from mopd_kernels.ops.operands import operands
 from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
-from mopd_kernels.rowloss import PassResult, row_loss
+from mopd_kernels.rowloss import PassResult, Upstream, row_loss, times_upstream
 from mopd_kernels.sweep import Gradients, Needs, Rows, cut, length, sweep
-from mopd_kernels.teachers import row_segments
+from mopd_kernels.teachers import live_rows
 
 ABSENT = -1
 """Token id of an unused slot, for rows that store fewer than k tokens."""
@@ -81,58 +74,39 @@ def topk_divergence(
         raise ValueError(f"mode {mode!r} is defined for {', '.join(supported_kinds(mode))}, got kind {kind!r}")
     form = divergence_form(kind, beta=beta, alpha=alpha)
     check_reduction(reduction)
-    count = check_hidden("student", student_hidden, student_head)
-    check_rows(count, student_hidden.device, topk_ids=topk_ids, topk_logprobs=topk_logprobs, weights=weights)
-    check_weights(weights, temperature)
+    model = operands(
+        "student", student_hidden, student_head, bias=bias, softcap=softcap, logit_scale=logit_scale,
+        temperature=temperature, vocab_size=vocab_size, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
+    )  # fmt: skip
+    check_rows(
+        len(student_hidden), student_hidden.device, topk_ids=topk_ids, topk_logprobs=topk_logprobs, weights=weights
+    )
+    check_weights(weights)
     if topk_ids.dim() != 2 or topk_ids.shape != topk_logprobs.shape or topk_ids.shape[1] < 1:
         raise ValueError(
             f"topk_ids and topk_logprobs must both be [N, k], got {list(topk_ids.shape)} "
             f"and {list(topk_logprobs.shape)}"
         )
-    model = as_head("student", student_head, bias, softcap, logit_scale)
-    columns = common_vocabulary(vocab_size, len(model.weight))
-    check_token_ids(topk_ids, columns, ABSENT)
-    dtype = compute_dtype(student_hidden, model.weight)
-    plan = make_plan(
-        device=student_hidden.device, operand=operand_dtype(student_hidden, model.weight), rows=count,
-        columns=columns, backend=backend, logit_rows=logit_rows, grad_rows=grad_rows,
-    )  # fmt: skip
-    row_weights = torch.ones(count, dtype=dtype, device=student_hidden.device)
-    if weights is not None:
-        row_weights = weights.detach().to(dtype)
+    check_token_ids(topk_ids, model.plan.columns, ABSENT)
+    row_weights = model.row_weights(weights)
     present = topk_ids != ABSENT
     ids = topk_ids.long().clamp(min=0)
-    log_p = torch.where(present, topk_logprobs.detach().to(dtype), OFF_SUPPORT).clamp(min=OFF_SUPPORT)
+    log_p = torch.where(present, topk_logprobs.detach().to(model.dtype), OFF_SUPPORT).clamp(min=OFF_SUPPORT)
 
-    def run(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        upstream: tuple[Tensor | None, ...] | None,
-        needs: Needs,
-    ) -> PassResult:
-        coefficient = row_weights
-        if upstream is not None and upstream[0] is not None:
-            coefficient = row_weights * upstream[0].to(dtype)
-        segments = [rows for _, rows in row_segments(count, None, row_weights, hidden.device)]
-        epilogue = model.epilogue(columns, temperature)
+    def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream, needs: Needs) -> PassResult:
+        coefficient = times_upstream(row_weights, upstream)
+        segments, epilogue = live_rows(row_weights), model.epilogue
         if mode == "renormalised":
             loss, gradients = _renormalised_pass(
                 hidden, weight, bias, epilogue, ids, log_p, present, coefficient, segments, form, needs
             )
             return PassResult((loss * row_weights,), (), gradients)
-
-        if plan.backend == "triton":
-            from mopd_kernels.triton_rows.softmax import softmax_gradient, softmax_rows
-        else:
-            from mopd_kernels.torch_rows.softmax import softmax_gradient, softmax_rows
-
-        loss = torch.zeros_like(row_weights)
+        softmax, loss = row_functions(model.plan.backend, "softmax"), model.zeros()
 
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
-            found = softmax_rows(z, epilogue)
+            found = softmax.softmax_rows(z, epilogue)
             here = present[rows]
-            logits = sampled_columns(z, epilogue, ids[rows])
+            logits = epilogue.of_columns(z, ids[rows])
             log_q = torch.where(here, found.log_prob(logits), OFF_SUPPORT)
             result = buckets(log_q, log_p[rows], form, mode)
             loss[rows] = result.loss
@@ -140,14 +114,14 @@ def topk_divergence(
                 return
             assert result.elsewhere is not None
             factor = coefficient[rows]
-            softmax_gradient(z, epilogue, found, factor * result.elsewhere, None, gradient)
+            softmax.softmax_gradient(z, epilogue, found, factor * result.elsewhere, None, gradient)
             values = result.stored * factor[:, None] * epilogue.chain(logits)
             _scatter_present(gradient, ids[rows], values, here)
 
-        gradients = sweep(hidden, weight, bias, columns=columns, segments=segments, plan=plan, needs=needs, step=step)
+        gradients = sweep(hidden, weight, bias, segments=segments, plan=model.plan, needs=needs, step=step)
         return PassResult((loss * row_weights,), (), gradients)
 
-    return row_loss(student_hidden, model.weight, model.bias, run, summed=reduction == "sum")[0]
+    return row_loss(student_hidden, model.head.weight, model.head.bias, run, summed=reduction == "sum")[0]
 
 
 def _scatter_present(gradient: Tensor, ids: Tensor, values: Tensor, present: Tensor) -> None:

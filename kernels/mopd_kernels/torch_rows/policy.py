@@ -5,8 +5,9 @@ Axes: N packed tokens. Formulas are documented at :func:`mopd_kernels.policy_los
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,22 +52,30 @@ class PolicySettings:
             raise ValueError(f"distill_clip must be positive, got {self.distill_clip}; None leaves it unclipped")
 
 
-def policy_rows(
-    logprob: Tensor,
-    old: Tensor | None,
-    sampler: Tensor | None,
-    advantage: Tensor | None,
-    teacher: Tensor | None,
-    kept: Tensor | None,
-    weights: Tensor,
-    settings: PolicySettings,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss terms [N], d(loss term)/d(logprob) [N] and metric sums [len(METRICS)], all from constants but ``logprob``.
+class TokenConstants(NamedTuple):
+    """What the policy term compares a token's log-prob with; each [N], or None."""
 
-    ``old`` None means the log-prob itself (ratio one), ``kept`` [N] replaces the band test of ``mis``. Tokens of weight
-    zero count nowhere.
-    """
+    old: Tensor | None = None
+    """None means the log-prob itself: ratio one."""
+    sampler: Tensor | None = None
+    """None means ``old``."""
+    advantage: Tensor | None = None
+    teacher: Tensor | None = None
+    kept: Tensor | None = None
+    """Replaces the band test of ``mis``."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenConstants:
+        """Every tensor that is there, changed."""
+        return TokenConstants._make(None if tensor is None else change(tensor) for tensor in self)
+
+
+def policy_rows(
+    logprob: Tensor, constants: TokenConstants, weights: Tensor, settings: PolicySettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss terms [N], d(loss term)/d(logprob) [N] and metric sums [len(METRICS)]. Tokens of weight zero count
+    nowhere."""
     logprob = logprob.detach()
+    old, sampler, advantage, teacher, kept = constants
     old = logprob if old is None else old
     sampler = old if sampler is None else sampler
     log_ratio = logprob - old

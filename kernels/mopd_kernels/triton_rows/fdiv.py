@@ -259,25 +259,14 @@ def fdiv_rows(
     teacher: Epilogue,
     coefficient: Tensor,
     gradient: Tensor | None,
-) -> tuple[Tensor, RowStats]:
-    """As :func:`mopd_kernels.torch_rows.fdiv.fdiv_rows`; zs, zt [C, V] float32 with unit column stride."""
-    block = _block(zs.shape[1], form)
-    return launch_rows(zs, zt, form, student, teacher, coefficient, gradient, block=block, warps=WARPS)
-
-
-def launch_rows(
-    zs: Tensor,
-    zt: Tensor,
-    form: Form,
-    student: Epilogue,
-    teacher: Epilogue,
-    coefficient: Tensor,
-    gradient: Tensor | None,
     *,
-    block: int,
-    warps: int,
+    block: int | None = None,
+    warps: int = WARPS,
 ) -> tuple[Tensor, RowStats]:
-    """:func:`fdiv_rows` with the tile and the number of warps given, for tuning."""
+    """As :func:`mopd_kernels.torch_rows.fdiv.fdiv_rows`; zs, zt [C, V] float32 with unit column stride.
+
+    block, warps: columns a program holds at once and its warps, where they are tuned.
+    """
     rows, columns = zs.shape
     losses = torch.zeros(rows, device=zs.device)
     stats = torch.zeros(STATS_FIELDS, rows, device=zs.device)
@@ -285,7 +274,7 @@ def launch_rows(
     _row_kernel[(rows,)](
         zs, zt, g, coefficient, losses, stats, rows, columns, zs.stride(0), zt.stride(0), g.stride(0),
         *_form_arguments(form), *_epilogues(student, teacher, zs, zt),
-        KIND=form.code, GRADIENT=gradient is not None, B=block, num_warps=warps,
+        KIND=form.code, GRADIENT=gradient is not None, B=block or _block(columns, form), num_warps=warps,
     )  # fmt: skip
     return losses, RowStats(*stats)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mopd_kernels.torch_rows.policy import CORRECTIONS, LOG_RATIO_LIMIT, METRICS, PolicySettings
+from mopd_kernels.torch_rows.policy import CORRECTIONS, LOG_RATIO_LIMIT, METRICS, PolicySettings, TokenConstants
 
 LIMIT = tl.constexpr(LOG_RATIO_LIMIT)
 ICEPOP = tl.constexpr(CORRECTIONS.index("icepop"))
@@ -105,14 +105,7 @@ def _policy_kernel(
 
 
 def policy_rows(
-    logprob: Tensor,
-    old: Tensor | None,
-    sampler: Tensor | None,
-    advantage: Tensor | None,
-    teacher: Tensor | None,
-    kept: Tensor | None,
-    weights: Tensor,
-    settings: PolicySettings,
+    logprob: Tensor, constants: TokenConstants, weights: Tensor, settings: PolicySettings
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`mopd_kernels.torch_rows.policy.policy_rows`; every tensor float32 [N]."""
     logprob = logprob.detach().contiguous()
@@ -120,10 +113,10 @@ def policy_rows(
     programs = max(1, triton.cdiv(count, BLOCK))
     losses, derivatives = torch.empty_like(logprob), torch.empty_like(logprob)
     sums = torch.empty(len(METRICS), programs, device=logprob.device)
-    inputs = (old, sampler, advantage, teacher, kept)
+    old, sampler, advantage, teacher, kept = constants
     below, above = settings.clip or (0.0, 0.0)
     _policy_kernel[(programs,)](
-        logprob, *(logprob if t is None else t.contiguous() for t in inputs), weights.contiguous(),
+        logprob, *(logprob if t is None else t.contiguous() for t in constants), weights.contiguous(),
         losses, derivatives, sums, count, programs, below, above, *settings.band,
         settings.distill_coefficient, settings.distill_clip or 0.0,
         HAS_OLD=old is not None, HAS_SAMPLER=sampler is not None, HAS_ADVANTAGE=advantage is not None,

@@ -1,0 +1,68 @@
+"""What an op works out of hidden states and one head before its first row: the checks, and the plan of the call.
+
+Axes: N rows, D hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mopd_kernels.checks import check_hidden, check_temperature, common_vocabulary
+from mopd_kernels.dispatch import Backend, Mode, Plan, make_plan
+from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
+
+
+class Operands(NamedTuple):
+    """Hidden states [N, D] and a head that fit together."""
+
+    hidden: Tensor
+    head: Head
+    dtype: torch.dtype
+    """In which the op computes."""
+    epilogue: Epilogue
+    plan: Plan
+
+    def zeros(self) -> Tensor:
+        """[N] in the dtype of the computation."""
+        return torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
+
+    def row_weights(self, weights: Tensor | None) -> Tensor:
+        """[N] factor of each row; one without weights."""
+        return torch.ones_like(self.zeros()) if weights is None else weights.detach().to(self.dtype)
+
+
+def operands(
+    who: str,
+    hidden: Tensor,
+    head: Tensor | Head,
+    *,
+    bias: Tensor | None,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float,
+    vocab_size: int | None,
+    most_columns: int = sys.maxsize,
+    logit_rows: int | None,
+    grad_rows: int | None = None,
+    backend: Backend,
+    mode: Mode = "fast",
+) -> Operands:
+    """Check what the caller of an op gave. Raises ValueError; ``who`` names the model in its messages.
+
+    most_columns: tokens that other models of the call have.
+    """
+    check_hidden(who, hidden, head)
+    check_temperature(temperature)
+    model = as_head(who, head, bias, softcap, logit_scale)
+    columns = common_vocabulary(vocab_size, min(len(model.weight), most_columns))
+    plan = make_plan(
+        device=hidden.device, operand=operand_dtype(hidden, model.weight), rows=len(hidden), columns=columns,
+        backend=backend, mode=mode, logit_rows=logit_rows, grad_rows=grad_rows,
+    )  # fmt: skip
+    dtype = compute_dtype(hidden, model.weight)
+    return Operands(hidden, model, dtype, model.epilogue(columns, temperature), plan)
