@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -346,11 +347,24 @@ class Batch:
     window: int
     step: int
     """Step inside the stage, counted over windows; the resume integer."""
-    packs: list[Pack]
+    packs: Sequence[Pack]
     loss_tokens: int
     """Trained tokens in the whole step over all ranks."""
     sequences: int
     """Sequences in the whole step over all ranks."""
+
+    @property
+    def teachers(self) -> list[str]:
+        """Teacher of each pack."""
+        return [pack.teacher for pack in self.packs]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each sample of each pack."""
+        return [np.diff(pack.cu_seqlens).tolist() for pack in self.packs]
+
+    def release(self, *packs: Pack) -> None:
+        """Give back the named packs, or all of them. A batch in ordinary memory has nothing to give back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

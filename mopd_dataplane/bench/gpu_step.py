@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from mopd_dataplane.base.files import file_digest
 from mopd_dataplane.job.objectives import DivergenceTerm, Objective, PolicyGradientTerm
 from mopd_dataplane.job.sections import Train
 from mopd_dataplane.models.hf import load_head
-from mopd_dataplane.records import Pack
+from mopd_dataplane.records import Batch, Pack
 from mopd_dataplane.train.heads import TeacherHeads
 from mopd_dataplane.train.loop import Trainer
 from mopd_dataplane.train.objective import ObjectiveLoss
@@ -29,31 +28,6 @@ OBJECTIVE = Objective(
 TEACHER, PROMPT = "teacher", 4
 
 
-@dataclass(kw_only=True)
-class MemoryBatch:
-    """A step's packs in ordinary memory, with the interface of a batch of the loader."""
-
-    stage: str
-    window: int
-    step: int
-    packs: list[Pack]
-    loss_tokens: int
-    sequences: int
-
-    @property
-    def teachers(self) -> list[str]:
-        """Teacher of each pack."""
-        return [pack.teacher for pack in self.packs]
-
-    @property
-    def lengths(self) -> list[list[int]]:
-        """Tokens of each sample of each pack."""
-        return [np.diff(pack.cu_seqlens).tolist() for pack in self.packs]
-
-    def release(self, *packs: Pack) -> None:
-        """Nothing to give back."""
-
-
 def trainer(policy: Path, folder: Path, width: int, device: str, *, bfloat16: bool) -> Trainer:
     """A trainer of the objective above, with one teacher's head of that width."""
     ranks = Ranks.join(device, environment={})
@@ -66,13 +40,11 @@ def trainer(policy: Path, folder: Path, width: int, device: str, *, bfloat16: bo
     return Trainer(student, ObjectiveLoss(OBJECTIVE), Train(), ranks, heads, (TEACHER,))
 
 
-def random_batch(count: int, lengths: list[int], width: int) -> MemoryBatch:
+def random_batch(count: int, lengths: list[int], width: int) -> Batch:
     """`count` packs of sequences of these lengths, with int8 teacher states [M, width] at every trained token."""
     packs = [_pack(number, lengths, width) for number in range(count)]
     trained = sum(int(pack.loss_mask.sum()) for pack in packs)
-    return MemoryBatch(
-        stage="student", window=0, step=0, packs=packs, loss_tokens=trained, sequences=count * len(lengths)
-    )
+    return Batch(stage="student", window=0, step=0, packs=packs, loss_tokens=trained, sequences=count * len(lengths))
 
 
 def _pack(number: int, lengths: list[int], width: int) -> Pack:

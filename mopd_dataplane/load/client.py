@@ -275,17 +275,17 @@ class LoadedBatch(Batch):
     `packs` is a sequence: its length is known, an element is fetched at first use and stays valid until released.
     """
 
-    packs: _LazyPacks  # type: ignore[assignment]
+    packs: _LazyPacks
 
     @property
     def teachers(self) -> list[str]:
         """Teacher of each pack; known without fetching one."""
-        return self.packs.teachers
+        return [str(entry["teacher"]) for entry in self.packs.entries]
 
     @property
     def lengths(self) -> list[list[int]]:
         """Tokens of each sample of each pack; known without fetching one."""
-        return self.packs.lengths
+        return [[int(length) for length in entry["lengths"]] for entry in self.packs.entries]
 
     def release(self, *packs: Pack) -> None:
         """Give back the named packs, or all of them; their arrays must not be read afterwards."""
@@ -312,24 +312,14 @@ class _LazyPacks(Sequence[Pack]):
     def __init__(self, client: LoaderClient, step: int, entries: list[Message], lent: dict[int, _Lease]) -> None:
         self._client = client
         self._step = step
-        self._entries = entries
+        self.entries = entries
         self._leases = lent
         """Place → what is held, looked at or not."""
         self._packs: dict[int, Pack] = {}
         self._released: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def teachers(self) -> list[str]:
-        """Teacher of each pack."""
-        return [str(entry["teacher"]) for entry in self._entries]
-
-    @property
-    def lengths(self) -> list[list[int]]:
-        """Tokens of each sample of each pack."""
-        return [[int(length) for length in entry["lengths"]] for entry in self._entries]
+        return len(self.entries)
 
     @overload
     def __getitem__(self, index: int) -> Pack: ...
@@ -340,13 +330,13 @@ class _LazyPacks(Sequence[Pack]):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]
         if place in self._released:
-            raise ResourceError(f"pack {self._entries[place]['pack']} of step {self._step} was released before")
+            raise ResourceError(f"pack {self.entries[place]['pack']} of step {self._step} was released before")
         if place not in self._packs:
             if place in self._leases:
                 self._client._used_at.append(time.monotonic())
             else:
                 self._leases |= self._client._claim(self._step, place)
-            self._packs[place] = self._client._view(self._leases[place], self._entries[place])
+            self._packs[place] = self._client._view(self._leases[place], self.entries[place])
         return self._packs[place]
 
     def release(self, indices: list[int] | None) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mopd_dataplane.errors import EngineError
 from mopd_dataplane.job.sections import Train
-from mopd_dataplane.records import Pack, StepMetrics
+from mopd_dataplane.records import Batch, StepMetrics
 from mopd_dataplane.train.context import part_of
 from mopd_dataplane.train.device import DeviceCopies
 from mopd_dataplane.train.heads import TeacherHeads
@@ -32,35 +32,10 @@ from mopd_dataplane.train.student import Student
 from mopd_dataplane.train.token_stats import Picked, StatsOfSteps
 
 
-class LoadedBatch(Protocol):
-    """A records.Batch in the loader's memory: packs are fetched at first use, and released."""
-
-    stage: str
-    window: int
-    step: int
-    loss_tokens: int
-    sequences: int
-
-    @property
-    def packs(self) -> Sequence[Pack]:
-        """Packs of this rank; indexing fetches."""
-
-    @property
-    def teachers(self) -> Sequence[str]:
-        """Teacher of each pack; fetches nothing."""
-
-    @property
-    def lengths(self) -> Sequence[Sequence[int]]:
-        """Tokens of each sample of each pack; fetches nothing."""
-
-    def release(self, *packs: Pack) -> None:
-        """Give back the named packs, or everything."""
-
-
 class BatchSource(Protocol):
     """A source of batches: the loader's client, or anything with its interface."""
 
-    def batches(self, stage: str, window: int, start_step: int) -> Iterator[LoadedBatch]:
+    def batches(self, stage: str, window: int, start_step: int) -> Iterator[Batch]:
         """Batches of a window from step `start_step` of the window on."""
 
     def plan(self, stage: str, window: int) -> dict[str, Any]:
@@ -88,7 +63,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.student, self.settings)
         self.copies = DeviceCopies(self.ranks.device)
 
-    def step(self, batch: LoadedBatch, window: Window, step: int, *, waited_s: float = 0.0) -> StepMetrics:
+    def step(self, batch: Batch, window: Window, step: int, *, waited_s: float = 0.0) -> StepMetrics:
         """One update from one batch. step: ordinal inside the stage; waited_s: already spent waiting for the batch.
 
         Raises EngineError, with the update not applied, when loss or gradient is not finite.
@@ -135,7 +110,7 @@ class Trainer:
         weighed = self.objective.objective.teacher_weights
         return {f"teacher/{name}/weight": self.objective.teacher_weight(name, step) for name in weighed}
 
-    def _gradients(self, batch: LoadedBatch, window: Window, step: int) -> _StepSums:
+    def _gradients(self, batch: Batch, window: Window, step: int) -> _StepSums:
         totals = Totals(batch.loss_tokens, batch.sequences, step)
         sums = _StepSums(self.objective.metric_names, self.teachers, self.ranks.device)
         teachers, lengths = batch.teachers, batch.lengths

@@ -14,7 +14,7 @@ from objectives import Case
 
 from mopd_dataplane.job.sections import Student as StudentSettings
 from mopd_dataplane.models.initial_weights import make_student
-from mopd_dataplane.records import Pack
+from mopd_dataplane.records import Batch, Pack
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen3",
@@ -51,25 +51,11 @@ def _one_thread() -> None:
 
 
 @dataclass(kw_only=True)
-class MemoryBatch:
+class MemoryBatch(Batch):
     """A batch held in ordinary memory; remembers what was released."""
 
-    stage: str
-    window: int
-    step: int
-    packs: list[Pack]
-    loss_tokens: int
-    sequences: int
     released: list[int] = field(default_factory=list)
     on_release: Callable[[Pack], None] = lambda pack: None
-
-    @property
-    def teachers(self) -> list[str]:
-        return [pack.teacher for pack in self.packs]
-
-    @property
-    def lengths(self) -> list[list[int]]:
-        return [np.diff(pack.cu_seqlens).tolist() for pack in self.packs]
 
     def release(self, *packs: Pack) -> None:
         for pack in packs:
