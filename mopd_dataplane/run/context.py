@@ -31,7 +31,7 @@ from mopd_dataplane.store.decode import Decoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mopd_dataplane.run.ray.cluster import RayFleet
+    from mopd_dataplane.run.ray.workers import RayFleet
 
 Pinned = TypeVar("Pinned", sections.Student, sections.Teacher)
 JOB = "job.json"

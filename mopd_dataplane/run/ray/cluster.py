@@ -12,41 +12,19 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from mopd_dataplane.base.extras import require
 from mopd_dataplane.errors import ResourceError
-from mopd_dataplane.job.job import Stage
-from mopd_dataplane.rollout.rollout_report import RolloutReport
 from mopd_dataplane.run.context import Run
-from mopd_dataplane.run.ray.replicas import roll_out_on_replicas
-from mopd_dataplane.run.ray.teacher_workers import score_on_workers
-from mopd_dataplane.run.steps.rollout import Part
-from mopd_dataplane.run.steps.score import ScoredTask, ScoreTask
+from mopd_dataplane.run.ray.workers import RayFleet
 
 ON_THIS_MACHINE = "local"
 REACH_S = 10.0
 """How long a cluster may take to accept a connection."""
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch for a cluster whose address is 127.0.0.1; read when Ray is imported."""
-
-
-@dataclass(frozen=True)
-class RayFleet:
-    """A run's engine replicas and teachers, in processes of their own; each call starts the workers it needs and ends
-    them."""
-
-    run: Run
-
-    def roll_out(self, part: Part, already: set[str], show: Callable[..., None]) -> RolloutReport:
-        """Sample a part as steps.rollout.roll_out does, divided over engine replicas."""
-        return roll_out_on_replicas(self.run, part, already, show)
-
-    def score(self, stage: Stage, tasks: Sequence[ScoreTask], done: Callable[[ScoredTask], None]) -> None:
-        """Score every task (steps.score.score_task), on one worker per teacher; `done` is called with each result."""
-        score_on_workers(self.run, stage, tasks, done)
 
 
 @contextmanager
