@@ -8,9 +8,7 @@ adapter_check.py      checks of a job's adapters: their base, rank and learning 
 light_stages.py       the steps that run no model: reward, plan
 context.py            what every step needs: job, store, policies, tokenizer, progress
 steps/                one file a step: rollout, score, plan, train, evaluate …
-concurrent.py         a stage whose rollout, scoring and training run concurrently
-follow.py             those three processes
-join.py               the nodes besides the first: they only train
+follow.py             a concurrent stage: its rollout, scoring and training; the nodes besides the first
 ray/                  rollout and scoring on a Ray cluster
 job_data.py           prompts of the domains; reference answers as samples
 prompt_order.py       which prompts an iteration samples
@@ -19,10 +17,8 @@ environments.py       what answers the policy at the end of its turn
 open_engine.py        the engine that a job samples with
 teacher_inputs.py     stored samples as teachers read them
 stage_rows.py         the samples of one stage
-quantised_teachers.py quantised teachers: no two precisions under one name
 policies.py           which folder holds which policy version
 work_folder.py        the local folder, and its copy on an object store
-checkpoint_copy.py    checkpoints on their way to an object store and back
 token_log_copy.py     the token log's copy there
 upgrade.py            copies a whole store of format 1 into format 2
 whole_copy.py         a store, whole, at another place

@@ -1,4 +1,4 @@
-"""Concurrent rollout, score and train, each in a process of its own that follows the store.
+"""Processes that follow a store: the parts of a concurrent stage, and the nodes besides the first.
 
     mopd rollout JOB --follow    samples every iteration with the newest published policy
     mopd score JOB --follow      scores samples as they become visible
@@ -6,19 +6,28 @@
 
 They communicate through the store only. A producer that is ahead is held back between iterations, never inside one; a
 trainer that is ahead waits. Each records that it has ended, and each can be killed and started again.
+
+The nodes besides the first only train, together with the first node's ranks: training begins when there is a plan for
+the next window, and is over with the last policy version, or in a concurrent stage with the window that closes its plan
+log. See docs/ranks.md.
 """
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 import time
 
 import numpy as np
 
-from mopd_dataplane.errors import DeadlineError, InputError
-from mopd_dataplane.job.job import Stage
+from mopd_dataplane.base.processes import exit_error, parent_named, scratch_folder, stop_child
+from mopd_dataplane.errors import DeadlineError, InputError, UnknownNameError
+from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.plan.follow import Decision, next_window
 from mopd_dataplane.records import PlanWindow
-from mopd_dataplane.run.context import Run
+from mopd_dataplane.run.context import Run, open_existing
+from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.stage_rows import Rows, event_rows, stage_samples
 from mopd_dataplane.run.steps.plan import planner_columns, recorded_windows, training_of, window_tag
 from mopd_dataplane.run.steps.reward import reward
@@ -27,6 +36,9 @@ from mopd_dataplane.run.steps.score import register_teachers, score
 from mopd_dataplane.run.steps.train import Training
 
 POLL_S = 0.5
+PARTS = ("rollout", "score", "train")
+STOP_S = 60.0
+"""How long a part may take to save its state once it is asked to stop."""
 STALL_TIMEOUT_S = 7 * 86400.0
 """How long one process waits for another that makes no progress."""
 
@@ -50,6 +62,33 @@ class StallTimeout:
                 "this command again to continue"
             )
         time.sleep(POLL_S)
+
+
+def run_concurrent(run: Run, stage: Stage) -> None:
+    """Run every part of a stage to its end; on an error or an interruption all of them are stopped gracefully.
+
+    Each continues where it stopped, so the same call continues after any kill. Raises the error of the first part that
+    failed.
+    """
+    command = [sys.executable, "-m", "mopd_dataplane"]
+    with scratch_folder() as scratch, contextlib.ExitStack() as running:
+        job = scratch / "job.json"  # with the overrides of this call
+        job.write_text(run.job.model_dump_json())
+        where = [str(job), "--stage", stage.name, "--follow", "--json"]
+        parts = {}
+        for part in PARTS:  # the answer of a part is not wanted, its progress goes to our stderr
+            process = parts[part] = subprocess.Popen(
+                [*command, part, *where], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=parent_named()
+            )
+            running.callback(stop_child, process, STOP_S)
+        while True:
+            codes = {part: process.poll() for part, process in parts.items()}
+            for part, code in codes.items():
+                if code:
+                    raise exit_error(f"stage {stage.name!r}: {part}", code)
+            if None not in codes.values():
+                return
+            time.sleep(POLL_S)
 
 
 def rollout_follow(run: Run, stage: Stage) -> int:
@@ -190,3 +229,38 @@ def _record_end(run: Run, stage: Stage, what: str) -> None:
 
 def _has_ended(run: Run, stage: Stage, what: str) -> bool:
     return run.has_event(f"{what}_end/{stage.name}")
+
+
+def join_job(job: Job, progress: Progress, only: str | None = None) -> None:
+    """Take part in the training of every stage, or of one.
+
+    Raises DeadlineError when the first node makes no progress for days, InputError when the store is not shared, and
+    what training raises.
+    """
+    if "://" in job.store:
+        raise InputError(f"store {job.store} is an object store; give a folder that all nodes share")
+    run = _opened(job, progress)
+    for stage in [job.stage(only)] if only else job.stages:
+        _join_stage(run, stage)
+
+
+def _opened(job: Job, progress: Progress) -> Run:
+    stall = StallTimeout("mopd run JOB on the first node")
+    while True:
+        try:
+            return open_existing(job, progress)
+        except UnknownNameError:
+            stall.pause()
+
+
+def _join_stage(run: Run, stage: Stage) -> None:
+    stall = StallTimeout("mopd run JOB on the first node")
+    while not run.is_done(stage):
+        window = run.policies.latest(stage)
+        plan = run.store.plan(stage.name, window) if stage.concurrent or window < stage.iterations else None
+        if plan is None or not len(plan.sample_rows):
+            stall.pause()
+            continue
+        with Training(run, stage, samples=samples_expected(run, stage) if stage.concurrent else 0) as training:
+            training.take_part(None if stage.concurrent else stage.iterations)
+        stall.renew()

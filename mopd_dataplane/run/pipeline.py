@@ -18,11 +18,9 @@ from rich.console import Console
 
 from mopd_dataplane.job.job import Job, Stage
 from mopd_dataplane.query.report import write_report
-from mopd_dataplane.run.concurrent import run_concurrent
 from mopd_dataplane.run.context import Run, open_run
-from mopd_dataplane.run.follow import rollout_follow, score_follow, train_follow
+from mopd_dataplane.run.follow import join_job, rollout_follow, run_concurrent, score_follow, train_follow
 from mopd_dataplane.run.job_data import store_reference
-from mopd_dataplane.run.join import join_job
 from mopd_dataplane.run.progress import Progress
 from mopd_dataplane.run.ray.cluster import ray_fleet
 from mopd_dataplane.run.steps.discriminate import discriminate

@@ -12,7 +12,7 @@ import pytest
 from pausing import suspended
 
 from mopd_dataplane import open_store
-from mopd_dataplane.run.concurrent import PARTS
+from mopd_dataplane.run.follow import PARTS
 
 WAIT_S = 600.0
 """Longest wait for what happens within seconds on an idle machine."""
