@@ -68,16 +68,14 @@ def build_window(
     of them are planned.
     Raises InputError when nothing is selected, or the settings cannot be met by these samples.
     """
-    epochs, group_size, policy_version = training.epochs, training.group_size, training.policy_version
-    _check(settings, teachers, columns, group_size)
-    selection = select(columns, settings, group_size=group_size, policy_version=policy_version)
-    chosen = selection.columns
-    units = Units.of(chosen, group_size)
+    _check(settings, teachers, columns, training.group_size)
+    chosen, dropped = select(columns, settings, group_size=training.group_size, policy_version=training.policy_version)
+    units = Units.of(chosen, training.group_size)
     drawn_by = settings.model_copy(update={"mixture": {}}) if mixed else settings
     left_out = {"mixture": 0, "last_batch": 0}
     made: list[_Epoch] = []
     steps = 0
-    for epoch in range(epochs):
+    for epoch in range(training.epochs):
         layout = plan_epoch(
             chosen, units, drawn_by, seed=seed, name=("plan", stage, window, epoch),
             first_step=training.first_step + steps, left_out=left_out,
@@ -85,13 +83,12 @@ def build_window(
         made.append(_arrange(layout, chosen, steps))
         steps += len(layout.step_starts) - 1
     del layout
-    rows = np.concatenate([part.rows for part in made]) if epochs > 1 else made[0].rows
+    rows = np.concatenate([part.rows for part in made]) if training.epochs > 1 else made[0].rows
     plan = PlanWindow(
         stage=stage,
         window=window,
         seed=seed,
-        settings=recorded_settings(settings, epochs, group_size, policy_version)
-        | recorded_weights(settings, training.teacher_weights, training.first_step, steps),
+        settings=recorded_settings(settings, training, steps),
         snapshot=snapshot,
         sample_rows=rows,
         pack_starts=_join_starts([part.pack_starts for part in made]),
@@ -111,36 +108,28 @@ def build_window(
         "straggler_ratio": straggler_ratio(costs, plan.step_starts, training.ranks),
         "teacher_switches": int(np.count_nonzero(np.diff(plan.pack_teachers))),
     }
-    dropped = {reason: len(rows) for reason, rows in selection.dropped.items()} | left_out
-    plan.stats |= {f"dropped_{reason}": count for reason, count in dropped.items() if count}
+    counts = {reason: len(rows) for reason, rows in dropped.items()} | left_out
+    plan.stats |= {f"dropped_{reason}": count for reason, count in counts.items() if count}
     plan.digest = plan_digest(plan)
     return plan
 
 
-def recorded_settings(
-    settings: sections.Plan, epochs: int, group_size: int, policy_version: int | None
-) -> dict[str, Any]:
-    """The settings that a window depends on, for its record; the number of ranks is not one of them."""
-    bound = policy_version if settings.max_staleness else None
-    return {
+def recorded_settings(settings: sections.Plan, training: Training, steps: int) -> dict[str, Any]:
+    """The settings that a window of so many steps depends on, for its record; the number of ranks is not one of them.
+    Weights that change over steps are recorded with their value at each step of the window."""
+    recorded = {
         **settings.model_dump(mode="json"),
-        "epochs": epochs,
-        "group_size": group_size,
-        "policy_version": bound,
+        "epochs": training.epochs,
+        "group_size": training.group_size,
+        "policy_version": training.policy_version if settings.max_staleness else None,
     }
-
-
-def recorded_weights(
-    settings: sections.Plan, teacher_weights: Mapping[str, Weight], first_step: int, steps: int
-) -> dict[str, Any]:
-    """Weights that change over steps, with their value at each step of the window; empty when none does."""
     named = {f"mixture/{name}": weight for name, weight in settings.mixture.items()}
-    named |= {f"teacher/{name}": weight for name, weight in teacher_weights.items()}
+    named |= {f"teacher/{name}": weight for name, weight in training.teacher_weights.items()}
     if all(isinstance(weight, int | float) for weight in named.values()):
-        return {"teacher_weights": dict(teacher_weights)} if teacher_weights else {}
-    at = np.arange(first_step, first_step + steps)
+        return recorded | ({"teacher_weights": dict(training.teacher_weights)} if training.teacher_weights else {})
+    at = np.arange(training.first_step, training.first_step + steps)
     weights = {name: weight_at(weight, at).round(9).tolist() for name, weight in named.items()}
-    return {"first_step": first_step, "weights": weights}
+    return {**recorded, "first_step": training.first_step, "weights": weights}
 
 
 def plan_digest(plan: PlanWindow) -> str:

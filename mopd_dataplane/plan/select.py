@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,18 +12,10 @@ from mopd_dataplane.job import sections
 from mopd_dataplane.plan.columns import Columns
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Selection:
-    """columns: the selected samples in admission order; dropped: rows of the others by reason."""
-
-    columns: Columns
-    dropped: dict[str, NDArray[np.int64]]
-
-
 def select(
     columns: Columns, settings: sections.Plan, *, group_size: int = 1, policy_version: int | None = None
-) -> Selection:
-    """Apply every filter.
+) -> tuple[Columns, dict[str, NDArray[np.int64]]]:
+    """Apply every filter: (the selected samples in admission order, rows of the others by reason).
 
     group_size > 1: a group is planned whole or not at all. policy_version: the version that will train; with
     `max_staleness` and `stale = "drop"`, samples older than the bound are left out.
@@ -38,7 +29,7 @@ def select(
     if not keep.any():
         counts = ", ".join(f"{reason} {len(rows):,}" for reason, rows in dropped.items()) or "no samples at all"
         raise InputError(f"nothing to train on: {len(columns):,} samples, of which {counts}")
-    return Selection(columns=columns.take(keep) if dropped else columns, dropped=dropped)
+    return columns.take(keep) if dropped else columns, dropped
 
 
 def unusable(columns: Columns, settings: sections.Plan, policy_version: int | None) -> dict[str, NDArray[np.bool_]]:

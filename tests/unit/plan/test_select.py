@@ -51,8 +51,8 @@ def test_each_reason_is_counted_once_and_the_rest_is_kept():
         has_signals=~at(10, 3, 4),
         has_reward=~at(10, 4, 5),
     )
-    selection = select(columns, RULE, policy_version=7)
-    assert {reason: rows.tolist() for reason, rows in selection.dropped.items()} == {
+    selected, dropped = select(columns, RULE, policy_version=7)
+    assert {reason: rows.tolist() for reason, rows in dropped.items()} == {
         "abandoned": [0],
         "no_loss_tokens": [1],
         "overlong": [2],
@@ -60,12 +60,13 @@ def test_each_reason_is_counted_once_and_the_rest_is_kept():
         "missing_signal": [4],
         "missing_reward": [5],
     }
-    assert selection.columns.sample_rows.tolist() == [6, 7, 8, 9]
+    assert selected.sample_rows.tolist() == [6, 7, 8, 9]
 
 
 def test_staleness_at_the_bound_is_kept():
     columns = replace(columns_of(2), version_first=np.array([5, 4], dtype=np.int32))
-    assert select(columns, RULE, policy_version=7).columns.sample_rows.tolist() == [0]
+    selected, _ = select(columns, RULE, policy_version=7)
+    assert selected.sample_rows.tolist() == [0]
 
 
 def test_an_overlong_sample_is_named_with_its_cure():
