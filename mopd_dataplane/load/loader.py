@@ -106,9 +106,8 @@ class Loader:
                 group.source, group.next_step = source, step
             used = {other.source.plan.window for other in self._groups.values() if other.source is not None}
             self._changed.notify_all()
-        first_step = self._windows.first_step(window)
         self._windows.forget_before(min(used | {window}))
-        return source.steps, first_step
+        return source.steps, source.first_step
 
     def planned(self, window: int, beat: Beat) -> dict[str, int | str]:
         """Steps (0 closes the log) and digests of a window, waiting until it is planned."""

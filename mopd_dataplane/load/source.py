@@ -39,6 +39,8 @@ class WindowSource:
 
     def __init__(self, store: Store, plan: PlanWindow, spec: LoadSpec) -> None:
         self.plan = plan
+        self.first_step = 0
+        """Steps of the stage before the window."""
         self._store = store
         self._spec = spec
         rows = plan.sample_rows

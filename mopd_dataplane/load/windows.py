@@ -29,17 +29,11 @@ class Windows:
         self._store = store
         self._spec = spec
         self._open: dict[int, WindowSource] = {}
-        self._first_steps: dict[int, int] = {}
-        """Steps of the stage before each window that is open."""
         self._lock = threading.Lock()
 
     def opened(self, window: int) -> WindowSource | None:
         """The window if it is open; reads nothing."""
         return self._open.get(window)
-
-    def first_step(self, window: int) -> int:
-        """Steps of the stage before a window that is open."""
-        return self._first_steps[window]
 
     def find(self, window: int) -> WindowSource | None:
         """The window, opened if it is planned; None while it is not."""
@@ -48,13 +42,12 @@ class Windows:
                 plan = self._store.plan(self._spec.stage, window)
                 if plan is None:
                     return None
-                before = self._open.get(window - 1)
-                self._first_steps[window] = (
-                    self._first_steps[window - 1] + before.steps
-                    if before is not None
-                    else self._store.steps_before(self._spec.stage, window)
-                )
-                self._open[window] = WindowSource(self._store, plan, self._spec)
+                source = WindowSource(self._store, plan, self._spec)
+                if (before := self._open.get(window - 1)) is not None:
+                    source.first_step = before.first_step + before.steps
+                else:
+                    source.first_step = self._store.steps_before(self._spec.stage, window)
+                self._open[window] = source
             return self._open[window]
 
     def wait_for(self, window: int, beat: Beat) -> WindowSource:
@@ -73,7 +66,7 @@ class Windows:
         """Let go of earlier windows; one that is asked for again is opened again."""
         with self._lock:
             for earlier in [number for number in self._open if number < window]:
-                del self._open[earlier], self._first_steps[earlier]
+                del self._open[earlier]
 
     def _written(self) -> int:
         """Changes whenever a plan is recorded in a folder; on an object store it is always 0."""

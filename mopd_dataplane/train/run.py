@@ -22,9 +22,10 @@ from mopd_dataplane.errors import MismatchError
 from mopd_dataplane.models.adapter_files import Base, weights_folder
 from mopd_dataplane.models.adapters import save_adapter, trained_tensors
 from mopd_dataplane.models.hf import save_policy, weights_digest
+from mopd_dataplane.records import Batch
 from mopd_dataplane.train.checkpoint import Checkpoints, Identity, Position, check_identity, latest_checkpoint
 from mopd_dataplane.train.heads import TeacherHeads
-from mopd_dataplane.train.loop import BatchSource, LoadedBatch, Trainer
+from mopd_dataplane.train.loop import BatchSource, Trainer
 from mopd_dataplane.train.metrics import MetricsLog
 from mopd_dataplane.train.objective import ObjectiveLoss
 from mopd_dataplane.train.ranks import Ranks, whole
@@ -54,12 +55,14 @@ class Run:
         self._base_digest = weights_digest(weights_folder(spec.start)) if adapted else ""
         self._checkpoints = Checkpoints(Path(spec.checkpoint_dir), ranks)
         self._position = self._resume()
-        self._log = MetricsLog(Path(spec.checkpoint_dir), steps_done=self._position.step) if ranks.leads else None
-        self._tracker: Tracker | None = None
+        self._log: MetricsLog | None = None
+        self._trackers: list[Tracker] = []
+        """metrics.jsonl, and what mirrors it; on the leading rank only."""
         if ranks.leads:
-            self._tracker = open_tracker(
-                spec.train.track, Path(spec.checkpoint_dir), name=spec.stage, steps_done=self._position.step
-            )
+            folder, done = Path(spec.checkpoint_dir), self._position.step
+            self._log = MetricsLog(folder, steps_done=done)
+            tracker = open_tracker(spec.train.track, folder, name=spec.stage, steps_done=done)
+            self._trackers = [self._log, *([] if tracker is None else [tracker])]
 
     def train(self, stop: Stop) -> bool:
         """Train the remaining windows of the plan log until it is closed. Returns False when `stop` ended it at a
@@ -81,10 +84,8 @@ class Run:
 
     def close(self) -> None:
         """Flush metrics and stop the head reader."""
-        if self._log is not None:
-            self._log.close()
-        if self._tracker is not None:
-            self._tracker.close()
+        for tracker in self._trackers:
+            tracker.close()
         if self._heads is not None:
             self._heads.close()
 
@@ -120,7 +121,7 @@ class Run:
             )
         return True
 
-    def _step(self, batch: LoadedBatch, window: Window, waited: float) -> None:
+    def _step(self, batch: Batch, window: Window, waited: float) -> None:
         fault_point("train.batch")
         metrics = self._trainer.step(batch, window, self._position.step, waited_s=waited)
         fault_point("train.updated")
@@ -129,10 +130,8 @@ class Run:
         self._position = replace(at, step=at.step + 1, window_step=at.window_step + 1)
         if self._position.window_step == window.steps:
             self._write_stats()
-        if self._log is not None:
-            self._log.write(metrics)
-        if self._tracker is not None:
-            self._tracker.write(metrics)
+        for tracker in self._trackers:
+            tracker.write(metrics)
         fault_point("train.step")
 
     def _save(self, window: Window) -> None:
