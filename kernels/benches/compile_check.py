@@ -22,7 +22,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 import triton
-from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.epilogue import Epilogue, Products
 from mopd_kernels.forms import KINDS, divergence_form
 from mopd_kernels.layout import CODECS
 from mopd_kernels.torch_rows.policy import PolicySettings, TokenConstants
@@ -84,16 +84,17 @@ def launches() -> Iterator[Callable[[], object]]:
     z, ones = torch.zeros(ROWS, COLUMNS), torch.ones(ROWS)
     narrow = torch.zeros(ROWS, COLUMNS, dtype=torch.bfloat16)
     plain, full = Epilogue(), Epilogue(0.7, 1.1, 30.0, torch.zeros(COLUMNS))
+    pair = Products(z, z)
     for kind in KINDS:
         form = divergence_form(kind)
-        yield lambda form=form: fdiv.fdiv_rows(z, z, form, plain, plain, ones, narrow)
-        yield lambda form=form: fdiv.fdiv_rows(z, z, form, full, full, ones, narrow)
+        yield lambda form=form: fdiv.fdiv_rows(pair, form, ones, narrow)
+        yield lambda form=form: fdiv.fdiv_rows(Products(z, z, full, full), form, ones, narrow)
     reverse, jsd = divergence_form("reverse"), divergence_form("jsd")
-    yield lambda: fdiv.fdiv_rows(z, z, reverse, plain, plain, ones, None)
+    yield lambda: fdiv.fdiv_rows(pair, reverse, ones, None)
     state = fdiv.RowState._make([ones] * len(fdiv.RowState._fields))
-    yield lambda: fdiv.scan_state(z, z, plain, plain)
-    yield lambda: fdiv.scan_mean(z, z, plain, plain, state, jsd)
-    yield lambda: fdiv.scan_gradient(z, z, plain, plain, state, ones, reverse, ones, z)
+    yield lambda: fdiv.scan_state(pair)
+    yield lambda: fdiv.scan_mean(pair, state, jsd)
+    yield lambda: fdiv.scan_gradient(pair, state, ones, reverse, ones, z)
     rows = softmax.SoftmaxRows(ones, ones, ones, ones)
     yield lambda: softmax.softmax_rows(z, plain)
     yield lambda: softmax.softmax_gradient(z, plain, rows, ones, None, narrow)

@@ -8,7 +8,7 @@ import torch
 from gpu_accuracy import with_grad
 from mopd_kernels import decode, encode, policy_loss
 from mopd_kernels.dispatch import has_triton, make_plan
-from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.epilogue import Products
 from mopd_kernels.forms import divergence_form
 from mopd_kernels.testing import Case, Inputs, make_inputs
 from ops import EAGER, OURS, Op, products
@@ -156,7 +156,7 @@ def _tile_rows(bench: Bench, case: Case) -> Iterator[str]:
             for warps in (4, 8, 16) if bench.on_gpu else (8,):
                 ms = bench.milliseconds(
                     lambda k=kind, b=block, w=warps: fdiv_rows(
-                        zs, zt, divergence_form(k), Epilogue(), Epilogue(), coefficient, gradient, block=b, warps=w
+                        Products(zs, zt), divergence_form(k), coefficient, gradient, block=b, warps=w
                     )
                 )
                 yield f"| row kernel {kind} | block {block} warps {warps} | {ms:.3f} | {moved / ms:.0f} GB/s |"

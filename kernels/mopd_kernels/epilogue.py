@@ -53,3 +53,17 @@ class Epilogue(NamedTuple):
         if self.softcap is None:
             return linear
         return linear * (1.0 - (x * (self.temperature / self.softcap)).square())
+
+
+class Products(NamedTuple):
+    """Raw products of student and teacher over the same columns, each [C, W], and what finishes them."""
+
+    zs: Tensor
+    zt: Tensor
+    student: Epilogue = Epilogue()
+    teacher: Epilogue = Epilogue()
+
+    def logits(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Student and teacher logits of the columns ``start:stop``."""
+        x = self.student.sliced(start, stop).apply(self.zs[:, start:stop])
+        return x, self.teacher.sliced(start, stop).apply(self.zt[:, start:stop])

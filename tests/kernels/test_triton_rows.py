@@ -20,7 +20,7 @@ from mopd_kernels import (
     topk_divergence,
     topk_logprobs,
 )
-from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.epilogue import Epilogue, Products
 from mopd_kernels.forms import KINDS, divergence_form
 from mopd_kernels.layout import CODECS
 from mopd_kernels.testing import Case, make_inputs, relative_error
@@ -90,7 +90,7 @@ def test_fdiv_extremes(kind):
     for rows in ("torch", "triton"):
         module = __import__(f"mopd_kernels.{rows}_rows.fdiv", fromlist=["fdiv_rows"])
         gradient = torch.full_like(x, 9.0)
-        loss, stats = module.fdiv_rows(x, y, divergence_form(kind), Epilogue(), Epilogue(), coefficient, gradient)
+        loss, stats = module.fdiv_rows(Products(x, y), divergence_form(kind), coefficient, gradient)
         results.append((loss, gradient, *stats))
         assert all(bool(value.isfinite().all()) for value in results[-1])
         assert not gradient[1].any()
@@ -105,12 +105,12 @@ def test_fdiv_gradient_over_its_own_logits_and_in_bfloat16():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 9001, generator=generator).to(DEVICE)
     y = torch.randn(2, 9001, generator=generator).to(DEVICE)
-    arguments = (divergence_form("reverse"), Epilogue(), Epilogue(), torch.ones(2, device=DEVICE))
+    arguments = (divergence_form("reverse"), torch.ones(2, device=DEVICE))
     apart, in_place = torch.empty_like(x), x.clone()
     narrow = torch.empty_like(x, dtype=torch.bfloat16)
-    fdiv_rows(x, y, *arguments, apart)
-    fdiv_rows(in_place, y, *arguments, in_place)
-    fdiv_rows(x, y, *arguments, narrow)
+    fdiv_rows(Products(x, y), *arguments, apart)
+    fdiv_rows(Products(in_place, y), *arguments, in_place)
+    fdiv_rows(Products(x, y), *arguments, narrow)
     assert torch.equal(apart, in_place)
     torch.testing.assert_close(narrow.float(), apart, rtol=2**-7, atol=1e-12)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mopd_kernels.checks import check_hidden, check_reduction, check_rows, check_weights, common_vocabulary
 from mopd_kernels.dispatch import Backend, Mode, row_functions
+from mopd_kernels.epilogue import Products
 from mopd_kernels.forms import Kind, divergence_form
 from mopd_kernels.heads import Head, as_head, products
 from mopd_kernels.ops.lean import lean_sweep
@@ -168,10 +169,8 @@ def divergence(
         def step(segment: int, rows: Rows, z: Tensor, gradient: Tensor | None) -> None:
             head = teacher_of(numbers[segment])
             zt = products(teacher_rows[rows], head.weight.detach()[:columns]).to(student.dtype)
-            teacher_epilogue = head.epilogue(columns, temperature)
-            loss[rows], found = fdiv.fdiv_rows(
-                z, zt, form, student.epilogue, teacher_epilogue, coefficient[rows], gradient
-            )
+            pair = Products(z, zt, student.epilogue, head.epilogue(columns, temperature))
+            loss[rows], found = fdiv.fdiv_rows(pair, form, coefficient[rows], gradient)
             for total, part in zip(stats, found, strict=True):
                 total[rows] = part
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mopd_kernels import dispatch
-from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.epilogue import Epilogue, Products
 from mopd_kernels.forms import Form
 from mopd_kernels.heads import Head, operand_dtype, products
 from mopd_kernels.ops.operands import Operands
@@ -50,14 +50,14 @@ class _Lean:
     loss: Tensor
     gradients: Gradients
 
-    def sliced(self, rows: Rows, part: Part) -> tuple[Tensor, Tensor, Epilogue, Epilogue]:
-        """Raw products [C, W] of student and teacher, and what finishes each."""
+    def sliced(self, rows: Rows, part: Part) -> Products:
+        """Raw products [C, W] of student and teacher."""
         sides, columns = (self.ours, self.theirs), slice(*part)
-        z = [products(side.hidden[rows], side.weight[columns]).to(self.coefficient.dtype) for side in sides]
-        return z[0], z[1], self.ours.epilogue.sliced(*part), self.theirs.epilogue.sliced(*part)
+        zs, zt = (products(side.hidden[rows], side.weight[columns]).to(self.loss.dtype) for side in sides)
+        return Products(zs, zt, self.ours.epilogue.sliced(*part), self.theirs.epilogue.sliced(*part))
 
     def state(self, rows: Rows) -> RowState:
-        return merge_row_states(self.ops.scan_state(*self.sliced(rows, part), part[0]) for part in self.parts)
+        return merge_row_states(self.ops.scan_state(self.sliced(rows, part), part[0]) for part in self.parts)
 
     def mean(self, rows: Rows, state: RowState) -> Tensor:
         if not self.form.needs_mean:
@@ -65,7 +65,7 @@ class _Lean:
             return known
         total = torch.zeros_like(state.student_sum)
         for part in self.parts:
-            total += self.ops.scan_mean(*self.sliced(rows, part), state, self.form)
+            total += self.ops.scan_mean(self.sliced(rows, part), state, self.form)
         return total
 
     def add_slice(
@@ -78,19 +78,18 @@ class _Lean:
         head_gradient = None if gradients.weight is None else torch.zeros_like(head, dtype=self.loss.dtype)
         wanted = any(g is not None for g in gradients)
         for rows, state, mean in zip(chunks, states, means, strict=True):
-            zs, *others = self.sliced(rows, part)
-            factor = self.coefficient[rows]
-            share = self.ops.scan_gradient(zs, *others, state, mean, self.form, factor, zs if wanted else None)
+            z, factor = self.sliced(rows, part), self.coefficient[rows]
+            share = self.ops.scan_gradient(z, state, mean, self.form, factor, z.zs if wanted else None)
             self.loss[rows] += torch.where(factor != 0, share, 0)
             if not wanted:
                 continue
-            g = zs.to(operand)
+            g = z.zs.to(operand)
             if gradients.hidden is not None:
                 gradients.hidden[rows] += products(g, head.t())
             if head_gradient is not None:
                 head_gradient += products(g.t(), self.ours.hidden[rows].t())
             if gradients.bias is not None:
-                gradients.bias[columns] += zs.sum(0).to(gradients.bias.dtype)
+                gradients.bias[columns] += z.zs.sum(0).to(gradients.bias.dtype)
         if gradients.weight is not None and head_gradient is not None:
             gradients.weight[columns] += head_gradient.to(gradients.weight.dtype)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.epilogue import Products
 from mopd_kernels.forms import FORWARD, JSD, REVERSE, SKEW_FORWARD, SKEW_REVERSE, Form
 from mopd_kernels.rowstate import RowState, RowStats, finish_row_state, merge_row_states
 
@@ -51,12 +51,9 @@ def tile_state(x: Tensor, y: Tensor, first_column: int) -> RowState:
     )
 
 
-def scan_state(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, first_column: int = 0) -> RowState:
-    """Row state of raw products zs, zt [C, W]."""
-    return merge_row_states(
-        tile_state(student.sliced(a, b).apply(zs[:, a:b]), teacher.sliced(a, b).apply(zt[:, a:b]), first_column + a)
-        for a, b in tiles(zs)
-    )
+def scan_state(z: Products, first_column: int = 0) -> RowState:
+    """Row state of some columns."""
+    return merge_row_states(tile_state(*z.logits(a, b), first_column + a) for a, b in tiles(z.zs))
 
 
 class Columns(NamedTuple):
@@ -135,12 +132,11 @@ def centred_loss(c: Columns, form: Form) -> Tensor:
     return torch.where(c.ratio.abs() < near, series.mul_(w).mul_(w).mul_(c.q), far)
 
 
-def scan_mean(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, state: RowState, form: Form) -> Tensor:
+def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
     """This part's share of H = E_q[h], [C]; ``state`` is complete. The parts' shares add up."""
     total = torch.zeros_like(state.student_sum)
-    for a, b in tiles(zs):
-        x, y = student.sliced(a, b).apply(zs[:, a:b]), teacher.sliced(a, b).apply(zt[:, a:b])
-        total += weighted_h(_finished(x, y, state, form), form).sum(1)
+    for a, b in tiles(z.zs):
+        total += weighted_h(_finished(*z.logits(a, b), state, form), form).sum(1)
     return total
 
 
@@ -152,20 +148,12 @@ def mean_from_state(state: RowState, form: Form) -> Tensor:
 
 
 def scan_gradient(
-    zs: Tensor,
-    zt: Tensor,
-    student: Epilogue,
-    teacher: Epilogue,
-    state: RowState,
-    mean: Tensor,
-    form: Form,
-    coefficient: Tensor,
-    gradient: Tensor | None,
+    z: Products, state: RowState, mean: Tensor, form: Form, coefficient: Tensor, gradient: Tensor | None
 ) -> Tensor:
-    """This part's share of D, [C]; writes coefficient * dD/dzs into ``gradient`` [C, W], which may be ``zs``."""
+    """This part's share of D, [C]; writes coefficient * dD/dzs into ``gradient`` [C, W], which may be ``z.zs``."""
     loss = torch.zeros_like(mean)
-    for a, b in tiles(zs):
-        x, y = student.sliced(a, b).apply(zs[:, a:b]), teacher.sliced(a, b).apply(zt[:, a:b])
+    for a, b in tiles(z.zs):
+        x, y = z.logits(a, b)
         columns = _finished(x, y, state, form)
         loss += centred_loss(columns, form).sum(1)
         if gradient is None:
@@ -174,30 +162,19 @@ def scan_gradient(
             g = (columns.ratio - mean[:, None]).mul_(columns.q)
         else:
             g = weighted_h(columns, form).addcmul_(columns.q, mean[:, None], value=-1)
-        gradient[:, a:b] = g.mul_(coefficient[:, None]).mul_(student.chain(x))
+        gradient[:, a:b] = g.mul_(coefficient[:, None]).mul_(z.student.chain(x))
     return loss
 
 
-def fdiv_rows(
-    zs: Tensor,
-    zt: Tensor,
-    form: Form,
-    student: Epilogue,
-    teacher: Epilogue,
-    coefficient: Tensor,
-    gradient: Tensor | None,
-) -> tuple[Tensor, RowStats]:
-    """Divergence [C] and statistics of raw products zs, zt [C, V].
+def fdiv_rows(z: Products, form: Form, coefficient: Tensor, gradient: Tensor | None) -> tuple[Tensor, RowStats]:
+    """Divergence [C] and statistics of whole rows.
 
-    ``gradient`` [C, V], when given, receives ``coefficient * dD/dzs`` and may be ``zs`` itself. Rows with a zero
+    ``gradient`` [C, V], when given, receives ``coefficient * dD/dzs`` and may be ``z.zs`` itself. Rows with a zero
     coefficient come back as exact zeros.
     """
-    state = scan_state(zs, zt, student, teacher)
-    if form.needs_mean:
-        mean = scan_mean(zs, zt, student, teacher, state, form)
-    else:
-        mean = mean_from_state(state, form)
-    loss = scan_gradient(zs, zt, student, teacher, state, mean, form, coefficient, gradient)
+    state = scan_state(z)
+    mean = scan_mean(z, state, form) if form.needs_mean else mean_from_state(state, form)
+    loss = scan_gradient(z, state, mean, form, coefficient, gradient)
     live = coefficient != 0
     stats = RowStats(*(torch.where(live, value, 0) for value in finish_row_state(state)))
     if gradient is not None:

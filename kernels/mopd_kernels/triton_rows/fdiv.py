@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mopd_kernels.epilogue import Epilogue
+from mopd_kernels.epilogue import Products
 from mopd_kernels.forms import Form
 from mopd_kernels.rowstate import RowState, RowStats
 from mopd_kernels.torch_rows.fdiv import mean_from_state
@@ -229,10 +229,10 @@ def _gradient_kernel(
     tl.store(losses + row, loss)
 
 
-def _epilogues(student: Epilogue, teacher: Epilogue, zs: Tensor, zt: Tensor) -> tuple[object, ...]:
+def _epilogues(z: Products) -> tuple[object, ...]:
     """Launch arguments from ``bias_s`` to ``CAP_T``."""
-    *student_values, bias_s, cap_s = epilogue_arguments(student, zs)
-    *teacher_values, bias_t, cap_t = epilogue_arguments(teacher, zt)
+    *student_values, bias_s, cap_s = epilogue_arguments(z.student, z.zs)
+    *teacher_values, bias_t, cap_t = epilogue_arguments(z.teacher, z.zt)
     return (*student_values, *teacher_values, bias_s, cap_s, bias_t, cap_t)
 
 
@@ -252,11 +252,8 @@ def _block(columns: int, form: Form) -> int:
 
 
 def fdiv_rows(
-    zs: Tensor,
-    zt: Tensor,
+    z: Products,
     form: Form,
-    student: Epilogue,
-    teacher: Epilogue,
     coefficient: Tensor,
     gradient: Tensor | None,
     *,
@@ -267,60 +264,56 @@ def fdiv_rows(
 
     block, warps: columns a program holds at once and its warps, where they are tuned.
     """
+    zs, zt, *_ = z
     rows, columns = zs.shape
     losses = torch.zeros(rows, device=zs.device)
     stats = torch.zeros(STATS_FIELDS, rows, device=zs.device)
     g = zs if gradient is None else gradient
     _row_kernel[(rows,)](
         zs, zt, g, coefficient, losses, stats, rows, columns, zs.stride(0), zt.stride(0), g.stride(0),
-        *_form_arguments(form), *_epilogues(student, teacher, zs, zt),
+        *_form_arguments(form), *_epilogues(z),
         KIND=form.code, GRADIENT=gradient is not None, B=block or _block(columns, form), num_warps=warps,
     )  # fmt: skip
     return losses, RowStats(*stats)
 
 
-def scan_state(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, first_column: int = 0) -> RowState:
+def scan_state(z: Products, first_column: int = 0) -> RowState:
     """As :func:`mopd_kernels.torch_rows.fdiv.scan_state`."""
+    zs, zt, *_ = z
     rows, columns = zs.shape
     states = torch.empty(STATE_FIELDS.value, rows, device=zs.device)
     tops = torch.empty(2, rows, dtype=torch.int64, device=zs.device)
     _state_kernel[(rows,)](
         zs, zt, states, tops, rows, columns, first_column, zs.stride(0), zt.stride(0),
-        *_epilogues(student, teacher, zs, zt), B=block_of(columns), num_warps=WARPS,
+        *_epilogues(z), B=block_of(columns), num_warps=WARPS,
     )  # fmt: skip
     student_fields, teacher_fields = states[:4].unbind(), states[4:].unbind()
     return RowState._make((*student_fields, tops[0], *teacher_fields, tops[1]))
 
 
-def scan_mean(zs: Tensor, zt: Tensor, student: Epilogue, teacher: Epilogue, state: RowState, form: Form) -> Tensor:
+def scan_mean(z: Products, state: RowState, form: Form) -> Tensor:
     """As :func:`mopd_kernels.torch_rows.fdiv.scan_mean`."""
+    zs, zt, *_ = z
     rows, columns = zs.shape
     means = torch.empty(rows, device=zs.device)
     _mean_kernel[(rows,)](
         zs, zt, _normalisers(state), means, rows, columns, zs.stride(0), zt.stride(0), form.mu, form.log_mu,
-        *_epilogues(student, teacher, zs, zt), KIND=form.code, B=_block(columns, form), num_warps=WARPS,
+        *_epilogues(z), KIND=form.code, B=_block(columns, form), num_warps=WARPS,
     )  # fmt: skip
     return means
 
 
 def scan_gradient(
-    zs: Tensor,
-    zt: Tensor,
-    student: Epilogue,
-    teacher: Epilogue,
-    state: RowState,
-    mean: Tensor,
-    form: Form,
-    coefficient: Tensor,
-    gradient: Tensor | None,
+    z: Products, state: RowState, mean: Tensor, form: Form, coefficient: Tensor, gradient: Tensor | None
 ) -> Tensor:
     """As :func:`mopd_kernels.torch_rows.fdiv.scan_gradient`."""
+    zs, zt, *_ = z
     rows, columns = zs.shape
     losses = torch.empty(rows, device=zs.device)
     g = zs if gradient is None else gradient
     _gradient_kernel[(rows,)](
         zs, zt, g, _normalisers(state), mean, coefficient, losses, rows, columns,
-        zs.stride(0), zt.stride(0), g.stride(0), *_form_arguments(form), *_epilogues(student, teacher, zs, zt),
+        zs.stride(0), zt.stride(0), g.stride(0), *_form_arguments(form), *_epilogues(z),
         KIND=form.code, GRADIENT=gradient is not None, B=_block(columns, form), num_warps=WARPS,
     )  # fmt: skip
     return losses
