@@ -7,15 +7,15 @@ Axes: N rows, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from mopd_kernels.checks import check_weights
-from mopd_kernels.dispatch import Backend, row_functions
+from mopd_kernels.dispatch import row_functions
 from mopd_kernels.heads import Head
-from mopd_kernels.ops.operands import operands
+from mopd_kernels.ops.operands import HeadOptions, operands
 from mopd_kernels.ops.policy import PolicyMetrics, check_policy_inputs, combined_weights, named_metrics
 from mopd_kernels.ops.token_logprob import SampledTokens
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss
@@ -50,15 +50,8 @@ def fused_policy_loss(
     mask: Tensor | None = None,
     distill_coefficient: float = 1.0,
     distill_clip: float | None = None,
-    temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rows: int | None = None,
-    grad_rows: int | None = None,
-    backend: Backend = "auto",
+    **options: Unpack[HeadOptions],
 ) -> PolicyResult:
     """``policy_loss(token_logprob(hidden, head, token_ids), ...)`` with the gradient taken in the forward pass.
 
@@ -73,10 +66,7 @@ def fused_policy_loss(
         clip=clip, correction=correction, band=band,
         distill_coefficient=distill_coefficient, distill_clip=distill_clip,
     )  # fmt: skip
-    model = operands(
-        "policy", hidden, head, bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-        vocab_size=vocab_size, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
-    )  # fmt: skip
+    model = operands("policy", hidden, head, **options)
     check_weights(weights)
     tokens = SampledTokens.of(model, token_ids, sampling_mask)
     constants = TokenConstants(old_logprob, sampler_logprob, advantage, teacher_logprob)

@@ -6,7 +6,7 @@ Axes: N rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -15,6 +15,26 @@ from mopd_kernels.checks import check_hidden, check_temperature, common_vocabula
 from mopd_kernels.dispatch import Backend, Mode, Plan, make_plan
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.heads import Head, as_head, compute_dtype, operand_dtype
+
+
+class HeadOptions(TypedDict, total=False):
+    """Options of every op over one model's head."""
+
+    temperature: float
+    """Divides the logits."""
+    vocab_size: int | None
+    """Leading tokens of the head that take part; all when left out."""
+    bias: Tensor | None
+    """[V']; may be trained."""
+    softcap: float | None
+    logit_scale: float
+    """What the model does to its logits besides; a :class:`Head` carries its own."""
+    logit_rows: int | None
+    grad_rows: int | None
+    """Rows of float32 logits held at once, rows of logit gradients per head-gradient product; chosen by
+    :func:`explain` when left out."""
+    backend: Backend
+    """``auto``, ``torch`` or ``triton``."""
 
 
 class Operands(NamedTuple):
@@ -41,15 +61,15 @@ def operands(
     hidden: Tensor,
     head: Tensor | Head,
     *,
-    bias: Tensor | None,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float,
-    vocab_size: int | None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
     most_columns: int = sys.maxsize,
-    logit_rows: int | None,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    logit_rows: int | None = None,
     grad_rows: int | None = None,
-    backend: Backend,
+    backend: Backend = "auto",
     mode: Mode = "fast",
 ) -> Operands:
     """Check what the caller of an op gave. Raises ValueError; ``who`` names the model in its messages.

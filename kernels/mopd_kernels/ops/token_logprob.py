@@ -6,15 +6,15 @@ Axes: N rows, D hidden width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from mopd_kernels.checks import check_rows, check_token_ids
-from mopd_kernels.dispatch import Backend, row_functions
+from mopd_kernels.dispatch import row_functions
 from mopd_kernels.heads import Head
-from mopd_kernels.ops.operands import Operands, operands
+from mopd_kernels.ops.operands import HeadOptions, Operands, operands
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss
 from mopd_kernels.sampling_mask import MaskColumns, check_sampling_mask
 from mopd_kernels.sweep import Needs, Rows, sweep
@@ -95,28 +95,19 @@ def token_logprob(
     head: Tensor | Head,
     token_ids: Tensor,
     *,
-    temperature: float = 1.0,
     sampling_mask: Tensor | None = None,
     return_entropy: bool = False,
     entropy_gradient: bool = True,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rows: int | None = None,
-    grad_rows: int | None = None,
-    backend: Backend = "auto",
+    **options: Unpack[HeadOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probability of ``token_ids`` under ``softmax(hidden @ head.T / temperature)``.
 
     Args: hidden: [N, D] final hidden states; row i predicts token_ids[i]. head: [V', D], or a :class:`Head`; trained
-    when it requires grad. ``vocab_size`` keeps only its first tokens. token_ids: [N] integer, 0 <= id < V, or -100 for
-    a row to skip (zeros, no gradient). temperature: divides the logits. sampling_mask: [N, U] ids that the token was
-    sampled from, -1 after the last: the softmax of that row is over these columns only, and no other has a gradient. A
-    row of -1 is over the whole vocabulary. return_entropy: also return the entropy in nats; both outputs are
-    differentiable, unless ``entropy_gradient`` is False: then the entropy costs no pass. bias, softcap, logit_scale:
-    what the model does to its logits; the bias may be trained. logit_rows, grad_rows, backend: as in
-    :func:`divergence`.
+    when it requires grad. token_ids: [N] integer, 0 <= id < V, or -100 for a row to skip (zeros, no gradient).
+    sampling_mask: [N, U] ids that the token was sampled from, -1 after the last: the softmax of that row is over these
+    columns only, and no other has a gradient. A row of -1 is over the whole vocabulary. return_entropy: also return the
+    entropy in nats; both outputs are differentiable, unless ``entropy_gradient`` is False: then the entropy costs no
+    pass. options: :class:`HeadOptions`.
 
     Returns:
         [N], or ([N], [N]) with the entropy; float32 (float64 for float64 inputs).
@@ -127,10 +118,7 @@ def token_logprob(
     Raises:
         ValueError: shapes, dtypes, ids or settings that do not fit together.
     """
-    model = operands(
-        "policy", hidden, head, bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-        vocab_size=vocab_size, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
-    )  # fmt: skip
+    model = operands("policy", hidden, head, **options)
     tokens = SampledTokens.of(model, token_ids, sampling_mask)
     live = tokens.live.to(model.dtype)
 

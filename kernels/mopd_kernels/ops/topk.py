@@ -5,16 +5,18 @@ Axes: N rows, k stored tokens, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from mopd_kernels.checks import check_reduction, check_rows, check_token_ids, check_weights
-from mopd_kernels.dispatch import Backend, row_functions
+from mopd_kernels.dispatch import row_functions
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.forms import Form, Kind, divergence_form
 from mopd_kernels.heads import Head
 from mopd_kernels.ops.divergence import Reduction
-from mopd_kernels.ops.operands import operands
+from mopd_kernels.ops.operands import HeadOptions, operands
 from mopd_kernels.ops.topk_buckets import OFF_SUPPORT, TOPK_MODES, TopkMode, buckets, renormalised, supported_kinds
 from mopd_kernels.rowloss import PassResult, Upstream, row_loss, times_upstream
 from mopd_kernels.sweep import Gradients, Needs, Rows, cut, length, sweep
@@ -37,15 +39,8 @@ def topk_divergence(
     beta: float = 0.5,
     alpha: float = 0.1,
     weights: Tensor | None = None,
-    temperature: float = 1.0,
     reduction: Reduction = "none",
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rows: int | None = None,
-    grad_rows: int | None = None,
-    backend: Backend = "auto",
+    **options: Unpack[HeadOptions],
 ) -> Tensor:
     """Divergence of every row from the teacher's stored tokens, or the weighted sum.
 
@@ -59,8 +54,7 @@ def topk_divergence(
             [N, V] product. ``corrected`` sums ``q log(q/p) - q + p`` over the k tokens. ``truncated_biased`` is the
             bare cut sum: it can be negative and its gradient does not vanish at equality.
         kind: any divergence for ``tail`` and ``renormalised``; reverse or forward for the others.
-        weights, temperature, reduction, vocab_size, bias, softcap, logit_scale, logit_rows, grad_rows, backend: as in
-            :func:`divergence`.
+        weights, reduction: as in :func:`divergence`; options: :class:`HeadOptions`.
 
     Returns:
         [N] or a scalar, float32 (float64 for float64 inputs).
@@ -74,10 +68,7 @@ def topk_divergence(
         raise ValueError(f"mode {mode!r} is defined for {', '.join(supported_kinds(mode))}, got kind {kind!r}")
     form = divergence_form(kind, beta=beta, alpha=alpha)
     check_reduction(reduction)
-    model = operands(
-        "student", student_hidden, student_head, bias=bias, softcap=softcap, logit_scale=logit_scale,
-        temperature=temperature, vocab_size=vocab_size, logit_rows=logit_rows, grad_rows=grad_rows, backend=backend,
-    )  # fmt: skip
+    model = operands("student", student_hidden, student_head, **options)
     check_rows(
         len(student_hidden), student_hidden.device, topk_ids=topk_ids, topk_logprobs=topk_logprobs, weights=weights
     )

@@ -6,42 +6,28 @@ Axes: N rows, D hidden width, V vocabulary, k stored tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from mopd_kernels.checks import check_rows, check_token_ids
-from mopd_kernels.dispatch import Backend, row_functions
+from mopd_kernels.dispatch import row_functions
 from mopd_kernels.epilogue import Epilogue
 from mopd_kernels.heads import Head
-from mopd_kernels.ops.operands import Operands, operands
+from mopd_kernels.ops.operands import HeadOptions, Operands, operands
 from mopd_kernels.sweep import Needs, Rows, sweep
 
 Choice = Callable[[Rows, Tensor, Epilogue], Tensor]
 """Ids [C, k] of the rows of a chunk, from their raw products [C, V]."""
 
 
-def topk_logprobs(
-    hidden: Tensor,
-    head: Tensor | Head,
-    k: int,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rows: int | None = None,
-    backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
+def topk_logprobs(hidden: Tensor, head: Tensor | Head, k: int, **options: Unpack[HeadOptions]) -> tuple[Tensor, Tensor]:
     """Ids [N, k] int64 and log-probs [N, k], largest first, normalised over the full vocabulary. No gradient.
 
-    Arguments as in :func:`token_logprob`. Raises ValueError for shapes or settings that do not fit together.
+    Options: :class:`HeadOptions`. Raises ValueError for shapes or settings that do not fit together.
     """
-    model = operands(
-        "teacher", hidden, head, bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-        vocab_size=vocab_size, logit_rows=logit_rows, backend=backend,
-    )  # fmt: skip
+    model = operands("teacher", hidden, head, **options)
     if not 1 <= k <= model.plan.columns:
         raise ValueError(f"k must lie in 1 .. {model.plan.columns} (the vocabulary), got {k}")
     monotone = model.head.bias is None and model.head.logit_scale > 0
@@ -56,27 +42,14 @@ def topk_logprobs(
 
 
 def chosen_logprobs(
-    hidden: Tensor,
-    head: Tensor | Head,
-    token_ids: Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    logit_rows: int | None = None,
-    backend: Backend = "auto",
+    hidden: Tensor, head: Tensor | Head, token_ids: Tensor, **options: Unpack[HeadOptions]
 ) -> tuple[Tensor, Tensor]:
     """Log-probs [N, k] of ``token_ids`` [N, k], normalised over the full vocabulary, and entropy [N]. No gradient.
 
     The ids may be another model's largest, as when a teacher is asked about the student's top-k.
-    Arguments as in :func:`token_logprob`. Raises ValueError for shapes, ids or settings that do not fit together.
+    Options: :class:`HeadOptions`. Raises ValueError for shapes, ids or settings that do not fit together.
     """
-    model = operands(
-        "teacher", hidden, head, bias=bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-        vocab_size=vocab_size, logit_rows=logit_rows, backend=backend,
-    )  # fmt: skip
+    model = operands("teacher", hidden, head, **options)
     check_rows(len(hidden), hidden.device, token_ids=token_ids)
     if token_ids.dim() != 2 or token_ids.shape[1] < 1:
         raise ValueError(f"token_ids must be [N, k], got {list(token_ids.shape)}")
