@@ -20,8 +20,6 @@ from mopd_dataplane.load.spec import LoadSpec
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 28), "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_ARENA_MAX": "1"}
 """Keeps read buffers in the process: glibc would return each to the kernel and fault every page in again, and threads'
 own arenas do so whatever the thresholds say."""
-STORAGE_OPTIONS = "MOPD_STORAGE_OPTIONS"
-"""Environment variable by which a loader gets the options of its object store, as a JSON object."""
 
 
 @dataclass(slots=True)
@@ -62,13 +60,7 @@ def is_served(path: Path) -> bool:
         return probe.connect_ex(str(path)) == 0
 
 
-def start_server(
-    store_uri: str,
-    socket: str | Path,
-    spec: LoadSpec,
-    *,
-    storage_options: dict[str, str] | None = None,
-) -> LoaderProcess:
+def start_server(store_uri: str, socket: str | Path, spec: LoadSpec) -> LoaderProcess:
     """Start a loader and wait until it listens on `socket`.
 
     Raises what the loader raised when it could not start, EngineError when it died without a message, DeadlineError
@@ -78,8 +70,6 @@ def start_server(
     command = [sys.executable, "-m", "mopd_dataplane.load.server", "--store", store_uri, "--socket", str(path)]
     command += ["--spec", spec.model_dump_json()]
     environment = {**MALLOC, **os.environ}
-    if storage_options:  # not an argument: everybody on the machine can read those
-        environment[STORAGE_OPTIONS] = json.dumps(storage_options)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:

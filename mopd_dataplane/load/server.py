@@ -23,16 +23,9 @@ from mopd_dataplane.base.files import unlink_socket
 from mopd_dataplane.errors import DamagedError, InputError, MismatchError, MopdError, ResourceError
 from mopd_dataplane.job.parse import parse_section
 from mopd_dataplane.load.consumers import Consumer
-from mopd_dataplane.load.launch import STORAGE_OPTIONS, is_served
+from mopd_dataplane.load.launch import is_served
 from mopd_dataplane.load.loader import Loader
-from mopd_dataplane.load.protocol import (
-    VERSION,
-    Channel,
-    Message,
-    PeerGone,
-    check_same_user,
-    error_message,
-)
+from mopd_dataplane.load.protocol import VERSION, Channel, Message, PeerGone, check_same_user, error_message
 from mopd_dataplane.load.ring import Lent, Ring, available_memory
 from mopd_dataplane.load.spec import LoadSpec
 
@@ -263,7 +256,7 @@ def _start(uri: str, path: Path, spec: LoadSpec) -> Server:
     from mopd_dataplane.store.cache import open_cache
     from mopd_dataplane.store.dataset import Store
 
-    store = Store.open(uri, storage_options=json.loads(os.environ.get(STORAGE_OPTIONS, "null")))
+    store = Store.open(uri)
     if store.root is None:
         store.cache = open_cache(spec.cache_dir, spec.cache_bytes)
     ring = Ring(max_bytes=spec.ring_bytes or available_memory() // 2, slot_bytes=spec.slot_bytes, poison=spec.poison)
