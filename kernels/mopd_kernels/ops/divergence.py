@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from mopd_kernels.checks import check_hidden, check_reduction, check_rows, check_weights, common_vocabulary
@@ -161,7 +162,8 @@ def divergence(
 
     def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, upstream: Upstream, needs: Needs) -> PassResult:
         coefficient = times_upstream(row_weights, upstream)
-        loss, stats = student.zeros(), RowStats(*(student.zeros() for _ in RowStats._fields))
+        loss = student.zeros()
+        stats = RowStats(*torch.zeros(len(RowStats._fields), count, dtype=student.dtype, device=hidden.device))
         numbered = row_segments(count, row_teacher_ids, row_weights, hidden.device)
         numbers, segments = [n for n, _ in numbered], [rows for _, rows in numbered]
         fdiv = row_functions(student.plan.backend, "fdiv")
@@ -176,8 +178,8 @@ def divergence(
 
         if student.plan.mode == "lean":
             gradients = lean_sweep(
-                student, teacher_rows, teacher_of, form, temperature=temperature, numbered=numbered, needs=needs,
-                coefficient=coefficient, loss=loss, stats=stats,
+                hidden, student, teacher_rows, teacher_of, form, temperature=temperature, numbered=numbered,
+                needs=needs, coefficient=coefficient, loss=loss, stats=stats,
             )  # fmt: skip
         else:
             gradients = sweep(hidden, weight, bias, segments=segments, plan=student.plan, needs=needs, step=step)

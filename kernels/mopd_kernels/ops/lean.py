@@ -95,6 +95,7 @@ class _Lean:
 
 
 def lean_sweep(
+    hidden: Tensor,
     student: Operands,
     teacher_hidden: Tensor,
     teacher_of: Callable[[int], Head],
@@ -108,7 +109,7 @@ def lean_sweep(
     stats: RowStats,
 ) -> Gradients:
     """Fill ``loss`` [N] and ``stats`` and return the gradients of ``sum(coefficient * D)``."""
-    hidden, head, plan = student.hidden.detach(), student.head, student.plan
+    hidden, head, plan = hidden.detach(), student.head, student.plan
     ops, columns, step = dispatch.row_functions(plan.backend, "fdiv"), plan.columns, dispatch.LEAN_COLUMNS
     ours = _Side(hidden, head.weight.detach()[:columns], student.epilogue)
     parts = [(start, min(start + step, columns)) for start in range(0, columns, step)]

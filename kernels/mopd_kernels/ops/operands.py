@@ -38,9 +38,10 @@ class HeadOptions(TypedDict, total=False):
 
 
 class Operands(NamedTuple):
-    """Hidden states [N, D] and a head that fit together."""
+    """Hidden states [N, D] and a head that fit together. The states are not held: they may be freed before the loss."""
 
-    hidden: Tensor
+    rows: int
+    device: torch.device
     head: Head
     dtype: torch.dtype
     """In which the op computes."""
@@ -49,7 +50,7 @@ class Operands(NamedTuple):
 
     def zeros(self) -> Tensor:
         """[N] in the dtype of the computation."""
-        return torch.zeros(len(self.hidden), dtype=self.dtype, device=self.hidden.device)
+        return torch.zeros(self.rows, dtype=self.dtype, device=self.device)
 
     def row_weights(self, weights: Tensor | None) -> Tensor:
         """[N] factor of each row; one without weights."""
@@ -85,4 +86,4 @@ def operands(
         backend=backend, mode=mode, logit_rows=logit_rows, grad_rows=grad_rows,
     )  # fmt: skip
     dtype = compute_dtype(hidden, model.weight)
-    return Operands(hidden, model, dtype, model.epilogue(columns, temperature), plan)
+    return Operands(len(hidden), hidden.device, model, dtype, model.epilogue(columns, temperature), plan)

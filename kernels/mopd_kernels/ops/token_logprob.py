@@ -54,7 +54,7 @@ class SampledTokens:
     @classmethod
     def of(cls, model: Operands, token_ids: Tensor, sampling_mask: Tensor | None) -> SampledTokens:
         """Raises ValueError for ids and masks that do not fit the model."""
-        check_rows(len(model.hidden), model.hidden.device, token_ids=token_ids)
+        check_rows(model.rows, model.device, token_ids=token_ids)
         check_token_ids(token_ids, model.plan.columns, IGNORED)
         mask = check_sampling_mask(sampling_mask, token_ids, model.plan.columns, IGNORED)
         return cls(model, token_ids.clamp(min=0), token_ids != IGNORED, mask)

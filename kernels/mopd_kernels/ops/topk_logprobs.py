@@ -37,7 +37,7 @@ def topk_logprobs(hidden: Tensor, head: Tensor | Head, k: int, **options: Unpack
         return (z if monotone else epilogue.apply(z)).topk(k, dim=1).indices
 
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
-    logprobs, _ = _logprobs(model, ids, largest)
+    logprobs, _ = _logprobs(model, hidden, ids, largest)
     return ids, logprobs
 
 
@@ -55,12 +55,12 @@ def chosen_logprobs(
         raise ValueError(f"token_ids must be [N, k], got {list(token_ids.shape)}")
     check_token_ids(token_ids, model.plan.columns)
     ids = token_ids.long()
-    return _logprobs(model, ids, lambda rows, z, epilogue: ids[rows])
+    return _logprobs(model, hidden, ids, lambda rows, z, epilogue: ids[rows])
 
 
-def _logprobs(model: Operands, ids: Tensor, choose: Choice) -> tuple[Tensor, Tensor]:
+def _logprobs(model: Operands, hidden: Tensor, ids: Tensor, choose: Choice) -> tuple[Tensor, Tensor]:
     """Log-probs [N, k] of the chosen ids, which are written to ``ids``, and entropy [N]."""
-    softmax, hidden = row_functions(model.plan.backend, "softmax"), model.hidden
+    softmax = row_functions(model.plan.backend, "softmax")
     logprobs = torch.zeros(ids.shape, dtype=model.dtype, device=hidden.device)
     entropy = model.zeros()
 
