@@ -96,13 +96,12 @@ def commit_signals(
 ) -> int:
     """Make signals visible and durable; see Store.commit_signals."""
     metadata = _samples_of(samples, signals)
-    for signal, response_len, loss_tokens in zip(
-        signals, metadata["response_len"].to_pylist(), metadata["loss_tokens"].to_pylist(), strict=True
-    ):
+    lengths = (metadata[name].to_pylist() for name in ("response_len", "loss_tokens"))
+    for signal, response_len, loss_tokens in zip(signals, *lengths, strict=True):
         check_signal(signal, kind, response_len, loss_tokens)
     uids = pa.array([signal.uid for signal in signals], pa.string())
-    same = {name: pa.repeat(text, len(signals)) for name, text in (("teacher", teacher.name), ("kind", kind))}
-    found, _ = scores.find(pa.table({"uid": uids} | same))
+    keys = {"uid": uids, "teacher": pa.repeat(teacher.name, len(uids)), "kind": pa.repeat(kind, len(uids))}
+    found, _ = scores.find(pa.table(keys))
     absent = np.flatnonzero(found < 0)
     if not len(absent):
         return 0
@@ -119,21 +118,17 @@ def commit_signals(
     )
     payload.make_durable(dataset)
     fault_point("signals.payload.durable")
+    same = [name for name in SCORES.schema.names if name in Signal.__dataclass_fields__]
     rows = [
-        {
-            "uid": signal.uid,
+        {name: getattr(signal, name) for name in same}
+        | {
             "teacher": teacher.name,
-            "kind": kind,
-            "sample_row": signal.sample_row,
             "payload_row": place,
             "payload_crc": crc,
-            "codec": signal.codec,
             "rows": int(count),
             "bytes": sum(_typed(signal, field).nbytes for field in of_signal(kind)),
-            "mean_reverse_kl": signal.mean_reverse_kl,
             "coverage": _coverage(signal),
             "teacher_digest": teacher.weights_digest,
-            "logprob_std": signal.logprob_std,
         }
         for signal, crc, place, count in zip(fresh, crcs, places.tolist(), loss_tokens.tolist(), strict=True)
     ]
